@@ -7,9 +7,10 @@ that optree knows, with arrays and Python numbers as leaves. Results have the ne
 and the device of ``x`` and share no memory with it. Torch tensors carry gradients, by the table in
 ``docs/gradients.md``, also in torch.func's transforms.
 
-A Python number is a constant, equal on every rank, as in JAX: ``psum(1, "tp")`` is the size of
-the axis and sends nothing. A number that differs between ranks goes in as an array; verbs whose
-result differs between ranks, or has another shape, take arrays alone.
+Python numbers differ between ranks here, unlike in JAX: ``psum``, ``pmean``, ``pmax``, ``pmin`` and
+``pbroadcast`` send them, and give Python numbers. ``axis_size("tp")`` counts ranks for free. Verbs
+whose result differs between ranks, or has another shape, take arrays alone. Leaves, by their paths,
+and shapes must be equal on all ranks: else all of them raise AgreementError.
 """
 
 from .collectives.named_axes.axes import axis_index, axis_size

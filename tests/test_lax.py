@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import (
+    AgreementError,
     ArgumentError,
     AxisError,
     DtypeError,
@@ -310,29 +311,107 @@ def test_trees_carry_gradients(verb: Any) -> None:
     assert in_mesh(body) == [([2 * factor] * 2, [3 * factor] * 2)] * 4
 
 
-@pytest.mark.parametrize(
-    ("number", "total", "mean"),
-    [
-        (1, 2, 1.0),
-        (3, 6, 3.0),
-        (0.1, 0.2, 0.1),
-        (1j, 2j, 1j),
-        (True, 2, 1.0),
-    ],
-)
-def test_a_python_number_is_a_constant(number: Any, total: Any, mean: Any) -> None:
+NUMBERS: dict[str, Callable[[int], Any]] = {
+    "bool": lambda rank: rank != 1,
+    "int": lambda rank: 3 + rank,
+    "float": lambda rank: 0.1 + rank,
+    "complex": lambda rank: 1 + rank * 1j,
+    "large": lambda rank: (1 << 60) + rank,
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_python_numbers_travel_and_come_back_as_such(kind: str, size: int) -> None:
     def body(rank: int) -> Any:
-        # On one rank alone: nothing may be sent.
-        verbs = (lax.psum, lax.pmean, lax.pvary)
-        return [verb(number, "tp") for verb in verbs] if rank == 1 else None
+        number = NUMBERS[kind](rank)
+        found = [lax.psum(number, "tp"), lax.pmean(number, "tp")]
+        found += [lax.pbroadcast(number, "tp", size - 1), lax.pvary(number, "tp")]
+        if kind != "complex":
+            found += [lax.pmax(number, "tp"), lax.pmin(number, "tp")]
+        return found
 
-    found = in_mesh(body)[1]
-    assert found == [total, mean, number]
-    assert [type(f) for f in found] == [type(total), type(mean), type(number)]
+    held = [NUMBERS[kind](rank) for rank in range(size)]
+    for rank, found in enumerate(in_mesh(body, (size,))):
+        expected = [sum(held), sum(held) / size, held[-1], held[rank]]
+        expected += [] if kind == "complex" else [max(held), min(held)]
+        assert found == pytest.approx(expected, rel=1e-15)
+        assert [type(one) for one in found] == [type(one) for one in expected]
 
 
-def test_the_sum_of_one_is_the_size() -> None:
-    assert in_mesh(lambda rank: lax.psum(1, ("dp", "tp")), (2, 3)) == [6] * 6
+def test_a_number_that_is_cast_sends_nothing() -> None:
+    def body(rank: int) -> Any:  # on one rank alone
+        return [lax.pvary(2.5, "tp"), lax.pcast(2.5, "tp", to="reduced")] if rank else None
+
+    assert in_mesh(body, (2,)) == [None, [2.5, 2.5]]
+
+
+def test_numbers_travel_beside_the_arrays_of_a_tree() -> None:
+    def body(rank: int) -> Any:
+        loss = torch.tensor(2.0 + rank, requires_grad=True)
+        tree = {"loss": loss * 3, "n": 3 + rank, "seen": (rank > 0, np.float64(rank))}
+        total = lax.psum(tree, "tp")
+        (total["loss"] / total["n"]).backward()
+        return {**total, "loss": total["loss"].item()}, loss.grad.item()
+
+    expected = {"loss": 15.0, "n": 7, "seen": (1, 1.0)}
+    for total, grad in in_mesh(body, (2,)):
+        assert (total, grad) == (expected, pytest.approx(3 / 7))
+        assert [type(one) for one in (total["n"], *total["seen"])] == [int, int, np.float64]
+
+
+def test_numbers_travel_in_typed_contexts_transforms_and_uneven_loops() -> None:
+    def body(rank: int) -> Any:
+        mesh = md.get_current_mesh()
+        with md.typed(mesh):
+            x = md.annotate(torch.ones(2), varying="tp")
+            typed = lax.psum({"x": x, "n": rank + 1}, "tp")
+            assert md.typeof(typed["x"]).varying == ()
+        seen = []
+
+        def inside(x: torch.Tensor) -> torch.Tensor:
+            seen.append((lax.psum(rank + 1, "tp"), lax.pmean(rank > 0, "tp")))
+            return (x * seen[-1][0]).sum()
+
+        torch.func.grad(inside)(torch.ones(2))
+        torch.func.vmap(inside)(torch.ones(2, 2))
+        counts = []
+        for _ in md.uneven(range(1 + rank), mesh["tp"]):
+            counts.append(lax.psum({"n": rank + 1, "x": torch.ones(())}, "tp")["n"])
+            counts.append(lax.pmax(rank - 7, "tp"))
+            counts.append(lax.pbroadcast(rank, "tp", 2))
+        return typed["n"], seen, counts
+
+    whole, last = (6, 2 / 3), [6, -5, 2]
+    for rank, found in enumerate(in_mesh(body, (3,))):
+        assert found == (6, [whole] * 2, [*last, 5, -5, 2, 3, -5, 2][: 3 * (1 + rank)])
+
+
+def test_numbers_that_do_not_travel_are_refused_before_anything_is_sent() -> None:
+    assert refusal(ArgumentError, lambda rank: lax.psum([1.0, 1 << 62], "tp")) == (
+        "psum cannot take 4611686018427387904 as x[1]: whole numbers travel in 64 bits\n"
+        "  where:    axis 'tp' of DeviceMesh(dp=2, tp=2)\n"
+        "  expected: a number that fits, as must the sum over all ranks in psum\n"
+        "  fix:      pass a float: x[1] = float(x[1])"
+    )
+    assert "pmean cannot take" in refusal(ArgumentError, lambda rank: lax.pmean(1 << 63, "tp"))
+    assert "complex" in refusal(DtypeError, lambda rank: lax.pmax([1.0, 1j], "tp"))
+
+    def body(rank: int) -> Any:  # as the error says; one bit less fits
+        return lax.psum(float(1 << 62), "tp"), lax.pmax((1 << 63) - 1, "tp")
+
+    assert in_mesh(body, (2,)) == [(float(1 << 63), (1 << 63) - 1)] * 2
+
+
+def test_numbers_of_different_kinds_are_told() -> None:
+    def body(rank: int) -> str:
+        with pytest.raises(AgreementError) as caught:
+            lax.psum(0.5 if rank else 0, "tp")
+        return str(caught.value)
+
+    for text in in_mesh(body, (2,)):
+        assert "all_reduce(() int64, SUM) of lax.psum(() at x) at" in text
+        assert "all_reduce(() float64, SUM) of lax.psum(() at x) at" in text
 
 
 def test_numpy_arrays_come_back_as_numpy_and_stay_as_they_were() -> None:
@@ -352,7 +431,7 @@ def test_numpy_arrays_come_back_as_numpy_and_stay_as_they_were() -> None:
     assert own.tolist() == [100, 2, 3]
 
 
-def test_a_numpy_scalar_is_an_array_not_a_constant() -> None:
+def test_a_numpy_scalar_is_an_array() -> None:
     def body(rank: int) -> Any:
         return lax.psum(np.float64(rank), "tp"), lax.psum(np.array(rank), "tp")
 
@@ -407,14 +486,6 @@ def test_a_number_is_refused_where_the_result_is_no_number(verb: str) -> None:
         "  expected: a torch tensor, or an array of NumPy or CuPy\n"
         "  fix:      make an array of it first: x[0] = torch.tensor(x[0])"
     )
-
-
-@pytest.mark.parametrize("verb", ["pmax", "pmin", "pcast", "pbroadcast"])
-def test_a_number_is_its_own_extreme_cast_and_broadcast(verb: str) -> None:
-    def body(rank: int) -> Any:  # on one rank alone: nothing may be sent
-        return getattr(lax, verb)(2.5, "tp", **ARGUMENTS[verb]) if rank else None
-
-    assert in_mesh(body, (2,)) == [None, 2.5]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
+from tests.mpi_job import job_of
 from tests.pool import Pool
 
 
@@ -149,6 +154,146 @@ def test_dims_of_lax_are_the_ranks_own() -> None:
         return tuple(md.lax.all_gather(x, "a", axis=axis, tiled=True, mesh=mesh_of_all()).shape)
 
     assert md.simulate(program, 2) == [(4, 2), (2, 4)]
+
+
+def own_mesh() -> md.DeviceMesh:
+    """A mesh of all ranks that shares no communicator, since a failed call breaks it."""
+    return md.DeviceMesh.from_group(md.new_group(), "cpu", mesh_dim_names=("a",))
+
+
+LAX_CALLS: dict[str, Callable[[Any, md.DeviceMesh], Any]] = {
+    "psum": lambda x, mesh: md.lax.psum(x, mesh),
+    "pmean": lambda x, mesh: md.lax.pmean(x, mesh),
+    "pmax": lambda x, mesh: md.lax.pmax(x, mesh),
+    "pmin": lambda x, mesh: md.lax.pmin(x, mesh),
+    "psum_scatter": lambda x, mesh: md.lax.psum_scatter(x, mesh),
+    "all_gather": lambda x, mesh: md.lax.all_gather(x, mesh, to="invarying"),
+    "all_to_all": lambda x, mesh: md.lax.all_to_all(x, mesh, 0, 1),
+    "pswapaxes": lambda x, mesh: md.lax.pswapaxes(x, mesh, 0),
+    "ppermute": lambda x, mesh: md.lax.ppermute(x, mesh, [(0, 1), (1, 0)]),
+    "pshuffle": lambda x, mesh: md.lax.pshuffle(x, mesh, list(range(mesh.size()))[::-1]),
+    "pbroadcast": lambda x, mesh: of_a_late_source(x, mesh),
+}
+
+
+def of_a_late_source(x: Any, mesh: md.DeviceMesh) -> Any:
+    """A broadcast whose others are there: over Gloo a source does not wait for them."""
+    if md.get_rank() == 1:
+        time.sleep(0.2)
+    return md.lax.pbroadcast(x, mesh, 1)
+
+
+def disagreement(call: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises(md.AgreementError) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def shapes_that_differ() -> list[str]:
+    size, is_first = md.get_world_size(), md.get_rank() == 0
+    x = torch.ones((size, 2, 3) if is_first else (size, 3, 2))
+    texts = [disagreement(call, x, own_mesh()) for call in LAX_CALLS.values()]
+    mesh = own_mesh()
+    marked = md.lax.pvary(x.requires_grad_(), mesh)  # which sends nothing
+    texts.append(disagreement(marked.sum().backward))
+    return texts
+
+
+def check_shapes(outcomes: list[list[str]], size: int) -> None:
+    assert len(outcomes) == size
+    for texts in outcomes:
+        for name, text in zip([*LAX_CALLS, "pvary"], texts, strict=True):
+            for shape in ((size, 2, 3), (size, 3, 2)):
+                assert f" of lax.{name}({shape} at x) at " in text, text
+            assert (
+                "expected: the same verb of lax, on leaves of equal paths, shapes and dtypes, on "
+                "every member" in text
+            )
+
+
+def test_shapes_of_lax_that_differ_are_told(on_wire: Any) -> None:
+    check_shapes(on_wire(shapes_that_differ, 2), 2)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_shapes_of_lax_that_differ_are_told_at_any_size(size: int) -> None:
+    check_shapes(md.simulate(shapes_that_differ, size), size)
+
+
+@pytest.mark.soak
+@pytest.mark.mpi
+def test_shapes_of_lax_that_differ_are_told_over_mpi(pool: Pool) -> None:
+    check_shapes(job_of(pool, 2).run_in_world(shapes_that_differ), 2)
+
+
+def test_torchs_verbs_compare_the_number_of_elements_alone(on_wire: Any) -> None:
+    def program() -> float:
+        x = torch.ones((2, 3) if md.get_rank() else (3, 2))
+        md.all_reduce(x)
+        return x.sum().item()
+
+    assert on_wire(program, 2) == [12.0] * 2
+
+
+def trees_that_differ() -> list[str]:
+    is_first, one = md.get_rank() == 0, torch.ones(())
+    many = {f"layer {place}": one for place in range(100)}
+    pairs: list[tuple[Any, Any]] = [
+        ({"acc": one, "loss/image": one}, {"acc": one, "loss/text": 1.0}),
+        (OrderedDict(a=one, b=one), OrderedDict(b=one, a=one)),
+        ([one, one], (one, one, one)),
+        (one, [one]),
+        (many, {**many, "layer 99": [one]}),
+    ]
+    texts = [disagreement(md.lax.pmean, pair[not is_first], own_mesh()) for pair in pairs]
+    mean_or_sum = md.lax.pmean if is_first else md.lax.psum
+    texts.append(disagreement(mean_or_sum, one, own_mesh()))
+    return texts
+
+
+def test_trees_of_lax_that_differ_are_told(on_wire: Any) -> None:
+    leaf = "all_reduce(() float32, SUM) of lax.pmean(() at"
+    pairs = [
+        ("x['acc'], leaf 1 of x['acc'], x['loss/image'])", "x['acc'], x['loss/text'])"),
+        ("x['a'], leaf 1 of x['a'], x['b'])", "x['b'], leaf 1 of x['b'], x['a'])"),
+        ("x[0], leaf 1 of x[0], x[1])", "x[0], leaf 1 of x[0], x[1], x[2])"),
+        ("x)", "x[0], leaf 1 of x[0])"),
+        ("... (100, ", "x['layer 0'], leaf 1 of x['layer 0'], x['layer 1'], "),
+        ("x)", "lax.psum(() at x)"),
+    ]
+    for texts in on_wire(trees_that_differ, 2):
+        for text, pair in zip(texts, pairs, strict=True):
+            assert leaf in text and all(part in text for part in pair), text
+
+
+def test_trees_of_lax_that_are_alike_though_written_otherwise() -> None:
+    class Key:
+        pass
+
+    def program() -> list[Any]:
+        rank, x = md.get_rank(), torch.tensor(float(md.get_rank()))
+        tree = {"a": 1 + x, "b": 10 * x} if rank else {"b": 10 * x, "a": 1 + x}
+        with mesh_of_all():
+            total = md.lax.psum(tree, "a")
+            by_object = md.lax.psum({Key(): x}, "a")  # whose text differs from rank to rank
+            return [total["a"].item(), total["b"].item(), *map(float, by_object.values())]
+
+    assert md.simulate(program, 3) == [[6.0, 30.0, 3.0]] * 3
+
+
+def test_what_trees_hold_is_not_kept() -> None:
+    class Key:
+        pass
+
+    def program() -> bool:
+        key = Key()
+        gone = weakref.ref(key)
+        md.lax.psum({key: torch.ones(1)}, mesh_of_all())
+        del key
+        gc.collect()
+        return gone() is None
+
+    assert md.simulate(program, 2) == [True] * 2
 
 
 def test_a_work_is_waited_for(on_wire: Any) -> None:

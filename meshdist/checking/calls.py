@@ -274,7 +274,10 @@ def fingerprint_of(call: Call | tuple[Any, ...]) -> int:
 
 def likeness(call: Call | None) -> str:
     """The text of what must be equal on all members; ``call`` is this member's, if it is known."""
-    under = " under the same title" if call is not None and call.title else ""
+    title = "" if call is None else call.title
+    under = " under the same title" if title else ""
+    if title.startswith("lax."):
+        return "the same verb of lax, on leaves of equal paths, shapes and dtypes, on every member"
     if call is not None and call.sizes:
         return f"the same verb and dtype{under}, and what one member takes as the other sends it"
     return f"the same verb, dtype, number of elements, op and root{under} on every member"

@@ -25,7 +25,14 @@ from ..wires.work import Work
 from .checks import SUM, as_wire_tensor, check_reducible, note_write
 from .collective import Collective
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "all_to_all_single", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter",
+]
 
 
 def all_reduce(
@@ -37,7 +44,7 @@ def all_reduce(
     if op is not SUM:  # which every dtype has
         kind, factor = split_premul(op)
         check_reducible(kind, buffer, "all_reduce", factor)
-    if async_op or title or buffer is not tensor or factor is not None:
+    if async_op or buffer is not tensor or factor is not None:
         call = Collective("all_reduce", group, title=title)
         call.op = kind if factor is None else ReduceOp.PREMUL_SUM
         call.factor = factor
@@ -52,16 +59,33 @@ def all_reduce(
 
         return call.run_elementwise(start, buffer, async_op)
     channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind)
+    channel.enter("all_reduce", buffer, kind, title=title)
     note_write(buffer)  # the common case: nothing to copy back
     timeout = channel.timeout
     recorder = channel.recorder
-    terms = Terms(timeout, "all_reduce", recorder.sequence, True, None, recorder.num_notes)
+    noted = recorder.find_note() if title else None  # which a wire that compares by itself needs
+    terms = Terms(timeout, "all_reduce", recorder.sequence, True, noted, recorder.num_notes)
     try:
         channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
     except WireFailure as failure:
         raise channel.explain(failure) from None
     return None
+
+
+def broadcast(
+    tensor: Any, root: int, group: ProcessGroup, async_op: bool = False, title: str = ""
+) -> Work | None:
+    """Of ``broadcast``, from member ``root``."""
+    call = Collective("broadcast", group, root, title=title, is_elementwise=True)
+    buffer = call.write(tensor, "tensor")
+    if call.is_root:  # what is sent stays as it is
+        call.written.clear()
+    return call.run_elementwise(
+        lambda wire, terms, handed: wire.broadcast(handed[0], root, terms),
+        buffer,
+        async_op,
+        [tensor],
+    )
 
 
 def all_gather(

@@ -21,7 +21,8 @@ the program means, not a property of the numbers: verbs that differ in kinds alo
 Every verb returns a new tensor that shares no memory with its argument, for a group of one as
 well. Backward uses the group that forward used, whatever mesh is in force by then, and is itself
 made of these verbs, so that it can be differentiated again. A verb whose backward communicates
-must be run backward on every rank of the group.
+must be run backward on every rank of the group. What is sent, also by a backward, is sent under a
+title, by which members compare the verb, ``leaf`` (where ``x`` stands in its tree) and its shape.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from .complete_losses import keep_line, note_complete
 from .equal_values import check_invariant
 from .leaf_gradients import note_leaves
 from .linear_function import LinearFunction
+from .titled import all_gather_into_tensor, all_reduce, lax_title, reduce_scatter_tensor
 from .torch_private import call_function
 from .verb_kinds import CASTS, GATHERED, KINDS
-from .verbs import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 
 __all__ = [
     "all_gather",
@@ -61,36 +62,40 @@ __all__ = [
 ]
 
 
-def psum(x: torch.Tensor, group: object = None) -> torch.Tensor:
+def psum(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the sum of all members' ``x``; V -> I, transpose ``pvary``.
 
     A bool ``x`` is counted, in int32. ``group`` is what the in-place verbs take.
     """
-    return call_function(_Psum, _counted(x), resolve_group(group))
+    title = lax_title("psum", leaf, x.shape)
+    return call_function(_Psum, _counted(x), resolve_group(group), title)
 
 
-def pmean(x: torch.Tensor, group: object = None) -> torch.Tensor:
+def pmean(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the mean of all members' ``x``; V -> I. Integers give a float dtype."""
     group = resolve_group(group)
-    return psum(x, group) / group.size()
+    title = lax_title("pmean", leaf, x.shape)
+    return call_function(_Psum, _counted(x), group, title) / group.size()
 
 
-def pmax(x: torch.Tensor, group: object = None) -> torch.Tensor:
+def pmax(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the largest of all members' ``x``; V -> I, transpose: an even split."""
-    return _extreme("pmax", x, group, ReduceOp.MAX)
+    return _extreme("pmax", x, group, ReduceOp.MAX, leaf)
 
 
-def pmin(x: torch.Tensor, group: object = None) -> torch.Tensor:
+def pmin(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the smallest of all members' ``x``; V -> I, transpose: an even split."""
-    return _extreme("pmin", x, group, ReduceOp.MIN)
+    return _extreme("pmin", x, group, ReduceOp.MIN, leaf)
 
 
-def pvary(x: torch.Tensor, group: object = None) -> torch.Tensor:
+def pvary(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds its own copy of ``x``, equal so far; I -> V, transpose ``psum``."""
-    return call_function(_Pvary, x, resolve_group(group))
+    return call_function(_Pvary, x, resolve_group(group), lax_title("pvary", leaf, x.shape))
 
 
-def pcast(x: torch.Tensor, group: object = None, *, to: str, source: str = "") -> torch.Tensor:
+def pcast(
+    x: torch.Tensor, group: object = None, *, to: str, source: str = "", leaf: str = "x"
+) -> torch.Tensor:
     """Every member holds a copy of ``x``, which is of another kind from here on.
 
     Args:
@@ -112,7 +117,8 @@ def pcast(x: torch.Tensor, group: object = None, *, to: str, source: str = "") -
             fix=_TO_INVARIANT if to in ("invariant", "invarying") else None,
         )
     kind = kinds[source] if source else next(iter(kinds.values()))
-    return call_function(_Pvary if kind == "I" else _Recast, x, group)
+    function = _Pvary if kind == "I" else _Recast
+    return call_function(function, x, group, lax_title("pcast", leaf, x.shape))
 
 
 _TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
@@ -125,6 +131,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
+    leaf: str = "x",
 ) -> torch.Tensor:
     """Every member holds all members' ``x``: stacked in a new dim ``axis``, or there concatenated.
 
@@ -140,11 +147,17 @@ def all_gather(
         )
     dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
     gather = _AllGatherInvariant if to == "invarying" else _AllGather
-    return joined(call_function(gather, x, group), dim, tiled=tiled)
+    title = lax_title("all_gather", leaf, x.shape)
+    return joined(call_function(gather, x, group, title), dim, tiled=tiled)
 
 
 def psum_scatter(
-    x: torch.Tensor, group: object = None, *, scatter_dimension: int = 0, tiled: bool = False
+    x: torch.Tensor,
+    group: object = None,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    leaf: str = "x",
 ) -> torch.Tensor:
     """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V.
 
@@ -152,7 +165,7 @@ def psum_scatter(
     """
     group = resolve_group(group)
     blocks = blocks_to_scatter(_counted(x), group, scatter_dimension, tiled)
-    return call_function(_PsumScatter, blocks, group)
+    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf, x.shape))
 
 
 def blocks_to_scatter(
@@ -168,90 +181,93 @@ def _counted(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int32) if x.dtype is torch.bool else x
 
 
-def _extreme(verb: str, x: torch.Tensor, group: object, op: ReduceKind) -> torch.Tensor:
+def _extreme(verb: str, x: torch.Tensor, group: object, op: ReduceKind, leaf: str) -> torch.Tensor:
     check_reducible(op, x, verb)
-    return call_function(_Extreme, x, resolve_group(group), op, verb)
+    title = lax_title(verb, leaf, x.shape)
+    return call_function(_Extreme, x, resolve_group(group), op, verb, title)
 
 
 class _Psum(LinearFunction):
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         # Contiguous, as the wires want it: all_reduce would copy anything else once more.
         total = new_like(x).copy_(x)
-        all_reduce(total, group=group)
+        all_reduce(total, group, title)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (group,) = ctx.rest
-        check_gradient(ctx, grad, group, "psum")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "psum")
         # Only a backward that will be differentiated again needs the verb; else the gradient
         # itself passes on, without a copy.
-        return call_function(_Pvary, grad, group) if torch.is_grad_enabled() else grad, None
+        again = torch.is_grad_enabled()
+        return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
 
 
 class _Pvary(LinearFunction):
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         return new_like(x).copy_(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        note_complete(ctx, *ctx.rest, is_sum=True)
-        return call_function(_Psum, grad, *ctx.rest), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        note_complete(ctx, ctx.rest[0], is_sum=True)
+        return call_function(_Psum, grad, *ctx.rest), None, None
 
 
 class _Recast(LinearFunction):
     """V -> U and R -> V, each the other's transpose: copies alone."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         return new_like(x).copy_(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_Recast, grad, *ctx.rest) if torch.is_grad_enabled() else grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        again = torch.is_grad_enabled()
+        return call_function(_Recast, grad, *ctx.rest) if again else grad, None, None
 
 
 class _Extreme(Function):
     """The largest or smallest; its derivative is split evenly among the ranks that attain it."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str) -> torch.Tensor:
+    def forward(
+        x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str, title: str
+    ) -> torch.Tensor:
         extreme = new_like(x).copy_(x)
-        all_reduce(extreme, op, group=group)
+        all_reduce(extreme, group, title, op)
         return extreme
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.group, _, ctx.verb = inputs
+        x, ctx.group, _, ctx.verb, ctx.title = inputs
         keep_line(ctx, x, ctx.group)
         ctx.save_for_backward(x, output)
         ctx.save_for_forward(x, output)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         check_gradient(ctx, grad, ctx.group, ctx.verb)
         if torch.is_grad_enabled():
-            grad = call_function(_Pvary, grad, ctx.group)
-        return grad * _share(ctx.saved_tensors, ctx.group), None, None, None
+            grad = call_function(_Pvary, grad, ctx.group, ctx.title)
+        return grad * _share(ctx), None, None, None, None
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str
-    ) -> tuple[Any, int]:
-        return call_function(_Extreme, x, group, op, verb), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *rest: Any) -> tuple[Any, int]:
+        return call_function(_Extreme, x, *rest), in_dims[0]
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return call_function(_Psum, tangent * _share(ctx.saved_tensors, ctx.group), ctx.group)
+        return call_function(_Psum, tangent * _share(ctx), ctx.group, ctx.title)
 
 
-def _share(saved: tuple[torch.Tensor, ...], group: ProcessGroup) -> torch.Tensor:
+def _share(ctx: Any) -> torch.Tensor:
     """One over the number of ranks that attain the extreme, on these; zero on all others."""
+    saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     x, extreme = (one.detach() for one in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())
-    return attains.to(x.dtype) / psum(attains, group)
+    return attains.to(x.dtype) / call_function(_Psum, _counted(attains), ctx.group, ctx.title)
 
 
 class _AllGather(LinearFunction):
@@ -260,14 +276,14 @@ class _AllGather(LinearFunction):
     gives_blocks = True
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
-        all_gather_into_tensor(blocks, x, group=group)
+        all_gather_into_tensor(blocks, x, group, title)
         return blocks
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_PsumScatter, grad, *ctx.rest), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_PsumScatter, grad, *ctx.rest), None, None
 
 
 class _PsumScatter(LinearFunction):
@@ -276,14 +292,14 @@ class _PsumScatter(LinearFunction):
     takes_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         total = new_like(blocks[0])
-        reduce_scatter_tensor(total, blocks, group=group)
+        reduce_scatter_tensor(total, blocks, group, title)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_AllGather, grad, *ctx.rest), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGather, grad, *ctx.rest), None, None
 
 
 class _AllGatherInvariant(LinearFunction):
@@ -292,14 +308,13 @@ class _AllGatherInvariant(LinearFunction):
     gives_blocks = True
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        return _AllGather.forward(x, group)
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        return _AllGather.forward(x, group, title)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (group,) = ctx.rest
-        check_gradient(ctx, grad, group, "all_gather")
-        return call_function(_OwnSlice, grad, group), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "all_gather")
+        return call_function(_OwnSlice, grad, *ctx.rest), None, None
 
 
 class _OwnSlice(LinearFunction):
@@ -308,13 +323,13 @@ class _OwnSlice(LinearFunction):
     takes_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         mine = blocks[group.rank()]
         return new_like(mine).copy_(mine)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_AllGatherInvariant, grad, *ctx.rest), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGatherInvariant, grad, *ctx.rest), None, None
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:

@@ -239,7 +239,12 @@ _ANSWERS: dict[str, Callable[[_Answer], object]] = {
 }
 
 _TITLED_ANSWERS: dict[str, Callable[[_Answer], object]] = {
-    "all_reduce": lambda it: titled.all_reduce(it.tensor(), it.group, it.call.title, async_op=True),
+    "all_reduce": lambda it: titled.all_reduce(
+        it.tensor(), it.group, it.call.title, it.op, async_op=True
+    ),
+    "broadcast": lambda it: titled.broadcast(
+        it.tensor(), it.root or 0, it.group, it.call.title, async_op=True
+    ),
     "all_gather_into_tensor": lambda it: titled.all_gather_into_tensor(
         *it.gathered_at_once(), it.group, it.call.title, async_op=True
     ),

@@ -24,9 +24,8 @@ from .blocks import cut, get_dim, joined
 from .checks import find_whole_numbers
 from .functional import check_gradient
 from .linear_function import LinearFunction
-from .list_verbs import all_to_all_single
+from .titled import all_to_all_single, broadcast, lax_title
 from .torch_private import call_function
-from .verbs import broadcast
 
 __all__ = [
     "all_to_all",
@@ -48,6 +47,7 @@ def all_to_all(
     concat_axis: int = 0,
     *,
     tiled: bool = False,
+    leaf: str = "x",
 ) -> torch.Tensor:
     """Member j holds block j of every member's ``x``, joined; V -> V.
 
@@ -56,14 +56,18 @@ def all_to_all(
     """
     group = resolve_group(group)
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
-    return joined(call_function(_AllToAll, blocks, group), concat, tiled=tiled)
+    title = lax_title("all_to_all", leaf, x.shape)
+    return joined(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
 
 
-def pswapaxes(x: torch.Tensor, group: object = None, axis: int = 0) -> torch.Tensor:
+def pswapaxes(
+    x: torch.Tensor, group: object = None, axis: int = 0, *, leaf: str = "x"
+) -> torch.Tensor:
     """Dim ``axis`` of ``x`` and the group change places: ``all_to_all`` along one dim; V -> V."""
     group = resolve_group(group)
     blocks, dim = blocks_to_swap(x, group, axis)
-    return joined(call_function(_AllToAll, blocks, group), dim, tiled=False)
+    title = lax_title("pswapaxes", leaf, x.shape)
+    return joined(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
 
 
 def blocks_to_exchange(
@@ -84,16 +88,21 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
     return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
 
 
-def ppermute(x: torch.Tensor, group: object = None, perm: Sequence[Any] = ()) -> torch.Tensor:
+def ppermute(
+    x: torch.Tensor, group: object = None, perm: Sequence[Any] = (), *, leaf: str = "x"
+) -> torch.Tensor:
     """For each (source, destination) the destination holds the source's ``x``; others zeros.
 
     V -> V, transpose: the pairs turned round. Places are those in the group.
     """
     group = resolve_group(group)
-    return call_function(_Ppermute, x, group, _checked_pairs(perm, group))
+    title = lax_title("ppermute", leaf, x.shape)
+    return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
 
 
-def pshuffle(x: torch.Tensor, group: object = None, perm: Sequence[int] = ()) -> torch.Tensor:
+def pshuffle(
+    x: torch.Tensor, group: object = None, perm: Sequence[int] = (), *, leaf: str = "x"
+) -> torch.Tensor:
     """Member i holds the ``x`` of member ``perm[i]``; V -> V, transpose: the inverse."""
     group = resolve_group(group)
     sources = _whole_numbers(perm, "pshuffle", "perm")
@@ -105,10 +114,12 @@ def pshuffle(x: torch.Tensor, group: object = None, perm: Sequence[int] = ()) ->
             fix="ppermute takes pairs that leave places out",
         )
     pairs = tuple((source, place) for place, source in enumerate(sources))
-    return call_function(_Ppermute, x, group, pairs)
+    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf, x.shape))
 
 
-def pbroadcast(x: torch.Tensor, group: object = None, source: int = 0) -> torch.Tensor:
+def pbroadcast(
+    x: torch.Tensor, group: object = None, source: int = 0, *, leaf: str = "x"
+) -> torch.Tensor:
     """Every member holds the ``x`` of member ``source``; V -> I.
 
     The transpose leaves the gradient at the source, and has zeros elsewhere.
@@ -126,7 +137,7 @@ def pbroadcast(x: torch.Tensor, group: object = None, source: int = 0) -> torch.
             f"pbroadcast over {group.name}: source={place} is outside it",
             expected=f"a place from 0 to {group.size() - 1}",
         )
-    return call_function(_Pbroadcast, x, group, place)
+    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf, x.shape))
 
 
 def _whole_numbers(given: Any, verb: str, argument: str) -> list[int]:
@@ -173,14 +184,14 @@ class _AllToAll(LinearFunction):
     takes_blocks = gives_blocks = True
 
     @staticmethod
-    def forward(blocks: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         arrived = new_like(blocks)
-        all_to_all_single(arrived, blocks, group=group)
+        all_to_all_single(arrived, blocks, None, None, group, title)
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return call_function(_AllToAll, grad, *ctx.rest), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllToAll, grad, *ctx.rest), None, None
 
 
 class _Ppermute(LinearFunction):
@@ -191,7 +202,7 @@ class _Ppermute(LinearFunction):
     """
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
         sent = [count if (me, place) in pairs else 0 for place in range(size)]
         taken = [count if (place, me) in pairs else 0 for place in range(size)]
@@ -201,43 +212,43 @@ class _Ppermute(LinearFunction):
             x.reshape(-1)[: sum(sent)],
             taken,
             sent,
-            group=group,
+            group,
+            title,
         )
         return arrived if any(me == place for _, place in pairs) else arrived.zero_()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        group, pairs = ctx.rest
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, pairs, title = ctx.rest
         inverse = tuple((destination, source) for source, destination in pairs)
-        return call_function(_Ppermute, grad, group, inverse), None, None
+        return call_function(_Ppermute, grad, group, inverse, title), None, None, None
 
 
 class _Pbroadcast(LinearFunction):
     """The source's tensor on every member."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, source: int) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:
         result = new_like(x)
         if group.rank() == source:
             result.copy_(x)
-        broadcast(result, group=group, group_src=source)
+        broadcast(result, source, group, title)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        group, source = ctx.rest
-        check_gradient(ctx, grad, group, "pbroadcast")
-        return call_function(_KeptAt, grad, group, source), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "pbroadcast")
+        return call_function(_KeptAt, grad, *ctx.rest), None, None, None
 
 
 class _KeptAt(LinearFunction):
     """A value that is equal on every member, kept at one and zero elsewhere; I -> V, free."""
 
     @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, place: int) -> torch.Tensor:
+    def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:
         result = new_like(x)
         return result.copy_(x) if group.rank() == place else result.zero_()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return call_function(_Pbroadcast, grad, *ctx.rest), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return call_function(_Pbroadcast, grad, *ctx.rest), None, None, None

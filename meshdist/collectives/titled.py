@@ -1,4 +1,4 @@
-"""The verbs that plans use, each called under a title: the text of the plan that it is a step of.
+"""Verbs under a title: the plan that a call is a step of, or the verb of lax and its leaf.
 
 Members whose titles differ raise the AgreementError of calls that differ, as if they had called
 different verbs, and reports name the title. All else is as the verb of the same name says: a call
@@ -9,6 +9,7 @@ a profiler. Tensors are torch's and have no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch.autograd.profiler as profiler
 
 from ..checking.nesting import run_unnested
 from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp
+from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.untraced import leave_untraced
 from ..wires.work import Work
 from . import bodies
@@ -27,22 +28,44 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "all_to_all_single",
+    "broadcast",
+    "lax_title",
     "reduce_scatter_tensor",
 ]
 
 _SUM = ReduceOp.SUM
 
 
+@lru_cache(maxsize=4096)  # the native core knows a title by its address, too
+def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:
+    """The title of a verb of lax: the verb, the leaf that it is called on, the leaf's shape."""
+    return f"lax.{verb}({tuple(shape)} at {leaf})"
+
+
 @leave_untraced
 def all_reduce(
-    tensor: torch.Tensor, group: ProcessGroup, title: str, *, async_op: bool = False
+    tensor: torch.Tensor,
+    group: ProcessGroup,
+    title: str,
+    op: ReduceKind = _SUM,
+    *,
+    async_op: bool = False,
 ) -> Work | None:
-    """Every member's tensor becomes the sum of all, in place."""
-    path = _fast_path(group, async_op)
+    """Every member's tensor becomes the reduction of all, in place."""
+    path = _fast_path(group, async_op) if op is _SUM else None
     if path is not None and path.all_reduce(tensor, title) is not False:
         return None
-    given = (tensor, _SUM, group, async_op, title)
+    given = (tensor, op, group, async_op, title)
     return _run("all_reduce", bodies.all_reduce, given, group, title, [tensor])
+
+
+@leave_untraced
+def broadcast(
+    tensor: torch.Tensor, root: int, group: ProcessGroup, title: str, *, async_op: bool = False
+) -> Work | None:
+    """Every member's tensor becomes that of member ``root``, in place."""
+    given = (tensor, root, group, async_op, title)
+    return _run("broadcast", bodies.broadcast, given, group, title, [tensor])
 
 
 @leave_untraced

@@ -51,12 +51,15 @@ class TypedVerb:
 
     def checked(
         self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
-    ) -> Callable[[torch.Tensor, ProcessGroup], torch.Tensor]:
+    ) -> Callable[..., torch.Tensor]:
         """``on_tensor`` for ``x``, which is fit for it or raises; the result has its type."""
         text = self.result_type(x, argument)
 
-        def call(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-            result = self._cast(on_tensor, x) if self._verb == "pcast" else on_tensor(x, group)
+        def call(x: torch.Tensor, group: ProcessGroup, *, leaf: str) -> torch.Tensor:
+            if self._verb == "pcast":
+                result = self._cast(on_tensor, x, leaf)
+            else:
+                result = on_tensor(x, group, leaf=leaf)
             result.__dict__[ATTRIBUTE] = text
             self._mode.note(result, self._verb, [x])
             return result
@@ -88,14 +91,15 @@ class TypedVerb:
         mark(result, text)
         return result
 
-    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf: str) -> torch.Tensor:
         """A cast from each kind that ``x`` is of, over its axes: their transposes differ."""
         kinds = kinds_in(self._mode.operand_type(x, self._verb))
         result = x
         for kind, word in KINDS.items():
             axes = tuple(axis for axis in self._axes if kinds.get(axis, "I") == kind)
             if axes:
-                result = on_tensor(result, resolve_group(self._mode.mesh[axes]), word)
+                group = resolve_group(self._mode.mesh[axes])
+                result = on_tensor(result, group, source=word, leaf=leaf)
         return result
 
 

@@ -107,16 +107,7 @@ def broadcast(
     """
     assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, src, group_src, "broadcast", "src")
-    call = Collective("broadcast", group, root, is_elementwise=True)
-    buffer = call.write(tensor, "tensor")
-    if call.is_root:  # what is sent stays as it is
-        call.written.clear()
-    return call.run_elementwise(
-        lambda wire, terms, handed: wire.broadcast(handed[0], root, terms),
-        buffer,
-        async_op,
-        [tensor],
-    )
+    return bodies.broadcast(tensor, root, group, async_op)
 
 
 @verb(fast=["tensor", "op", "peer"], peer=get_peer)

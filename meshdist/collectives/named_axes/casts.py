@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TypeVar
 
 from ...checking.tracebacks import one_frame
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional
 from .axes import AxisName
-from .leaves import itself, on_leaves
+from .leaves import on_leaves, unsent
 
 __all__ = ["pcast", "pvary"]
 
@@ -50,7 +51,7 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
         >>> md.simulate(program, 4)
         [6.0, 6.0, 6.0, 6.0]
     """
-    return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=itself)
+    return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=unsent)
 
 
 @one_frame
@@ -95,10 +96,10 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
     """
     return on_leaves(
         "pcast",
-        lambda leaf, group, source="": functional.pcast(leaf, group, to=to, source=source),
+        partial(functional.pcast, to=to),
         x,
         axis_name,
         mesh,
-        on_number=itself,
+        on_number=unsent,
         to=to,
     )

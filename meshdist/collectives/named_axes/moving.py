@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ...arrays import as_tensor, like
@@ -79,7 +80,7 @@ def all_gather(
     refuse_groups("all_gather", axis_index_groups)
     return on_leaves(
         "all_gather",
-        lambda leaf, group: functional.all_gather(leaf, group, axis=axis, tiled=tiled, to=to),
+        partial(functional.all_gather, axis=axis, tiled=tiled, to=to),
         x,
         axis_name,
         mesh,
@@ -136,8 +137,8 @@ def all_to_all(
     refuse_groups("all_to_all", axis_index_groups)
     return on_leaves(
         "all_to_all",
-        lambda leaf, group: rearranging.all_to_all(
-            leaf, group, split_axis, concat_axis, tiled=tiled
+        partial(
+            rearranging.all_to_all, split_axis=split_axis, concat_axis=concat_axis, tiled=tiled
         ),
         x,
         axis_name,
@@ -267,7 +268,7 @@ def ppermute(
     """
     return on_leaves(
         "ppermute",
-        lambda leaf, group: rearranging.ppermute(leaf, group, perm),
+        partial(rearranging.ppermute, perm=perm),
         x,
         axis_name,
         mesh,
@@ -310,7 +311,7 @@ def pshuffle(
     """
     return on_leaves(
         "pshuffle",
-        lambda leaf, group: rearranging.pshuffle(leaf, group, perm),
+        partial(rearranging.pshuffle, perm=perm),
         x,
         axis_name,
         mesh,
@@ -359,7 +360,7 @@ def pswapaxes(
     refuse_groups("pswapaxes", axis_index_groups)
     return on_leaves(
         "pswapaxes",
-        lambda leaf, group: rearranging.pswapaxes(leaf, group, axis),
+        partial(rearranging.pswapaxes, axis=axis),
         x,
         axis_name,
         mesh,
@@ -379,8 +380,8 @@ def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | Non
         axis_name, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. A Python number
-        stays as it is.
+        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
+        come back as such.
 
     Gradient:
         The gradient at the source, zero elsewhere; nothing is sent.
@@ -404,7 +405,7 @@ def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | Non
     """
     return on_leaves(
         "pbroadcast",
-        lambda leaf, group: rearranging.pbroadcast(leaf, group, source),
+        partial(rearranging.pbroadcast, source=source),
         x,
         axis_name,
         mesh,

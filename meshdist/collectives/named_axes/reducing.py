@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import pos
 from typing import Any, TypeVar, overload
 
 from ...checking.tracebacks import one_frame
@@ -26,15 +28,16 @@ def psum(
     Varying -> invariant; unreduced -> invariant.
 
     Args:
-        x: this rank's array of any shape and numeric dtype, or a pytree; equal shapes and dtypes
-            along the axis.
+        x: this rank's array of any shape and numeric dtype, or a pytree; equal leaves, shapes and
+            dtypes along the axis, which is compared.
         axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh.
         axis_index_groups: None. Parts of an axis are axes: see ``mesh.unflatten``.
         mesh: the mesh; None takes the one in force.
 
     Returns:
         Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis;
-        fresh memory. A Python number c gives c times the size of the axis.
+        fresh memory. Python numbers travel, too, and come back as such: the sum of all ranks'; of
+        bool and int an int. ``axis_size`` counts the ranks for free.
 
     Gradient:
         pvary: each rank's gradient passes through, unchanged and for free. It must be equal along
@@ -47,7 +50,8 @@ def psum(
         AxisError: the mesh has no such axis, or the tuple names one twice or none.
         MeshError: no mesh is in force and none is given.
         KindError, DtypeError: a leaf is no array, or of a dtype that cannot be summed; or
-            axis_index_groups is given.
+            axis_index_groups is given. ArgumentError: a whole number beyond 64 bits.
+        AgreementError: on every rank along the axis: leaves, shapes or dtypes differ.
 
     Example:
         >>> import torch, meshdist as md
@@ -64,7 +68,7 @@ def psum(
         [4.0, 5.0, 6.0]
     """
     refuse_groups("psum", axis_index_groups)
-    return on_leaves("psum", functional.psum, x, axis_name, mesh, on_number=_times)
+    return on_leaves("psum", functional.psum, x, axis_name, mesh, on_number=pos)
 
 
 @overload
@@ -88,7 +92,7 @@ def pmean(
 
     Returns:
         Arrays of the shape and dtype of ``x`` (integers and bool give the default float dtype),
-        equal along the axis; fresh memory. A Python number is its own mean.
+        equal along the axis; fresh memory. Of Python numbers a float, or a complex number.
 
     Gradient:
         psum's, divided by the size of the axis.
@@ -125,8 +129,8 @@ def pmax(
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. A Python number
-        is its own maximum.
+        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
+        come back as such.
 
     Gradient:
         Split evenly among the ranks that attain the maximum, zero on the others. JAX has none.
@@ -173,8 +177,8 @@ def pmin(
             "and".
 
     Returns:
-        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. A Python number
-        is its own minimum.
+        Arrays of the shape and dtype of ``x``, equal along the axis; fresh memory. Python numbers
+        come back as such.
 
     Gradient:
         Split evenly among the ranks that attain the minimum, zero on the others. JAX has none.
@@ -252,9 +256,7 @@ def psum_scatter(
     refuse_groups("psum_scatter", axis_index_groups)
     return on_leaves(
         "psum_scatter",
-        lambda leaf, group: functional.psum_scatter(
-            leaf, group, scatter_dimension=scatter_dimension, tiled=tiled
-        ),
+        partial(functional.psum_scatter, scatter_dimension=scatter_dimension, tiled=tiled),
         x,
         axis_name,
         mesh,
@@ -264,9 +266,5 @@ def psum_scatter(
     )
 
 
-def _times(number: Any, size: int) -> Any:
-    return number * size
-
-
-def _as_quotient(number: Any, size: int) -> Any:
+def _as_quotient(number: Any) -> Any:
     return number / 1
