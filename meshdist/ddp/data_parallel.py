@@ -337,8 +337,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
         Raises:
             GradientError: the backward was interrupted, or not run, but not on every rank; or
-                parameters got no gradient since the last forward. The next forward does not raise
-                it again.
+                parameters got no gradient since the last forward; or came into the module behind
+                the wrapper; or the replicas have parted. The next forward does not raise it again,
+                except for parameters that came.
 
         Example:
             >>> import contextlib, meshdist as md, torch
