@@ -19,13 +19,13 @@ __all__ = ["keep_line", "note_complete"]
 
 def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
     """Let a verb's node keep the line of its call, where wrappers average over ranks of a group."""
-    is_kept = x.requires_grad and isinstance(group, ProcessGroup)
-    if is_kept and any(len(one.intersection(group.ranks)) > 1 for one in group.world.averaged):
+    averaged = x.requires_grad and isinstance(group, ProcessGroup) and group.world.averaged
+    if averaged and any(len(one.intersection(group.ranks)) > 1 for one in averaged):
         node.line = show_site(call_site())
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
     """Note the backward of a verb whose result is invariant, or that of a cast, which sums."""
-    task, world = torch._C._current_graph_task_id(), group.world
-    if hasattr(node, "line") and world.complete[0] != task:
+    world = group.world
+    if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
