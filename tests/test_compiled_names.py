@@ -125,7 +125,7 @@ CALLS: dict[str, Call] = {
     "DDP": unsynchronised,
     "DeviceMesh": in_force,
     "assert_equal": lambda x, mesh: md.assert_equal(x * 0, "tp", mesh=mesh) or x,
-    "shard": lambda x, mesh: md.shard(x, "b@tp", mesh=mesh),
+    "shard": lambda x, mesh: md.shard(x * 0, "b@tp", mesh=mesh),
     "unshard": lambda x, mesh: md.unshard(x, "b@tp", mesh=mesh),
     "reshard": lambda x, mesh: md.reshard(x, "b@tp -> b", mesh=mesh),
     "device_put": lambda x, mesh: md.device_put(x * 0, md.NamedSharding(mesh, md.P("tp"))).local,
