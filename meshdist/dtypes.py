@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPES", "PLAIN_DTYPES", "QUANTIZED", "SIGNED", "DtypeFacts", "dtype_name"]
+__all__ = ["DTYPES", "IN_ORDER", "PLAIN_DTYPES", "QUANTIZED", "SIGNED", "DtypeFacts", "dtype_name"]
 
 
 def dtype_name(dtype: object) -> str:
@@ -85,6 +85,9 @@ SIGNED = {
     if facts.group == "unsigned" and facts.same_bits is not None
 }
 """torch adds, orders and multiplies these only as signed numbers of the same width."""
+
+IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""The whole numbers among which the smallest or largest of floats is found."""
 
 QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 """Dtypes whose numbers need the scale of their tensor, which is not sent along."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import meshdist as md
+from meshdist.groups import channel
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
@@ -305,6 +308,82 @@ def test_a_work_is_waited_for(on_wire: Any) -> None:
         return float(x.sum() / x.numel())
 
     assert on_wire(program, 3) == [3.0] * 3
+
+
+def drop(how: str) -> None:
+    """Drop Works, on all ranks."""
+    x, rank, size = torch.ones(3), md.get_rank(), md.get_world_size()
+    start = partial(md.all_reduce, x, async_op=True)
+    if how == "at once":
+        for _ in range(2):
+            md.all_reduce(x, async_op=True)
+    elif how == "of several":
+        md.all_reduce_multigpu([x, x.clone()], async_op=True)
+    elif how == "a receive":
+        md.isend(x, (rank + 1) % size)  # of which the receiver may tell that it has come
+        md.irecv(torch.empty(3), (rank - 1) % size)
+    elif how == "waited for":
+        start().wait()
+        start().synchronize()
+        start().result()
+        for work in [start() for _ in range(200)]:
+            work.wait()
+    elif how == "seen done":
+        work = start()
+        while not work.is_completed():
+            time.sleep(0.001)
+    elif how == "a future":
+        found: list[Any] = []
+        start().get_future().add_done_callback(found.append)
+        start().get_future().then(lambda done: done.value()).wait()
+        start().get_future_result().wait()
+    elif how == "of a broken group":
+        work = start()
+        md.barrier()
+        md.group.WORLD.abort("enough")
+        return
+    md.barrier()
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    channel._warned.clear()  # a place warns once in a process
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        gc.collect()
+    return [f"{one.filename}:{one.lineno} {one.category.__name__} {one.message}" for one in caught]
+
+
+def warnings_of_drops(wire: str, pool: Pool, how: str) -> list[list[str]]:
+    """By process, what is warned of while two ranks drop Works."""
+    if wire == "simulated":
+        return [warnings_of(lambda: md.simulate(drop, 2, args=(how,)))]
+    return pool.run(lambda: warnings_of(lambda: drop(how)), 2, backend=wire)
+
+
+ON = ["simulated", "shm", "gloo"]
+
+
+@pytest.mark.parametrize("how", ["at once", "of several", "a receive"])
+@pytest.mark.parametrize("wire", ON)
+def test_a_work_that_is_dropped_is_warned_of_once_a_place(wire: str, how: str, pool: Pool) -> None:
+    verb = {"at once": "all_reduce", "of several": "all_reduce_multigpu", "a receive": "irecv"}[how]
+    for (text,) in warnings_of_drops(wire, pool, how):
+        place, category, summary = text.split(" ", 2)
+        assert place.rsplit(":", 1)[0].endswith("test_misuse.py") and category == "UserWarning"
+        assert summary.startswith(f"the Work of {verb} was dropped, and nothing has waited for it")
+        assert f" {verb}(" in summary and " on the world" in summary
+        assert f"{place} in drop\n" in summary
+        assert "expected: wait(), or a future, before its tensors are used: they may" in summary
+        assert "fix:      keep it and call wait(), or let the verb itself wait" in summary
+
+
+@pytest.mark.parametrize("how", ["waited for", "seen done", "a future", "of a broken group"])
+@pytest.mark.parametrize("wire", ON)
+def test_a_work_that_was_awaited_in_some_way_may_be_dropped(
+    wire: str, how: str, pool: Pool
+) -> None:
+    assert not any(warnings_of_drops(wire, pool, how))
 
 
 def test_a_pattern_that_fits_by_chance_is_believed() -> None:

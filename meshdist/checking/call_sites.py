@@ -15,6 +15,7 @@ __all__ = [
     "Site",
     "call_site",
     "is_between",
+    "line_of",
     "place_text",
     "program_frame",
     "show_site",
@@ -72,12 +73,15 @@ def show_site(site: Site) -> str:
 
 def place_text(code: CodeType, instruction: int) -> str:
     """``file:line in function`` of an instruction of ``code``."""
-    line = code.co_firstlineno
+    return f"{code.co_filename}:{line_of(code, instruction)} in {code.co_name}"
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The number of an instruction's line."""
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
-            line = number
-            break
-    return f"{code.co_filename}:{line} in {code.co_name}"
+            return number
+    return code.co_firstlineno
 
 
 def stack_above(frame: FrameType) -> list[str]:

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import get_ident, main_thread
+from traceback import walk_tb
 from typing import ParamSpec, TypeVar
 
 from ..bootstrap.world import find_world
 from ..errors import NestedVerbError
-from .call_sites import call_site, show_site
+from .call_sites import call_site, is_between, show_site
 from .tracebacks import one_frame
 
 __all__ = [
     "check_unnested",
     "is_nested",
+    "is_of_handler",
     "never_nested",
     "run_unnested",
     "set_aside",
@@ -41,6 +43,12 @@ _main_thread = main_thread().ident
 def is_nested() -> bool:
     """Whether this thread is in a verb."""
     return under_way[0] is not None and get_ident() == _main_thread
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether an error that leaves our code is Ctrl-C's, or raised in a frame of the program."""
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    return not (isinstance(error, Exception) and all(is_between[file] for file in files))
 
 
 def check_unnested(verb: str) -> None:

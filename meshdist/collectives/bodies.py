@@ -19,7 +19,6 @@ from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp, multiply, split_premul
 from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
 from ..wires.work import Work
 from .checks import SUM, as_wire_tensor, check_reducible, note_write
@@ -67,8 +66,8 @@ def all_reduce(
     terms = Terms(timeout, "all_reduce", recorder.sequence, True, noted, recorder.num_notes)
     try:
         channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
-    except WireFailure as failure:
-        raise channel.explain(failure) from None
+    except BaseException as error:
+        raise channel.failed(error) from None
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._C import _increment_version as increment_version
+from torch.autograd import forward_ad
 
 from ..arrays import as_tensor, describe, shape_text
 from ..dtypes import QUANTIZED, dtype_name
@@ -81,6 +82,8 @@ def as_wire_tensor(
     They are one where ``x`` is contiguous; else the verb copies back what it wrote. Where it
     ``keeps_layout``, one without gaps need not be contiguous.
     """
+    if forward_ad._current_level >= 0:
+        _check_no_tangent(x, argument, verb)
     is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
     is_plain = is_plain and x.is_contiguous() and not x.is_nested
     is_plain = is_plain and (x.data_ptr() or not x.numel())
@@ -94,6 +97,19 @@ def as_wire_tensor(
     if plain.is_contiguous() or (keeps_layout and find_layout(plain) is not None):
         return tensor, plain
     return tensor, plain.contiguous()
+
+
+def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
+    """Raise where a tensor has a tangent of forward mode, of which the verb would know nothing."""
+    is_seen = isinstance(x, _Tensor) and torch._C._is_fwd_grad_enabled()
+    if is_seen and forward_ad.unpack_dual(x).tangent is not None:
+        raise GradientError(
+            f"{verb} has no forward derivative, and {argument} is a dual tensor",
+            where=f"argument {argument} of {verb}, {describe(x)}",
+            expected="a tensor without a tangent, or a verb that differentiates",
+            fix="use a verb of meshdist.lax in its place, as psum(x, axis) for all_reduce, or call "
+            "it on x.detach(), which has no tangent",
+        )
 
 
 def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:

@@ -444,9 +444,10 @@ def run(
         operation = start(channel.communicator, terms)
         if not async_op:
             operation.finish(limit)
-    except WireFailure as failure:
-        failure.limit = timeout
-        raise channel.explain(failure) from None
+    except BaseException as error:
+        if isinstance(error, WireFailure):
+            error.limit = timeout
+        raise channel.failed(error) from None
     copy_back = find_copy_back(written, verb)
     hand_back = find_hand_back(foreign) if foreign else None
     if async_op:

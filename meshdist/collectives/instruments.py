@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.autograd.profiler as profiler
+from torch.autograd import forward_ad
 
 from ..checking.nesting import run_unnested
 from ..checking.tracebacks import end_here
@@ -50,7 +51,7 @@ def {name}({parameters}):
             with recorded(title(function, ({arguments},), {{}})):
                 return run_unnested({name!r}, function, {arguments})
         path = target.fast_path
-        if path is not None{conditions}:
+        if path is not None and forward_ad._current_level < 0{conditions}:
             found = path.{name}({given})
             if found is not False:
                 return found
@@ -139,6 +140,7 @@ def _with_fast_path(
         "end_here": end_here,
         "run_unnested": run_unnested,
         "find_peer": peer,
+        "forward_ad": forward_ad,
         "function": function,
         "profiler": profiler,
         "recorded": recorded,

@@ -18,7 +18,7 @@ from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.communicator import LARGEST_TAG
 from ..wires.failures import WireFailure
 from ..wires.operations import Operation, Terms
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 from .checks import as_wire_tensor, find_peer, get_peer, note_write
 from .collective import find_copy_back
 from .instruments import verb
@@ -368,7 +368,7 @@ class Message:
 
     def work(self) -> Work:
         """The Work for a caller that waits later."""
-        return self.channel.work(
+        work = self.channel.work(
             self.operation,
             [self.tensor],
             self._find_copy_back(),
@@ -377,6 +377,7 @@ class Message:
             note=self.number,
             is_transfer=True,
         )
+        return may_be_dropped(work) if self.is_send else work  # the receiver may tell
 
     def _find_copy_back(self) -> Callable[[], None] | None:
         if self.is_send or self.buffer is self.tensor:

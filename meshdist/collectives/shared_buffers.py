@@ -10,7 +10,7 @@ from ..checking.nesting import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, resolve_group
-from ..wires.failures import WireFailure, WireRefused
+from ..wires.failures import WireRefused
 from ..wires.operations import Terms
 
 __all__ = ["shared_empty"]
@@ -81,6 +81,6 @@ def shared_empty(
             found=str(refusal),
             fix="ask for less, or use torch.empty: verbs take such tensors, too",
         ) from None
-    except WireFailure as failure:
-        raise channel.explain(failure) from None
+    except BaseException as error:
+        raise channel.failed(error) from None
     return memory.view(dtype).view(like.shape)

@@ -22,7 +22,7 @@ from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..groups.shadowing import Shadowing
 from ..wires.operations import DONE
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 from .join_hooks import JoinedOptimizer, JoinHook, ReplicaHook, is_sharded_optimizer
 
 __all__ = ["Join", "JoinHook", "Joinable"]
@@ -251,7 +251,7 @@ class Join:
         at_work = context.announce(joinable, _ITERATION)
         count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
         channel = context.group.open_channel(count.device.type)
-        return channel.work(DONE, [count], verb="notify_join_context")
+        return may_be_dropped(channel.work(DONE, [count], verb="notify_join_context"))
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """The one group and device of all joinables."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from threading import main_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..checking.call_sites import line_of
 from ..checking.calls import (
     SUM_NUMBER,
     Call,
@@ -28,7 +31,9 @@ from ..checking.debug_levels import (
     verbs_log,
 )
 from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.nesting import under_way
+from ..checking.nesting import is_of_handler, under_way
+from ..checking.recorder import Recorder
+from ..error_text import explain
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import VERBS
@@ -57,6 +62,8 @@ __all__ = ["Channel"]
 
 _SUM = ReduceOp.SUM
 _LOOK_S = 0.1
+
+_warned: set[tuple[str, int]] = set()
 
 
 class Channel:
@@ -92,6 +99,7 @@ class Channel:
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)
+        self._warn_dropped = partial(_warn_dropped, self.recorder, self.aborts, opened.label)
         entry = self._native_entry()
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None
@@ -144,6 +152,12 @@ class Channel:
         self.demands_layouts = self.opened.sees_all_calls
         for name in ("enter", "note_message", "compare_message"):
             self.__dict__.pop(name, None)
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The error to raise of the last collective; a signal's handler's breaks it for all."""
+        if isinstance(error, WireFailure):
+            return self.explain(error)
+        return self.explain(Interrupted(error)) if is_of_handler(error) else error
 
     def enter_uncovered(self, *given: Any, **named: Any) -> None:
         """``enter``, also where it is intercepted."""
@@ -255,10 +269,8 @@ class Channel:
 
         try:
             self.communicator.wait_for(is_known, self.timeout)
-        except WireFailure as failure:
-            raise self.explain(failure) from None
-        except BaseException as error:  # of a signal's handler: the others do not wait for it
-            raise self.explain(Interrupted(error)) from None
+        except BaseException as error:
+            raise self.failed(error) from None
         return bool(table.is_offered_by_all(sequence))
 
     def work(
@@ -284,12 +296,14 @@ class Channel:
             operation,
             self.timeout,
             lambda failure: self.explain(failure, noted),
-            lambda: tensors,
+            tensors,
             copy_back,
             verb,
             self.group.name,
             is_transfer,
             hand_back,
+            noted,
+            self._warn_dropped,
         )
 
     def is_broken(self) -> bool:
@@ -401,13 +415,16 @@ class Channel:
     ) -> None:
         """Compare the call that was noted last with all members', where that is done first."""
         compares_first = self._compares_first()
-        if self.opened.sees_all_calls:
-            if compares_first:
-                self._wait_for_all()
-        elif compares_first or (self.spans_hosts and _is_packed(verb, tensor)):
-            note = self.recorder.find_note()
-            assert note is not None
-            self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
+        try:
+            if self.opened.sees_all_calls:
+                if compares_first:
+                    self._wait_for_all()
+            elif compares_first or (self.spans_hosts and _is_packed(verb, tensor)):
+                note = self.recorder.find_note()
+                assert note is not None
+                self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
+        except BaseException as error:
+            raise self.failed(error) from None
 
     def _wait_for_all(self) -> None:
         """Wait until all members have come to the call that was noted last; compare it."""
@@ -443,11 +460,8 @@ class Channel:
         values = [*common, *(sent or nothing), *(taken or nothing)]
         mine = torch.tensor(values, dtype=torch.int64, device=device or self.device_type)
         all_of_them = mine.new_empty(size * len(values))
-        try:
-            terms = Terms(self.timeout, waits=True)
-            self.communicator.all_gather(all_of_them, mine, terms).finish(self.timeout)
-        except WireFailure as failure:
-            raise self.explain(failure) from None
+        terms = Terms(self.timeout, waits=True)
+        self.communicator.all_gather(all_of_them, mine, terms).finish(self.timeout)
         headers = all_of_them.view(size, -1).tolist()
         commons = {tuple(row[: len(common)]) for row in headers}
         sends = [row[len(common) :][:size] for row in headers]
@@ -464,6 +478,23 @@ def _disagreement(
 ) -> MeshdistError:
     """The error of members whose calls differ, or whose messages do; raised on all of them."""
     return explain(MembersDisagree("the members' calls differ", number, message))
+
+
+def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
+    """Warn, once a place, that the Work of a noted call was dropped; none of a broken group's."""
+    call = recorder.find_note(note)
+    if label in aborts or call is None or call.code is None or sys.is_finalizing():
+        return
+    place = call.code.co_filename, line_of(call.code, call.instruction)
+    if place not in _warned:
+        _warned.add(place)
+        text = explain(
+            f"the Work of {call.name} was dropped, and nothing has waited for it",
+            where=call.heading,
+            expected="wait(), or a future, before its tensors are used: they may hold anything",
+            fix="keep it and call wait(), or let the verb itself wait",
+        )
+        warnings.warn_explicit(text, UserWarning, *place)
 
 
 def _device_of(tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | None:

@@ -141,6 +141,7 @@ class Explainer:
         """
         if isinstance(failure, Interrupted):
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
+            wait_until(failure.is_over, Grace(_REASON_S))
             raise failure.error from None
         try:
             self._others.compare_again()
@@ -245,6 +246,8 @@ class Explainer:
             first = self._others.find_first_failure(call, text)
             lines = (first or text, self._others.report(call))
             reason = "\n".join(dict.fromkeys(filter(None, lines)))
+            if call.message is None:  # the next call would wait for the member that gave up
+                self._others.break_here(f"{call.name} was aborted before: {text}")
         elif abort.get("disagreement"):
             return self._agreement_error(call, abort["disagreement"])
         else:

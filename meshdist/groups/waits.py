@@ -17,7 +17,7 @@ from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..wires.failures import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
-from ..wires.work import Work, is_ready as is_done
+from ..wires.work import Work, is_ready as is_done, may_be_dropped
 from .channel import Channel
 from .join_places import Place
 from .registry import get_registry
@@ -45,7 +45,7 @@ class Waits:
     def keep(self, answer: Work | None) -> None:
         """Take an answer that this rank does not wait for now."""
         if answer is not None:
-            self._answers.append(answer)
+            self._answers.append(may_be_dropped(answer))
 
     def has_ready_answer(self) -> bool:
         """Let the answers that were taken go on; whether one is done, or has failed."""

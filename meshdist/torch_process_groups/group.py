@@ -369,7 +369,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     operation,
                     limit,
                     explain,
-                    lambda: result,
+                    result,
                     request.copy_back,
                     request.verb,
                     self._facts.name,

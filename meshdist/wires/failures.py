@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 __all__ = [
@@ -49,11 +50,17 @@ class MemberGaveUp(WireAborted):
 
 
 class Interrupted(WireFailure):
-    """The error of a signal's handler for which this member has given up a collective."""
+    """The error of a signal's handler for which this member has given up a collective.
 
-    def __init__(self, error: BaseException) -> None:
+    Args:
+        error: as the program is to see it.
+        is_over: whether the wire uses no memory of the caller's any more.
+    """
+
+    def __init__(self, error: BaseException, is_over: Callable[[], bool] = lambda: True) -> None:
         super().__init__(f"{type(error).__name__}: {error}".rstrip(": "))
         self.error = error
+        self.is_over = is_over
 
 
 class WireRefused(WireFailure):

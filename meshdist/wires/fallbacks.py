@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..dtypes import DTYPES, IN_ORDER
 from ..reduce_ops import ReduceKind, ReduceOp
 from .communicator import Communicator
 from .operations import Chain, Operation, Terms
 from .packing import Tensors, blocks, packed, parts, write, write_all
-from .reductions import check_reducible, divide, reduce_into, reduced
+from .reductions import check_reducible, divide, flip, reduce_into, reduced, to_order
 
 __all__ = [
     "all_reduce_by_gathering",
@@ -41,9 +42,17 @@ def all_reduce_dividing(wire: Communicator, tensor: torch.Tensor, terms: Terms) 
 def all_reduce_widened(
     wire: Communicator, tensor: torch.Tensor, op: ReduceKind, dtype: torch.dtype, terms: Terms
 ) -> Operation:
-    """An all-reduce in another dtype, which holds all values of the tensor's; rounded once."""
-    wide = tensor.to(dtype)
-    return Chain([wire.all_reduce(wide, op, terms)], lambda: write(tensor, wide))
+    """An all-reduce in another dtype, which holds all values of the tensor's; rounded once.
+
+    Where that is one of whole numbers, floats are compared there in their order, and NaN is kept.
+    """
+    is_ordered = dtype in IN_ORDER.values() and tensor.dtype.is_floating_point
+    wide = tensor.to((DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype)
+    sent = to_order(wide.view(-1), op) if is_ordered else wide
+    started = wire.all_reduce(sent, op, terms)
+    return Chain(
+        [started], lambda: write(tensor, flip(sent).view(wide.dtype) if is_ordered else wide)
+    )
 
 
 def reduce_scatter_by_exchange(

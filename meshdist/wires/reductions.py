@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
-from ..dtypes import DTYPES, SIGNED, dtype_name
+from ..dtypes import DTYPES, IN_ORDER, SIGNED, dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from .packing import Tensors
 
-__all__ = ["check_reducible", "divide", "find_lack", "reduce_into", "reduced"]
+__all__ = ["check_reducible", "divide", "find_lack", "flip", "reduce_into", "reduced", "to_order"]
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced in their own arithmetic."""
+
+_PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -92,6 +94,26 @@ def divide(total: torch.Tensor, num: int) -> None:
             total.copy_(total.to(facts.wide).div_(num, rounding_mode="trunc"))
         else:
             total.div_(num, rounding_mode="trunc")
+
+
+def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
+    """Flat floats, turned where they lie into whole numbers in their order; NaN is ``op``'s end."""
+    bits = x.view(IN_ORDER[x.dtype])
+    info = torch.iinfo(bits.dtype)
+    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        for numbers, some in zip(x.split(_PIECE), bits.split(_PIECE), strict=True):
+            is_nan = numbers.isnan()
+            flip(some).masked_fill_(is_nan, info.max if op == ReduceOp.MAX else info.min)
+    return bits
+
+
+def flip(bits: torch.Tensor) -> torch.Tensor:
+    """Turn bits of floats into places in the order, or back: behind a sign, which counts down."""
+    info = torch.iinfo(bits.dtype)
+    with torch.inference_mode():
+        for some in bits.split(_PIECE):
+            some.bitwise_xor_((some >> (info.bits - 1)).bitwise_and_(info.max))
+    return bits
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:

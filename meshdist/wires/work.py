@@ -24,7 +24,7 @@ from .futures import WorkFuture, get_watcher
 from .operations import Operation
 from .simulated.scheduler import find_rank_here
 
-__all__ = ["Work", "bound", "is_ready", "joined"]
+__all__ = ["Work", "bound", "is_ready", "joined", "may_be_dropped"]
 
 _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -46,17 +46,22 @@ class Work:
         verb, group: what messages call the verb, and its group.
         is_transfer: whether this is a send or a receive, which have no future.
         hand_back: hands the arrays back to their library, in each thread that has waited.
+        note: under which the verb was noted.
+        warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
+            nor taken a future of it, as long as the Work is there; None where that is as meant.
     """
 
     _operation: Operation
     _timeout: timedelta
     _explain: Callable[[WireFailure], Exception]
-    _result: Callable[[], list[Any]]
+    _result: list[Any]
     _copy_back: Callable[[], None] | None = None
     _verb: str = "verb"
     _group: str = "a group"
     _is_transfer: bool = False
     _hand_back: Callable[[], None] | None = None
+    _note: int = 0
+    _warn_dropped: Callable[[int], None] | None = None
     # One thread at a time ends the verb.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
@@ -75,6 +80,10 @@ class Work:
             state = "finished" if error is None else f"failed with {type(error).__name__}"
         return f"<Work: {self._verb} on {self._group}, {state}>"
 
+    def __del__(self) -> None:
+        if self._warn_dropped is not None:
+            self._warn_dropped(self._note)
+
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.
 
@@ -86,6 +95,7 @@ class Work:
             BackendError: the wire failed, for example because a member died.
             NestedVerbError: not done, and a signal's handler calls it inside another verb.
         """
+        self._warn_dropped = None
         try:
             if timeout:
                 check_timeout(timeout)
@@ -127,7 +137,7 @@ class Work:
     def result(self) -> list[Any]:
         """Wait, and return the tensors that hold the verb's result."""
         self.wait()
-        return self._result()
+        return self._result
 
     def source_rank(self) -> int:
         """The group rank that a finished receive came from.
@@ -152,7 +162,7 @@ class Work:
         Raises:
             BackendError: the result lies on the CPU, where there is no stream to order.
         """
-        if not _cuda_devices(self._result()):
+        if not _cuda_devices(self._result):
             raise BackendError(
                 "no stream can be made to wait for a verb whose result lies on the CPU",
                 expected="a verb on CUDA arrays",
@@ -177,6 +187,7 @@ class Work:
                 expected="the Work of a collective",
                 fix="call wait() or is_completed() on it",
             )
+        self._warn_dropped = None
         if self._is_in_flight_on_stream():
             return self._future_on_stream()
         with self._guard:
@@ -205,6 +216,7 @@ class Work:
         Raises:
             BackendError: this is a send or a receive.
         """
+        self._warn_dropped = None
         if self._is_transfer or not self._is_in_flight_on_stream():
             return self.get_future().then(lambda _: int(self._ending()))
 
@@ -254,7 +266,7 @@ class Work:
         future = self._future
         if isinstance(future, WorkFuture) and future.completing.acquire(blocking=False):
             if self._error is None:
-                future.set_result(self._result())
+                future.set_result(self._result)
             else:
                 future.set_exception(self._error)
 
@@ -264,12 +276,12 @@ class Work:
         Torch would look for tensors in what it orders by pickling it.
         """
         if self._hand_back is None:
-            return _cuda_devices(self._result()), None
+            return _cuda_devices(self._result), None
         return [], self._order_streams
 
     def _complete_beside(self) -> None:
         """Complete the future in another thread, whose current device is not the program's."""
-        devices = _cuda_devices(self._result())
+        devices = _cuda_devices(self._result)
         with torch.cuda.device(devices[0]) if devices else nullcontext():
             self._complete()
 
@@ -295,16 +307,16 @@ class Work:
             self._finish(self._timeout)
             if self._error is not None:
                 raise without_frames(self._error)
-            return self._result()
+            return self._result
 
         with self._guard:
             if self._future is None:
-                enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result())])
+                enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result)])
                 self._future = enqueued.then(finish)
                 if self._hand_back is not None:
                     self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
                     self._future.completing.acquire()
-                    self._future.set_result(self._result())
+                    self._future.set_result(self._result)
                 enqueued.set_result(None)
             return self._future
 
@@ -367,7 +379,7 @@ class Work:
             except Exception as failure:
                 return failure
         if adds_to_stream:
-            for device in _cuda_devices(self._result()):
+            for device in _cuda_devices(self._result):
                 stream = torch.cuda.current_stream(device)
                 self._ordered.append((stream, stream.record_event()))
         return None
@@ -384,6 +396,7 @@ class Work:
     def _end(self, error: Exception | None) -> None:
         self._error = error
         self._copy_back = None
+        self._warn_dropped = None
         self._done = True
 
     def _poll(self) -> bool:
@@ -449,9 +462,16 @@ def joined(works: Sequence[Work]) -> Work:
     first = works[0]
     if len(works) == 1:
         return first
-    return Work(
-        _Joined(works), first._timeout, first._explain, list, None, first._verb, first._group
-    )
+    names = first._verb, first._group
+    dropped = first._note, first._warn_dropped
+    parts = _Joined([may_be_dropped(work) for work in works])
+    return Work(parts, first._timeout, first._explain, [], None, *names, False, None, *dropped)
+
+
+def may_be_dropped(work: Work) -> Work:
+    """``work``, of which nobody need know when it is done."""
+    work._warn_dropped = None
+    return work
 
 
 @dataclass(eq=False, slots=True)

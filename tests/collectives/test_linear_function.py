@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import meshdist as md
@@ -194,6 +195,92 @@ def test_transforms_of_the_backward_on_simulated_ranks() -> None:
         return wrong_of_verbs(False) + wrong_of_others(False)
 
     assert md.simulate(program, 3) == [[], [], []]
+
+
+def test_forward_derivatives_of_linear_verbs_are_the_verbs_themselves() -> None:
+    def program() -> list[str]:
+        group = md.init_device_mesh("cpu", (md.get_world_size(),), mesh_dim_names=("tp",))["tp"]
+        group = group.open_group()
+        wrong = []
+        for number, case in enumerate(CASES):
+            given = drawn(case, group.size(), np.float64, number)
+            x = torch.tensor(given.xs[group.rank()])
+            found = forward_ad.unpack_dual(case.call(forward_ad.make_dual(x, 3 * x + 1), group))
+            wanted = case.call(x, group), case.call(3 * x + 1, group)
+            if not all(map(is_same, found, wanted)):
+                wrong.append(str(case))
+        return wrong
+
+    with warnings.catch_warnings(), forward_ad.dual_level():  # the level is the process's
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own call
+        assert md.simulate(program, 3) == [[]] * 3
+
+
+def refused_on_duals() -> dict[str, str]:
+    """What each verb says of a dual tensor, after which all ranks make a plain call."""
+    rank, size = md.get_rank(), md.get_world_size()
+    y, total = torch.ones(3), torch.ones(3)
+    x = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: md.all_reduce(x),
+        "all_reduce in flight": lambda: md.all_reduce(x, async_op=True),
+        "broadcast": lambda: md.broadcast(x, 0),
+        "reduce": lambda: md.reduce(x, 0),
+        "all_gather": lambda: md.all_gather([y.clone() for _ in range(size)], x),
+        "all_reduce_coalesced": lambda: md.all_reduce_coalesced([y, x]),
+        "send": lambda: md.send(x, (rank + 1) % size),
+        "irecv": lambda: md.irecv(x, (rank + 1) % size),
+    }
+    told = {}
+    for name, call in calls.items():
+        with pytest.raises(md.GradientError) as caught:
+            call()
+        told[name] = str(caught.value)
+        assert (y == 1).all() and forward_ad.unpack_dual(x).primal.tolist() == [1.0] * 3
+    md.all_reduce(total)
+    md.all_reduce(x.detach())  # the way that the error names
+    assert total.tolist() == x.tolist() == [float(size)] * 3
+    return told
+
+
+def on_duals() -> dict[str, str]:
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", "`torch.jit.script`")
+        md.all_reduce(torch.ones(1))
+        return refused_on_duals()
+
+
+def inside_jvp() -> tuple[str, list[float]]:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        md.all_reduce(y)
+        return y
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script`")
+        with pytest.raises(md.GradientError) as caught:
+            jvp(program, (torch.ones(3),), (torch.ones(3),))
+    x = torch.ones(3)
+    md.all_reduce(x)
+    return str(caught.value), x.tolist()
+
+
+@pytest.mark.parametrize("wire", ["simulated", "shm", "gloo"])
+def test_verbs_in_place_refuse_a_dual_tensor(wire: str, pool: Pool) -> None:
+    if wire == "simulated":
+        with warnings.catch_warnings(), forward_ad.dual_level():
+            warnings.filterwarnings("ignore", "`torch.jit.script`")
+            told = md.simulate(refused_on_duals, 2)
+    else:
+        told = pool.run(on_duals, 2, backend=wire)
+        for text, after in pool.run(inside_jvp, 2, backend=wire):
+            assert text.startswith("all_reduce has no forward derivative") and after == [2.0] * 3
+    for texts in told:
+        for name, text in texts.items():
+            assert text.startswith(f"{name.split()[0]} has no forward derivative, and ")
+            assert text.splitlines()[0].endswith(" is a dual tensor")
+            assert "expected: a tensor without a tangent, or a verb that differentiates" in text
+            assert "fix:      use a verb of meshdist.lax in its place, as psum(x, axis)" in text
 
 
 def test_a_transform_of_another_thread_is_none_of_ours() -> None:

@@ -110,7 +110,9 @@ def results() -> list:
     x = torch.full((2,), md.get_rank() + 1.0)
     if md.get_rank() == 0:
         return [md.send(x, dst=1), type(md.isend(x, dst=1)).__name__]
-    return [md.recv(x, src=0), type(md.irecv(x, src=0)).__name__]
+    source, work = md.recv(x, src=0), md.irecv(x, src=0)
+    work.wait()
+    return [source, type(work).__name__]
 
 
 def test_send_returns_none_recv_the_sender_and_the_others_a_work(on_ranks) -> None:

@@ -8,9 +8,12 @@ import signal
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +23,12 @@ from meshdist.groups import registry as registry_module
 from meshdist.runtime import deadlines
 from tests.load import is_within
 from tests.pool import Pool, places
+from tests.verbs.cases import WIRES
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def error_of(call) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     """The kind and text of the error that ``call`` raises on this rank, or ""."""
     try:
         call()
@@ -295,6 +299,75 @@ def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(
         assert "rank 1: gave up in call " in text
         assert "on the world: all_reduce((2,) float32" in text
         assert "test_failures.py" in text and ": Struck: a handler has a fault" in text
+
+
+def left_by_a_handler(verb: str, raised: str) -> tuple[str, list[float], str]:
+    """How rank 1's call ends in which a handler raises, its tensor later, and its next call."""
+    rank, size = md.get_rank(), md.get_world_size()
+    x = torch.ones(size << 15)
+    md.barrier()
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: md.all_reduce(x),
+        "all_reduce MAX": lambda: md.all_reduce(x, md.ReduceOp.MAX),
+        "broadcast": lambda: md.broadcast(x, 0),
+        "all_gather": lambda: md.all_gather(list(x.view(size, -1)), torch.ones(x.numel() // size)),
+        "reduce_scatter": lambda: md.reduce_scatter_tensor(
+            x[: x.numel() // size], torch.ones(x.numel())
+        ),
+        "all_to_all": lambda: md.all_to_all_single(x, torch.ones(x.numel())),
+        "all_gather_object": lambda: md.all_gather_object([None] * size, rank),
+    }
+    if rank == 0:
+        x *= 5
+        time.sleep(1.2)  # comes late
+    elif rank == 1:
+        handler = raise_struck if raised == "Struck" else signal.default_int_handler
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    ended = ""
+    try:
+        calls[verb]()
+    except (Struck, KeyboardInterrupt, md.MeshdistError) as error:
+        ended = f"{type(error).__name__}: {error}"
+    after = x.clone()
+    time.sleep(2.0 if rank == 1 else 0.5)
+    later = error_of(lambda: md.all_reduce(torch.ones(1)))
+    return ended, [after.sum().item(), x.sum().item()], later
+
+
+VERBS_LEFT = ["all_reduce", "all_reduce MAX", "broadcast", "all_gather", "reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("wire", "verb", "raised"),
+    [
+        ("gloo", "all_reduce", "Struck"),
+        ("gloo", "all_reduce MAX", "KeyboardInterrupt"),
+        pytest.param("mpi", "all_reduce", "Struck", marks=pytest.mark.mpi),
+        ("hierarchical", "all_reduce", "KeyboardInterrupt"),
+        ("shm", "all_reduce", "KeyboardInterrupt"),
+        *(
+            pytest.param(wire, verb, raised, marks=pytest.mark.soak)
+            for wire, verb, raised in product(
+                ["gloo", "mpi", "hierarchical", "shm"],
+                [*VERBS_LEFT, "all_to_all", "all_gather_object"],
+                ["Struck", "KeyboardInterrupt"],
+            )
+        ),
+    ],
+)
+def test_a_collective_that_a_handler_leaves_breaks_its_group_on_every_wire(
+    pool: Pool, wire: str, verb: str, raised: str
+) -> None:
+    told = WIRES[wire](pool, left_by_a_handler, 3, verb, raised)
+    ended, sums, later = told[1]
+    assert ended.startswith(raised)
+    assert sums[0] == sums[1]  # nothing is written once the call has raised
+    called = verb.split(" ")[0]
+    for text in (later, told[0][0], told[0][2], told[2][0], told[2][2]):
+        assert text.startswith("AbortedError: ") and called[:6] in text, text
+        assert f"gave up in call 2 on the world: {called}" in text or "has given up" in text
+        assert raised in text
 
 
 def test_a_program_that_never_destroys_ends_at_once_and_silently(pool: Pool) -> None:

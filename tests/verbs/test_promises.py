@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.dtypes import DTYPES
 from tests.pool import Pool
 from tests.verbs.cases import WIRES, complaint, finish_verb, perform
 from tests.verbs.plans import VERBS, Case
@@ -291,3 +293,56 @@ def roots_of_other_kinds() -> list[float]:
 @pytest.mark.parametrize("wire", WIRES)
 def test_whole_numbers_of_any_library_name_ranks_and_splits(wire: str, pool: Pool) -> None:
     assert WIRES[wire](pool, roots_of_other_kinds, 2) == [[1.0] * 6] * 2
+
+
+FLOATS = [one for one in DTYPES if one.is_floating_point]
+
+
+def extremes_with_nan() -> list[str]:
+    """What gave another thing than NaN where a member has one, or than the extreme elsewhere."""
+    rank, size = md.get_rank(), md.get_world_size()
+    wrong = []
+
+    def check(name: str, x: torch.Tensor, best: float) -> None:
+        first, *rest = x.float().tolist()
+        if first == first or rest != [best] * len(rest):
+            wrong.append(f"{name}: {first}, {rest[:3]}")
+
+    for dtype, op, holder in product(FLOATS, (md.ReduceOp.MIN, md.ReduceOp.MAX), range(size)):
+        best = 1.0 if op == md.ReduceOp.MIN else 2.0 ** (size - 1)
+
+        def mine(*shape: int, dtype: Any = dtype, holder: int = holder) -> torch.Tensor:
+            x = torch.full(shape, 2.0**rank)
+            if rank == holder:
+                x[..., 0] = float("nan")
+                x[..., 0].copysign_(torch.tensor(1.0 if holder % 2 else -1.0))
+            return x.to(dtype)
+
+        for count in (2, 1 << 14):
+            x = mine(count)
+            md.all_reduce(x, op)
+            check(f"all_reduce of {count} {dtype}, {op}, of {holder}", x, best)
+        work = md.all_reduce(x := mine(2), op, async_op=True)
+        assert work is not None and work.wait()
+        check(f"all_reduce in flight of {dtype}, {op}, of {holder}", x, best)
+        xs = [mine(2), mine(3)]
+        md.all_reduce_coalesced(xs, op)
+        for x in xs:
+            check(f"all_reduce_coalesced of {dtype}, {op}, of {holder}", x, best)
+        for root in {0, size - 1}:
+            md.reduce(x := mine(2), root, op)
+            if rank == root:
+                check(f"reduce of {dtype}, {op}, of {holder}", x, best)
+        md.reduce_scatter_tensor(x := mine(3), mine(size, 3), op)
+        check(f"reduce_scatter_tensor of {dtype}, {op}, of {holder}", x, best)
+        md.reduce_scatter(x := mine(3), list(mine(size, 3)), op)
+        check(f"reduce_scatter of {dtype}, {op}, of {holder}", x, best)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_smallest_and_largest_are_nan_whichever_member_has_one(
+    wire: str, size: int, pool: Pool
+) -> None:
+    assert WIRES[wire](pool, extremes_with_nan, size) == [[]] * size

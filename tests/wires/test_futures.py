@@ -196,7 +196,7 @@ from meshdist.wires.work import Work
 class Never:
     on_stream = False
     def poll(self): return False
-work = Work(Never(), datetime.timedelta(hours=1), None, lambda: [torch.ones(1)])
+work = Work(Never(), datetime.timedelta(hours=1), None, [torch.ones(1)])
 work.get_future().add_done_callback(print)
 print("over")
 """

@@ -61,9 +61,7 @@ def work_of(
     x = torch.ones(2)
     timeout = timedelta(seconds=timeout_s)
     names = ("verb", "a group")
-    return Work(
-        hand, timeout, explain, lambda: [x], copy_back, *names, is_transfer, _hand_back=hand_back
-    )
+    return Work(hand, timeout, explain, [x], copy_back, *names, is_transfer, _hand_back=hand_back)
 
 
 def broken_hand() -> Hand:
@@ -173,7 +171,7 @@ def test_no_verb_is_polled_in_vain_for_ever(wire: str, kind: str, pool) -> None:
 
 def test_its_repr_has_verb_group_and_state_without_a_poll() -> None:
     hand = Hand()
-    work = Work(hand, timedelta(seconds=9), explain, list, None, "all_reduce", "the world")
+    work = Work(hand, timedelta(seconds=9), explain, [], None, "all_reduce", "the world")
     assert repr(work) == "<Work: all_reduce on the world, not known to be finished>"
     assert hand.waited == []
     work.wait()
@@ -311,7 +309,7 @@ def test_streams_come_after_the_verb_wherever_it_was_waited_for_first() -> None:
         x.fill_(1.0)
 
     hand = Hand()
-    work = Work(hand, timedelta(seconds=9), explain, lambda: [x], copy_back)
+    work = Work(hand, timedelta(seconds=9), explain, [x], copy_back)
     with torch.cuda.stream(first):
         work.wait()
     with torch.cuda.stream(second):

@@ -8,8 +8,7 @@ that waits there: ``abort`` uses just that, since Gloo's own abort frees no thre
 Gloo counts time on a clock that cannot be paused. So it is asked to wait almost for ever, and how
 long a verb may take is counted here: by slices, and for a send or receive by a timer.
 
-Sums and products of float16 and bfloat16 are rounded at every step; the smallest or largest of
-numbers one of which is NaN may be either, but the same on every member.
+Sums and products of float16 and bfloat16 are rounded at every step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import hashlib
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -32,13 +30,13 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
-from ...checking.call_sites import is_between
+from ...checking.nesting import is_of_handler
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, clock, wait_until
 from ...runtime.hosts import num_cores
 from ...runtime.timers import Timer
 from ..communicator import Communicator
-from ..failures import WireAborted, WireFailure, WireTimeout
+from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
 from ..operations import Chain, Operation, Terms
 from ..packing import Tensors, write
@@ -163,8 +161,7 @@ class GlooCommunicator(C10dCommunicator):
     def failure(self, error: RuntimeError) -> WireFailure:
         # Gloo raises from C++. What was raised in the program's code is a signal handler's, which
         # Python runs as a call of Gloo's returns: it leaves the verb as it is.
-        frames = traceback.walk_tb(error.__traceback__)
-        if any(not is_between[frame.f_code.co_filename] for frame, _ in frames):
+        if is_of_handler(error):
             raise error
         return super().failure(error)
 
@@ -241,9 +238,15 @@ class GlooCommunicator(C10dCommunicator):
     def _operation(self, work: Any, terms: Terms) -> Operation:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
-        if terms.waits and self._spins and threading.current_thread() is threading.main_thread():
-            _spin_until(work.is_completed)
-        return super()._operation(work, terms)
+        try:
+            is_main = terms.waits and threading.current_thread() is threading.main_thread()
+            if is_main and self._spins:
+                _spin_until(work.is_completed)
+            return super()._operation(work, terms)
+        except WireFailure:
+            raise
+        except BaseException as error:  # what Gloo goes on with would write the caller's tensors
+            raise Interrupted(error, work.is_completed) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
         self.dropped.look()

@@ -2,9 +2,11 @@
 
 Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
 are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider
-dtype holds all values, a copy is reduced and rounded once. What has neither (bits over NCCL, the
-order of uint64) is gathered and reduced in this process; for a mean of whole numbers, whose sum
-wraps in their own dtype, the sum is asked for and divided.
+dtype holds all values, a copy is reduced and rounded once. The smallest and largest of floats are
+found among whole numbers in their order, since c10d's classes keep or lose a NaN by the rank that
+has it. What has neither (bits over NCCL, the order of uint64) is gathered and reduced in this
+process; for a mean of whole numbers, whose sum wraps in their own dtype, the sum is asked for and
+divided.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from functools import cache
 
 import torch
 
-from ...dtypes import DTYPES, DtypeFacts
+from ...dtypes import DTYPES, IN_ORDER, DtypeFacts
 from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp, is_whole_mean
 
 __all__ = ["GLOO", "NCCL", "UCC", "Arithmetic", "Substitute", "read_as"]
@@ -37,7 +39,7 @@ class Substitute:
         op: the op to ask for.
         dtype: the dtype to reduce in.
         is_view: whether the tensor's own bits are read as ``dtype``; else its values are
-            converted, and the result is converted back.
+            converted, and the result is converted back; floats to whole numbers in their order.
     """
 
     op: ReduceKind
@@ -75,8 +77,11 @@ def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[Substitute]:
         yield Substitute(op, facts.same_bits, True)
     if op in _BITS:
         yield Substitute(op, torch.uint8, True)
-    if facts.wide is not None:
-        yield Substitute(op, facts.wide, False)
+    wide = facts.wide or dtype
+    if op in (_MIN, _MAX) and wide in IN_ORDER:
+        yield Substitute(op, IN_ORDER[wide], False)
+    elif wide is not dtype:
+        yield Substitute(op, wide, False)
 
 
 def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -87,8 +92,9 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
 
 
-_NUMBERS = frozenset({_SUM, _PRODUCT, _MIN, _MAX})
-_MEAN = frozenset({*_NUMBERS, _AVG})
+_ADDED = frozenset({_SUM, _PRODUCT})
+_NUMBERS = frozenset({*_ADDED, _MIN, _MAX})
+_MEAN = frozenset({*_ADDED, _AVG})
 _KNOWN = [facts for facts in DTYPES.values() if facts.is_in_c10d]
 _INTEGERS = [facts.dtype for facts in _KNOWN if facts.is_whole and facts.group != "bool"]
 _FLOATS = [facts.dtype for facts in _KNOWN if facts.group == "floating"]
@@ -97,7 +103,7 @@ GLOO = Arithmetic(
     dict.fromkeys(_INTEGERS, _NUMBERS | _BITS)
     | dict.fromkeys(_FLOATS, _MEAN)
     # Gloo averages by a sum, which float16 overflows; and adds bool as bytes, up to 255.
-    | {torch.float16: _NUMBERS, torch.bool: frozenset({_MIN, _MAX, *_BITS})}
+    | {torch.float16: _ADDED, torch.bool: frozenset({_MIN, _MAX, *_BITS})}
     | {torch.complex32: frozenset({_SUM})}
     | dict.fromkeys((torch.complex64, torch.complex128), frozenset({_SUM, _AVG}))
 )
@@ -107,7 +113,7 @@ UCC = Arithmetic(
     | {torch.bool: frozenset({_MIN, _MAX, *_BITS})}
 )
 NCCL = Arithmetic(
-    dict.fromkeys(_INTEGERS, _MEAN)
+    dict.fromkeys(_INTEGERS, _NUMBERS | _MEAN)
     | dict.fromkeys(_FLOATS, _MEAN)
     | {torch.bool: frozenset({_MIN, _MAX})}
 )

@@ -329,7 +329,7 @@ class MpiCommunicator(Communicator):
             raise WireAborted("the communicator was aborted")
         try:
             if arrivals is None:
-                return self._start(name, kept, then, buffers)
+                return self._start(name, terms, kept, then, buffers)
             operation: Operation = DONE
             call, arguments = getattr(self._comm, name), buffers
             even = tuple(map(_of_one_size, buffers)) if is_even else ()
@@ -342,17 +342,20 @@ class MpiCommunicator(Communicator):
                 if then is not None:
                     then()
             else:
-                operation = self._start(name, kept, then, buffers)
+                operation = self._start(name, terms, kept, then, buffers)
             arrivals.end()
             return operation
         except self._failing as error:
             raise link.failure(error) from None
 
     def _start(
-        self, name: str, kept: Any, then: Callable[[], None] | None, buffers: Sequence[Any]
+        self, name: str, terms: Terms, kept: Any, then: Any, buffers: Sequence[Any]
     ) -> Operation:
         request = getattr(self._comm, "I" + name.lower())(*buffers)
-        return self._link.start(MpiOperation(self._link, request, kept, then))
+        started = self._link.start(MpiOperation(self._link, request, kept, then))
+        if terms.waits:
+            self._link.finish_at_once(started, terms.timeout)
+        return started
 
     def _message(
         self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any

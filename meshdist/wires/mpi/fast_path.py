@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...bootstrap.mpi_library import find_functions
 from ..communicator import Explain
 from ..core import core
-from ..failures import Interrupted, WireFailure
+from ..failures import WireFailure
 from .arrivals import Arrivals, milliseconds
 from .link import Link, MpiOperation
 from .ops import plain_reductions
@@ -81,16 +81,12 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
 
 def _finish_collective(link: Link, timeout: timedelta, request: int, kept: Any) -> None:
     """Wait for a collective that had to be started."""
-    try:
-        _finish(link, timeout, request, kept)
-    except WireFailure:
-        raise
-    except BaseException as error:  # of a signal's handler: it is never asked for again
-        raise Interrupted(error) from None
+    started = link.MPI.Request.fromhandle(request)
+    link.finish_at_once(link.start(MpiOperation(link, started, kept)), timeout)
 
 
-def _finish(link: Link, timeout: timedelta, request: int, kept: Any, is_send: bool = True) -> None:
-    """Wait for what had to be started, or was not done soon: all but a receive are as a send."""
+def _finish(link: Link, timeout: timedelta, request: int, kept: Any, is_send: bool) -> None:
+    """Wait for a message that was not done soon."""
     status = None if is_send else link.MPI.Status()
     num_bytes = 0 if is_send else kept.numel() * kept.itemsize
     started = link.MPI.Request.fromhandle(request)

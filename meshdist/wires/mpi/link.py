@@ -23,7 +23,7 @@ from typing import Any
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
-from ..failures import MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
+from ..failures import Interrupted, MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
 from ..operations import Operation
 
@@ -145,6 +145,15 @@ class Link:
                     in_flight[oldest] = None
             in_flight[operation] = None
         return operation
+
+    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
+        """Finish a collective whose caller waits for it as it is started."""
+        try:
+            operation.finish(timeout)
+        except WireFailure:
+            raise
+        except BaseException as error:  # MPI takes no collective back, and may write its tensors
+            raise Interrupted(error, operation.test_quietly) from None
 
     def forget(self, operation: MpiOperation) -> None:
         """Drop an operation that is not in flight any more."""

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ...dtypes import DTYPES, dtype_name
+from ...dtypes import DTYPES, IN_ORDER, dtype_name
 from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ..core import core
-from ..reductions import check_reducible, divide
+from ..reductions import check_reducible, divide, flip, to_order
 from ..scratch import Scratch
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _HALVES = (torch.float16, torch.bfloat16)
-_IN_ORDER = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Plan:
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
             x.copy_(narrow)
-        return x if self.in_order is None else self._to_ordered(x, self.in_order)
+        return x if self.in_order is None else to_order(x if self.wide else x.clone(), self.op)
 
     @property
     def is_in_place(self) -> bool:
@@ -78,7 +77,7 @@ class Plan:
         """Write what MPI has reduced into ``output``, where it does not lie there already."""
         with torch.inference_mode():  # it may be a parameter, or an inference tensor
             if self.in_order is not None:
-                result = _flipped(result).view(self.wide or output.dtype)
+                result = flip(result).view(self.wide or output.dtype)
             target, is_whole = output.view(-1), DTYPES[output.dtype].is_whole
             if self.divides and not is_whole:
                 result.div_(size)
@@ -86,18 +85,6 @@ class Plan:
                 target.copy_(result)
             if self.divides and is_whole:  # where the sum has wrapped in their own dtype
                 divide(target, size)
-
-    def _to_ordered(self, x: torch.Tensor, whole: torch.dtype) -> torch.Tensor:
-        """Whole numbers in the order of the floats; a NaN comes after all that it is to beat."""
-        info = torch.iinfo(whole)
-        ordered = _flipped(x.view(whole))
-        return ordered.masked_fill_(x.isnan(), info.max if self.op == ReduceOp.MAX else info.min)
-
-
-def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Map a float's bits, read as a whole number, to its place in the order, or back."""
-    info = torch.iinfo(bits.dtype)
-    return (bits >> (info.bits - 1)).bitwise_and_(info.max).bitwise_xor_(bits)
 
 
 @cache
@@ -113,7 +100,7 @@ def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
     wide = facts.wide if stops_at_largest or not facts.mpi else None
     computed = wide or dtype
     is_ordering = op in (ReduceOp.MIN, ReduceOp.MAX) and computed.is_floating_point
-    in_order = _IN_ORDER[computed] if is_ordering else None
+    in_order = IN_ORDER[computed] if is_ordering else None
     return Plan(op, wide, in_order, divides)
 
 

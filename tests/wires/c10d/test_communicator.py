@@ -73,8 +73,10 @@ def test_what_nccl_is_asked_for(nccl: None) -> None:
     square = ((2, 2), "float32")
     total = ReduceOp.SUM
 
-    wire.all_reduce(x, ReduceOp.MAX, TERMS)
-    assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.MAX})
+    wire.all_reduce(x, ReduceOp.PRODUCT, TERMS)
+    assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.PRODUCT})
+    wire.all_reduce(x, ReduceOp.MAX, TERMS)  # among whole numbers, where NaN is the largest
+    assert asked(group) == ("allreduce", [[((4,), "int32")]], {"reduceOp": ReduceOp.MAX})
     wire.all_reduce_list([x, x], total, TERMS)
     assert asked(group) == ("allreduce_coalesced", [[square, square]], {"reduceOp": total})
     wire.reduce(x, ReduceOp.AVG, 1, TERMS)

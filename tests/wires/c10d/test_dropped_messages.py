@@ -18,6 +18,7 @@ from meshdist.wires.c10d.dropped_messages import DroppedMessages
 from tests.pool import Pool
 from tests.verbs.cases import WIRES
 
+pytestmark = pytest.mark.filterwarnings("ignore:the Work of:UserWarning")
 LARGE = 3_000_000
 ON = ["shm", "gloo", "hierarchical", "simulated", pytest.param("mpi", marks=pytest.mark.mpi)]
 

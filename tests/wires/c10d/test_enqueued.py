@@ -67,7 +67,7 @@ def work_of(
     copy_back: Callable[[], None] | None = None,
     result: list[Any] | None = None,
 ) -> Work:
-    return Work(operation, timeout, explain, lambda: result or [torch.ones(4)], copy_back)
+    return Work(operation, timeout, explain, result or [torch.ones(4)], copy_back)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
@@ -502,7 +502,7 @@ def test_a_futures_copies_come_behind_the_kernel(device: Device) -> None:
 def test_a_message_has_no_future_of_how_it_ended(device: Device) -> None:
     communicator = opened(size=2)
     operation = communicator.send(torch.ones(1), 1, 0, Terms(LONG))
-    work = Work(operation, LONG, explain, list, None, "isend", "a group", True)
+    work = Work(operation, LONG, explain, [], None, "isend", "a group", True)
     for ask in (work.get_future, work.get_future_result):
         with pytest.raises(BackendError, match="a send or a receive has no future"):
             ask()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshdist.dtypes import DTYPES as DTYPE_FACTS
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.c10d.substitutes import GLOO, NCCL, UCC, Arithmetic, read_as
-from meshdist.wires.reductions import reduced
+from meshdist.wires.reductions import flip, reduced, to_order
 from tests.wires.samples import DTYPES, INTEGERS, bits, draw, legal_ops, reduced_in_numpy
 from tests.wires.verb_table import expect
 
@@ -31,8 +32,16 @@ def test_a_substitute_gives_the_result_itself(name: str) -> None:
             asked = [read_as(part, substitute.dtype) for part in parts]
             answer = read_as(reduced(asked, substitute.op), dtype)
         else:
-            asked = [part.to(substitute.dtype) for part in parts]
-            answer = reduced(asked, substitute.op).to(dtype)
+            is_ordered = dtype.is_floating_point and not substitute.dtype.is_floating_point
+            wide = DTYPE_FACTS[dtype].wide or dtype
+            asked = [
+                to_order(part.to(wide, copy=True).view(-1), kind)
+                if is_ordered
+                else part.to(substitute.dtype)
+                for part in parts
+            ]
+            answer = reduced(asked, substitute.op)
+            answer = (flip(answer).view(wide) if is_ordered else answer).to(dtype)
         expect(answer, reduced_in_numpy(parts, op), op, f"{op} of {dtype} by {substitute}")
 
 
