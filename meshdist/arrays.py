@@ -54,12 +54,8 @@ _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
     """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
 
-    Args:
-        x: a torch tensor, a NumPy array or a CuPy array of any shape.
-        argument: what the caller calls ``x``, for messages.
-        verb: the function that was called, for messages.
-        writable: whether the verb writes into ``x``. A verb that only reads also takes read-only
-            arrays and NumPy scalars, and must not write into the tensor.
+    A verb that only reads, ``writable=False``, also takes read-only arrays and NumPy scalars, and
+    must not write into the tensor. Messages name ``argument`` and ``verb``.
 
     Raises:
         KindError: ``x`` is no array, or one whose memory is not plain (DTensor, masked array).

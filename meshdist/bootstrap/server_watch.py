@@ -147,11 +147,9 @@ def accept_clients() -> None:
 def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
     """Let the clients of ``store``, which this process serves, watch this process until it ends.
 
-    Args:
-        store: the store.
-        host: the number of the address at which it listens. Where no second one can be had,
-            clients have only the connection to the store itself.
-        timeout: how long the end of this process may wait for the clients.
+    It listens at the address ``host``, by its number; where no second one can be had, clients have
+    only the connection to the store itself. The end of this process may wait for the clients as
+    long as ``timeout``.
     """
     is_v6 = ":" in host
     try:

@@ -218,10 +218,8 @@ def header(
 ) -> tuple[int, ...]:
     """The parts of a collective that must be equal on all members, as numbers.
 
-    Args:
-        verb, data, root, title: as in ``Call``.
-        op: the number of its reduction.
-        is_uneven: whether members may differ in the number of elements.
+    They are those of ``Call``, ``op`` by its number; without the number of elements where members
+    may differ in that.
     """
     dtype = count = 0
     if is_list(data):

@@ -222,10 +222,7 @@ def find_shared_words_problem() -> str | None:
 def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
     """On each of two ranks: all-reduce, compare; return the seconds per call of a small one.
 
-    Args:
-        wire: what the world is made over.
-        num_calls: of how many calls the mean is taken.
-        torchs_url: where the ranks of a world of torch's meet; "" for a world of ours.
+    In a world over ``wire``; one of torch's, whose ranks meet at ``torchs_url``, unless that is "".
     """
     import torch
 

@@ -65,12 +65,8 @@ def checked_spec(
 ) -> PartitionSpec:
     """Return the spec that a caller gives for ``tensor``, as a spec, a sharding or a pattern.
 
-    Args:
-        tensor: this rank's shard.
-        given: a ``PartitionSpec``, ``NamedSharding``, or pattern of one side.
-        layout: has the axes; None checks no more than that no dim is named as an axis of a mesh
-            that was made before.
-        call: what messages call the caller.
+    Without a ``layout``, which has the axes, no more is checked than that no dim is named as an
+    axis of a mesh that was made before. Messages name ``call``.
 
     Raises:
         KindError: something else.

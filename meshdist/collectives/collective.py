@@ -420,11 +420,6 @@ def run(
     """Start a verb that ``channel.enter`` has let through; wait for it, or return its Work.
 
     Args:
-        channel: of the group and device type.
-        verb: its public name.
-        start: starts it.
-        written: what it writes.
-        async_op: whether to return the Work.
         timeout: in place of the group's.
         foreign: the arrays of other libraries than torch that it reads or writes.
         result: what the Work returns as its result, where that is more than what is written.

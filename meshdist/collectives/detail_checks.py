@@ -58,12 +58,7 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise GradientError unless a leaf's gradient is equal along the axes where it is invariant.
-
-    Args:
-        leaf: has the gradient, or on this rank has none.
-        text: the type of the gradient.
-    """
+    """Raise GradientError where a leaf's gradient, of type ``text``, differs where that is I."""
     group = _invariant_group(text, mesh)
     if group is None:
         return

@@ -42,11 +42,8 @@ def check_invariant(
 
     Inside a transform of torch.func there are no plain numbers, and nothing is compared.
 
-    Args:
-        x: equal in shape and dtype on all members, without gradient.
-        group: whose members compare.
-        what: what ``x`` is, for the message; ``where``, ``expected`` and ``fix`` are its fields.
-            ``fix`` may be made of the ranks that differ from the group's first member.
+    ``x`` is equal in shape and dtype on all members, without gradient. The error speaks of
+    ``what``; ``fix`` may be made of the ranks that differ from the group's first member.
     """
     if are_transforms_active():
         return
@@ -103,11 +100,8 @@ def checksum(x: torch.Tensor) -> int:
 def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
     """For each tensor, the ranks whose values are not those of the group's first member.
 
-    Every member gets the same answer: by rank, the distance from the first member's.
-
-    Args:
-        tensors: without gradient; as many on all members, of equal shapes and dtypes.
-        group: whose members compare.
+    Every member gets the same answer: by rank, the distance from the first member's. Tensors
+    have no gradient; there are as many on all members, of equal shapes and dtypes.
     """
     if not tensors:
         return []

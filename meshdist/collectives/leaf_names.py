@@ -17,15 +17,11 @@ _LARGEST_CONTAINER = 1000
 
 
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
-    """The names of ``tensors``, by ``id``, as the functions of a program see them.
+    """The names of ``tensors``, by ``id``, in the functions of a program from ``frame`` on.
 
     A variable's is its own, a parameter's that of the module with the path in it, and that of a
     part of a tree is its path: ``weight``, ``model.0.bias``, ``params['head']``. Inner functions
     are asked first. What no variable holds has none.
-
-    Args:
-        tensors: those in question.
-        frame: the innermost function of the program that is asked.
     """
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}

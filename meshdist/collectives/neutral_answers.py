@@ -29,16 +29,10 @@ __all__ = ["answer", "neutral"]
 def answer(
     group: ProcessGroup, device_type: str, said: Sequence[Announcement], call: Announcement
 ) -> Work | None:
-    """Take part in ``call`` with what changes nothing.
+    """Take part in ``call``, by what each member ``said`` of it, with what changes nothing.
 
     A rank that waited here could not come to a call on another group for which a third one, which
     answers that first, waits in turn. So what can be started is not waited for.
-
-    Args:
-        group: whose members are at the call.
-        device_type: of its tensors.
-        said: what each member says of it.
-        call: what those that go on call.
 
     Returns:
         What has been started; None where it is done.

@@ -306,10 +306,8 @@ class Message:
     def start(self, *, waits: bool = False) -> None:
         """Compare it with its counterpart, if that is there, and start it.
 
-        A receive whose sender is known only later is compared then; ``finish`` raises.
-
-        Args:
-            waits: whether ``finish`` follows at once.
+        A receive whose sender is known only later is compared then; ``finish`` raises. ``waits``
+        says that ``finish`` follows at once.
 
         Raises:
             AgreementError: the counterpart has another dtype or number of elements.

@@ -23,11 +23,7 @@ def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the sum of the members' coalesced rows, coalesced; collective.
-
-    Args:
-        counts: how many rows each member has.
-    """
+    """Return the sum of the members' coalesced rows, ``counts`` of each, coalesced; collective."""
     # Along their last dimension indices go, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]

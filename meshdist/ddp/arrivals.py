@@ -91,8 +91,7 @@ class Arrivals:
     def settle(self, not_everywhere: Iterable[int], *, may_move: bool) -> bool:
         """Take what all ranks have read of a backward; return whether buckets change by it.
 
-        Args:
-            not_everywhere: those that some rank had no gradient of; they trail if ``may_move``.
+        The parameters ``not_everywhere``, whose gradient some rank lacked, trail if ``may_move``.
         """
         missing = frozenset(not_everywhere)
         was_learned, self.is_learned = self.is_learned, True

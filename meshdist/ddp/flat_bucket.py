@@ -354,11 +354,9 @@ class Bucket:
     def hand_out(self, is_used: Sequence[bool] | None, *, is_complete: bool) -> None:
         """Let ``.grad`` hold the averages.
 
-        Args:
-            is_used: for every parameter, whether some rank had a gradient: one that has none here
-                gets the average then, and else is left alone. None where that is not known, as on
-                accelerators, where looking would make the CPU wait: then it gets what was reduced.
-            is_complete: whether every parameter has a gradient here.
+        ``is_used`` tells of every parameter whether some rank had a gradient: one that has none
+        here gets the average then, and else is left alone. It is None where that is not known, as
+        on accelerators, where looking would make the CPU wait: then it gets what was reduced.
         """
         if not is_complete:
             for index, member, view in zip(self.indices, self.members, self.views, strict=True):

@@ -22,10 +22,7 @@ def flat_memory(
     is refused, for want of memory, every member has ordinary memory: verbs take either, but on
     memory that only some members share they would copy on all.
 
-    Args:
-        count, dtype: equal on all members.
-        device: of the memory; of equal type on all members.
-        group: which reduces it.
+    All arguments are equal on all members, but for the index of the device.
 
     Cost: on the CPU one handshake of the members, and one all-reduce of a byte.
     """

@@ -253,12 +253,7 @@ class DataLogger:
     def gradients_came(
         self, came: Sequence[bool], arrivals: Arrivals, order: Sequence[int], num_buckets: int
     ) -> None:
-        """Take what a backward has brought; called where one is sampled, or lacks gradients.
-
-        Args:
-            came: for each parameter, whether its gradient came.
-            arrivals: with the counts of this backward.
-        """
+        """Take which gradients came in a backward that is sampled, or lacks some."""
         self._is_static = self._is_static and not arrivals.changes(came)
         timing = self._timing
         if timing is not None:

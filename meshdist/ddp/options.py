@@ -41,9 +41,6 @@ class ReductionOptions:
     def shared(self, names: Sequence[str]) -> dict[str, object]:
         """The settings that must be equal on every rank, by the wrapper's arguments.
 
-        Args:
-            names: of the parameters.
-
         Example:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
             >>> shared = options.shared(["head", "tail"])

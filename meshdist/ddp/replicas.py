@@ -50,12 +50,8 @@ def check_equal_lines(
     """Return how many members take part, once these hold equal lines and options; collective.
 
     Only digests travel where all agree; else every member raises. A member whose digest is of zeros
-    has left the loop, and others answer in its place.
-
-    Args:
-        lines: what is compared by place.
-        device: of what is sent.
-        options: what is compared by name; the names are equal on all members.
+    has left the loop, and others answer in its place. Lines are compared by place, and options by
+    name; the names are equal on all members.
     """
     named = {name: str(value) for name, value in (options or {}).items()}
     mine_all = json.dumps([list(lines), named]).encode()

@@ -80,8 +80,7 @@ class Settling:
     def place(self, behind: torch.Tensor, unit: float) -> None:
         """Expect the numbers in memory like ``behind`` from now on.
 
-        Args:
-            unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
+        One rank's part of an average is ``unit``: 1, or 1 / p where sums are sent, of p ranks.
         """
         self._device = behind.device
         self._unit = unit

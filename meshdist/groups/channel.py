@@ -286,10 +286,8 @@ class Channel:
     ) -> Work:
         """Wrap a started operation for a caller that waits later.
 
-        Args:
-            copy_back: copies the result to where it belongs.
-            hand_back: hands the arrays back to their library, in each thread that has waited.
-            note: under which it was noted; None means last.
+        ``copy_back`` copies the result to where it belongs; ``hand_back`` hands the arrays back in
+        each thread that has waited. Without ``note``, the call is the last that was noted.
         """
         noted = self.recorder.num_notes if note is None else note
         return Work(
@@ -360,11 +358,8 @@ class Channel:
     def recv_later(
         self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, note: int, *, waits: bool
     ) -> Operation:
-        """Start a noted receive as soon as a member has noted a message for it, and compare them.
-
-        Args:
-            peer: the sender; None for any member.
-            note: under which the recorder noted the call, without a number.
+        """Start the receive that is noted as ``note`` once ``peer``, or any member for None, has
+        noted a message for it, and compare them.
         """
         assert self.matching is not None  # else waits_for_sender was false
         header, explain = message_fingerprint(verb, tensor), partial(self.explain, note=note)

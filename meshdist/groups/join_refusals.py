@@ -31,8 +31,7 @@ def find_call(
 ) -> Announcement | None:
     """Return what the members that go on call; None where all have joined; else raise JoinError.
 
-    Args:
-        is_strict: whether all members must have data.
+    With ``is_strict`` all members must have data.
     """
     call = next((one for one in said if not one.has_joined), None)
     ranks = channel.group.ranks

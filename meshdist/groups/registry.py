@@ -170,9 +170,7 @@ class Registry:
     def acquire(self, wire: Wire, opening: Opening, label: str, user: User) -> OpenCommunicator:
         """Return the communicator called ``label``; opening a new one waits for all members.
 
-        Args:
-            opening: how it is opened; its store is the world's.
-            user: the group that asks for it; where it is private, no other may share it.
+        Where the group that asks, ``user``, is private, no other may share it.
         """
         with self._lock:
             shared = self._by_label.get(label)

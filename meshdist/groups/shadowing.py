@@ -217,10 +217,8 @@ class Shadowing:
     ) -> list[Announcement]:
         """Return when the members that go on are at the same call as this one.
 
-        Or, where no rank need wait for that, as soon as they can know of it.
-
-        Args:
-            waits: whether to know which members have joined.
+        Or, where no rank need wait for that, as soon as they can know of it. ``waits`` says that it
+        must be known which members have joined.
         """
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.is_same_call(mine):

@@ -205,10 +205,8 @@ def ask(
     *,
     patience_s: float = _ANSWER_S,
 ) -> dict[int, Answer]:
-    """Ask what each of ``ranks`` called last; ranks that do not answer in time are left out.
-
-    Args:
-        about: a call or message of one communicator that the answer describes as well.
+    """Ask what each of ``ranks`` called last, and ``about`` a call or message; ranks that do not
+    answer in time are left out.
     """
     number = post(world, {"kind": "ask", "about": about or {}})
     answers: dict[int, Answer] = {}

@@ -177,9 +177,8 @@ class Launch:
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
         """End all children that still run, and then what they have started.
 
-        Args:
-            signals: what to send in turn, and how many seconds to wait after each; SIGKILL follows
-                by itself. A child that leads a process group is signalled with its whole group.
+        Each of ``signals`` is sent in turn, with so many seconds to wait after it; SIGKILL follows
+        by itself. A child that leads a process group is signalled with its whole group.
         """
         self._is_stopped = True
         for number, patience_s in signals:

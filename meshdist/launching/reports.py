@@ -32,10 +32,7 @@ class Report:
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Whether it adds nothing to the interrupt by Ctrl-C.
-
-        Args:
-            places: where ranks were then, as far as they have said.
+        """Whether it adds nothing to the interrupt by Ctrl-C, when ranks were at ``places``.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -160,12 +157,7 @@ def summary_of(
     equal: Collection[int],
     stopped: int,
 ) -> str:
-    """How a job has failed, in one line.
-
-    Args:
-        equal: the ranks that reported the same as the cause.
-        stopped: how many others were stopped.
-    """
+    """How a job has failed, in one line; ``equal`` ranks reported the same as the cause."""
     ending = cause.ending
     same = sorted(set(equal) - {ending.rank})
     others = {failure.ending.rank for failure in failures} - {ending.rank, *same}

@@ -30,10 +30,7 @@ def with_hidden_mesh(
 ) -> AxisError:
     """``error``, which says so where an inner ``with mesh:`` hides an outer mesh that has the axis.
 
-    Args:
-        error: raised of an axis of the mesh in force.
-        given: the mesh that the call names; where there is one, none is hidden.
-        fix: how a call names its mesh.
+    Nothing is hidden from a call that names its mesh, ``given``; ``fix`` says how it does.
     """
     if given is not None or not error.axis:
         return error

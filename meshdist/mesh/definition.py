@@ -122,11 +122,8 @@ def define_mesh(
 ) -> MeshDefinition:
     """Return the definition of a mesh, all of it checked; starts the world when there is none.
 
-    Args:
-        device_type: as for ``init_device_mesh``.
-        layout_in: makes the layout, given the size of the world.
-        axis_options, backend_override, timeout: as for ``init_device_mesh``.
-        open_groups: whether the mesh shall communicate, for which its device must be there.
+    ``layout_in`` makes the layout, given the size of the world. To open groups the device must be
+    there. All else is as for ``init_device_mesh``.
 
     Raises:
         What ``init_device_mesh`` raises.
@@ -160,11 +157,8 @@ def options_of_axes(
 ) -> tuple[AxisOptions, ...]:
     """Return one AxisOptions per axis of ``layout``.
 
-    Args:
-        layout: the mesh.
-        axis_options: by axis name or index.
-        backend_override: torch's form: a wire name, wire options, or a pair of both.
-        timeout: for the axes that name none.
+    ``axis_options`` go by axis name or index, as torch's form of them does, ``backend_override``: a
+    wire name, wire options, or a pair of both. ``timeout`` is for axes that name none.
 
     Raises:
         AxisError: an unknown axis.

@@ -93,13 +93,8 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the origin of the joint layout of two parts that meet in one place, else None.
-
-    Args:
-        offset: the origin of the one part.
-        modes: its axes.
-        other: the origin of the other part.
-        other_modes: its axes, nested with the first part's.
+    """Return the origin of the joint layout of two parts with nested axes that meet in one place,
+    else None.
 
     They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
     positive digits of one number, which nested strides take apart in one way only.

@@ -56,9 +56,7 @@ class BoundedCall:
     def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
         """Wait for the call, and return its result or raise its error.
 
-        Args:
-            timeout: how long to wait.
-            check: called now and then; raises where waiting is in vain.
+        ``check`` is called now and then, and raises where waiting is in vain.
 
         Raises:
             TimeoutError: it has not ended in time; its thread is left behind.

@@ -141,12 +141,9 @@ def wait_until(
 
     Pauses grow with the time waited, so that short waits end soon and long ones cost little.
 
-    Args:
-        condition: called at least once, also where the deadline is over already.
-        deadline: until when to wait.
-        check: called before each pause; raises where waiting is in vain.
-        longest_pause_s: how long a pause may be; less where the waiting itself is on the clock of a
-            program that communicates.
+    ``condition`` is called at least once, also where the deadline is over already; ``check`` before
+    each pause, to raise where waiting is in vain. ``longest_pause_s`` is small where the waiting
+    itself is on the clock of a program that communicates.
     """
     if found := condition():
         return found

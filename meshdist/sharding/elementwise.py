@@ -170,11 +170,8 @@ def apply(
 ) -> Any:
     """Apply a function to the shards of its sharded operands, element by element.
 
-    Args:
-        function: of the shards' library.
-        name: by which ``LINEARITY`` knows it; "" for what is not linear.
-        args, kwargs: sharded arrays, numbers, and what else the function takes.
-        call: for messages; None takes ``name``.
+    ``name`` is that by which ``LINEARITY`` knows the function, which is the library's of the
+    shards; "" for what is not linear. Messages say ``call``, or else ``name``.
 
     Returns:
         A sharded array, or a tuple of them.

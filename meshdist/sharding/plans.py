@@ -150,9 +150,6 @@ def make_plan(
     """Return one rank's plan between two placements over the same axes; kept by all arguments.
 
     Args:
-        source: where the array lies.
-        target: where it shall lie.
-        coordinate: the rank's.
         layout: the ranks along the axes; None counts them row-major.
         links: one per axis, equal on all ranks; None takes shared memory's.
         title: how reports name the plan, equal on all ranks.

@@ -31,11 +31,8 @@ def draw_box(
 ) -> torch.Tensor:
     """The part ``box`` of an array of ``shape`` whose numbers ``draw`` draws, in row-major order.
 
-    Args:
-        draw: returns so many new numbers, in one dim.
-        shape: of the whole.
-        box: (start, stop) per dim.
-        piece: how many numbers to draw at a time, a multiple of 16; None draws all at once.
+    ``draw`` returns so many new numbers, in one dim. They are drawn by ``piece``, a multiple of 16;
+    for None, all at once.
 
     Example:
         >>> numbers = iter(range(100))

@@ -76,8 +76,7 @@ class Comparison:
     def compare_again(self, *, is_thorough: bool = True) -> None:
         """Compare once more the calls that not all members had reached.
 
-        Args:
-            is_thorough: whether to go on after a call that a member has still not reached.
+        With ``is_thorough`` it goes on behind a call that a member has still not reached.
 
         Raises:
             MembersDisagree: as for ``enter``.

@@ -73,10 +73,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 def get_axes(
     verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
-    """Return the mesh of just the axes that a call means, in their order.
-
-    Args:
-        verb, axis_name, mesh: of the call; ``argument`` is what the verb calls ``axis_name``.
+    """Return the mesh of just the axes that a call of ``verb`` means by ``argument``, in order.
 
     Raises:
         AxisError, MeshError, KindError, ArgumentError: there are none such.

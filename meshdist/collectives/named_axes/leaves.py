@@ -47,9 +47,6 @@ def on_leaves(
     """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
 
     Args:
-        verb: its public name.
-        on_tensor: applies it to a tensor, over a group.
-        x, axis_name, mesh: the verb's own arguments.
         on_number: makes the number that travels of a Python number; None refuses numbers, and with
             ``unsent`` they stay as they are.
         check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.

@@ -84,12 +84,7 @@ def _averaged(
 
 
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
-    """Scales and zero points, then a step for each value; all as bytes.
-
-    Args:
-        size: how many make a channel.
-        shares_scale: whether all channels have one scale, and not each its own.
-    """
+    """Scales and zero points of channels of ``size`` values, then a step per value; as bytes."""
     ends = [
         _rows(values[one], channels).aminmax(dim=1)
         for channels, one in _pieces(values.numel(), size)

@@ -314,13 +314,9 @@ class MpiCommunicator(Communicator):
         *buffers: Any,
         is_even: bool = False,
     ) -> Operation:
-        """Do one of MPI's collectives, or start it.
-
-        Args:
-            name: mpi4py's, of the blocking form.
-            kept: the tensors that it uses.
-            then: copies the result back, or None.
-            is_even: whether all parts of an exchange of this member's are of one size.
+        """Do the collective that mpi4py calls ``name``, or start it, and keep the tensors that it
+        uses; ``then`` copies back. ``is_even``: all parts of an exchange of this member's are of
+        one size.
         """
         if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])

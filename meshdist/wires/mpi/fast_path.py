@@ -30,11 +30,8 @@ def make_fast_path(
     largest_tag: int,
     most_bytes: int,
 ) -> FastPath | None:
-    """The fast path of a group; None where MPI's functions are not found.
-
-    Args:
-        largest_tag: up to which a program's tags are MPI's.
-        most_bytes: how many one call counts.
+    """The fast path of a group; None where MPI's functions are not found. Tags count up to
+    ``largest_tag``, and bytes of a call to ``most_bytes``.
     """
     MPI, failing = link.MPI, link.MPI.Exception
     functions = _find_functions(MPI, link.comm)

@@ -151,11 +151,8 @@ class StagedCommunicator(Communicator):
         then: Callable[[], None] | None,
         *arguments: Any,
     ) -> Operation:
-        """Start a verb of the host, once ``events`` and all calls before it allow that.
-
-        Args:
-            events: reached when the copies that it reads are complete.
-            then: copies the result to the device.
+        """Start a verb of the host, once ``events`` and all calls before it allow that; ``then``
+        copies its result to the device.
         """
         *others, terms = arguments
         with self._queueing:  # another thread may receive
