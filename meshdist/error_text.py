@@ -7,7 +7,7 @@ loading torch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ __all__ = [
     "explain",
     "fields_among",
     "first_line",
+    "first_texts",
     "grouped_text",
     "ranks_text",
     "without_frames",
@@ -118,6 +119,17 @@ def without_frames(error: E) -> E:
         return error
     bare.__cause__, bare.__suppress_context__ = error.__cause__, error.__suppress_context__
     return bare
+
+
+def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> str:
+    """The first of some texts, and how many more there are.
+
+    Example:
+        >>> first_texts(["a", "b", "c"], ", ", most=2)
+        'a, b and 1 more'
+    """
+    more = f"{separator.strip(',; ') or ' '}and {len(texts) - most} more"
+    return separator.join(texts[:most]) + (more if len(texts) > most else "")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -101,7 +101,9 @@ class World:
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
     axis_names: set[str] = field(default_factory=set, init=False, repr=False)
     """The names of the axes of all meshes that this rank has made in it."""
-    meshes: WeakValueDictionary[int, Any] = field(init=False, repr=False)
+    meshes: WeakValueDictionary[int, Any] = field(
+        default_factory=WeakValueDictionary, init=False, repr=False
+    )
     """Those of the meshes that live, by ``id``."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
     """Over which ranks wrappers of this rank average gradients."""
@@ -119,7 +121,6 @@ class World:
 
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
-        self.meshes = WeakValueDictionary()
 
     @property
     def is_one_host(self) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
 from ..checking.call_sites import call_site, program_frame, show_site
-from ..error_text import grouped_text
+from ..error_text import first_texts, grouped_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
@@ -34,7 +34,6 @@ __all__ = ["note_leaves"]
 
 _KEPT_BACKWARDS = 8
 """Of how many backwards a rank's notes are kept for members that have not come to the first."""
-_SHOWN_LEAVES = 8
 
 
 @dataclass(frozen=True)
@@ -182,17 +181,14 @@ def _compare_members(
         parted += [text + one for one in _parting(held, is_far=len(lines) > count)]
     if not lines and not parted:
         return
-    told, axes = parted or lines, group.axis_names
+    axes = group.axis_names
     axis = repr(axes[0] if len(axes) == 1 else axes) if axes else "axis"
-    shown = told[:_SHOWN_LEAVES]
-    if len(told) > _SHOWN_LEAVES:
-        shown.append(f"and {len(told) - _SHOWN_LEAVES} more")
     if parted:
         raise GradientError(
             f"leaves that were equal over {group.name} when the last backward ended have parted",
             where=f"before the backward at {show_site(call_site())}",
             expected="leaves that stay equal, as their gradients were",
-            found="\n".join(shown),
+            found=first_texts(parted),
             fix="look at what each rank does by itself behind a backward: clip_grad_norm_ takes "
             "the norm of its own gradients (docs/axis_types.md, 'Clipping by the norm'); a "
             "learning rate, or weights that it loads",
@@ -204,7 +200,7 @@ def _compare_members(
         f"leaves that are equal over {group.name} have gradients that are not",
         where=f"behind the backward at {show_site(call_site())}",
         expected="equal gradients, as leaves that are equal along an axis are invariant there",
-        found="\n".join(shown),
+        found=first_texts(lines),
         fix=f"{mend}or, where equal numbers are chance, as zeros of a shard: "
         f"md.annotate({wrong}, varying={axis})\n"
         f"or, where gradients are summed later: md.annotate({wrong}, reduced={axis})",

@@ -25,7 +25,7 @@ from ..collectives.torch_private import unseen
 from ..collectives.type_errors import type_of
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
-from ..error_text import ranks_text
+from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
@@ -38,7 +38,6 @@ __all__ = ["Parting"]
 
 _FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
 _LOOKS, _LOOK_EVERY = 3, 100  # forwards that look whether parameters came into the module
-_SHOWN = 8
 _PARTED = (
     "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
     "steps under no_sync(), eval()) by md.assert_equal(model, 'dp'), or for a bit that flipped"
@@ -79,7 +78,7 @@ class Parting:
             raise GradientError(
                 f"{new[0]} came into the module after it was wrapped: its gradient is local",
                 expected="the parameters that the module had when it was wrapped",
-                found=f"in {type(self._module).__name__}: {_listed(new, ', ')}",
+                found=f"in {type(self._module).__name__}: {first_texts(new, ', ')}",
                 fix="complete the model first (adapters, heads, parametrizations), then wrap it: "
                 "del ddp and its outputs, wrap again, and make the optimizer of all parameters",
             )
@@ -140,7 +139,7 @@ class Parting:
                 "the replicas have parted: gradients of different models are averaged",
                 where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
                 expected="the same bits in every parameter on every rank, eval() on all or none",
-                found=_listed([*lines.values()], "\n") + "\nby roundings alone" * is_rounding,
+                found=first_texts([*lines.values()]) + "\nby roundings alone" * is_rounding,
                 fix=f"{_ROUNDED if is_rounding else _PARTED}; then load one state on every rank; "
                 "where it is meant, wrap with verify_every=0",
             )
@@ -158,8 +157,3 @@ def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dic
             rest = ranks_text([rank for rank in ranks if rank not in odd])
             lines[name] = f"{name}: {ranks_text(odd)} {verb} from {rest}"
     return lines
-
-
-def _listed(texts: Sequence[str], separator: str) -> str:
-    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
-    return separator.join([*texts[:_SHOWN], *more])

@@ -8,11 +8,10 @@ from typing import Any
 
 import optree
 
+from ..error_text import first_texts
 from ..errors import ArgumentError
 
 __all__ = ["LeafPaths"]
-
-_SHOWN_KEYS = 8
 
 
 @dataclass
@@ -65,13 +64,10 @@ class LeafPaths:
 
     def _unknown(self, keys: tuple[Any, ...], depth: int, node: _Node) -> ArgumentError:
         known = [repr(key) for key in node.parts]
-        listed = ", ".join(known[:_SHOWN_KEYS])
-        if len(known) > _SHOWN_KEYS:
-            listed += f" and {len(known) - _SHOWN_KEYS} more"
         place = f"at {keys[:depth]!r}" if depth else "in the tree"
         return ArgumentError(
             f"{self._caller}: there is no leaf at path {keys!r}",
             expected="the keys that lead to a leaf, or to a part of the tree",
-            found=f"{place} there is {listed or 'a leaf itself'}",
+            found=f"{place} there is {first_texts(known, ', ') or 'a leaf itself'}",
             fix="optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves",
         )

@@ -12,7 +12,7 @@ import torch
 from ..collectives.objects import all_gather_object
 from ..collectives.verbs import all_gather_into_tensor, broadcast
 from ..dtypes import dtype_name
-from ..error_text import grouped_text, ranks_text
+from ..error_text import first_texts, grouped_text, ranks_text
 from ..errors import AgreementError
 from ..groups.process_group import ProcessGroup
 
@@ -20,7 +20,6 @@ __all__ = ["broadcast_from", "check_equal_lines", "tensor_line"]
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
-_SHOWN_LINES = 8
 
 
 def tensor_line(name: str, tensor: torch.Tensor) -> str:
@@ -81,11 +80,9 @@ def _differences(held: Sequence[tuple[Sequence[str], dict[str, str]]], group: Pr
     rows = [one for one in (*by_name.items(), *by_place) if len(set(one[1])) > 1]
     shown = [
         f"{label}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
-        for label, entries in rows[:_SHOWN_LINES]
+        for label, entries in rows
     ]
-    if len(rows) > _SHOWN_LINES:
-        shown.append(f"and {len(rows) - _SHOWN_LINES} more")
-    return "\n".join(shown)
+    return first_texts(shown)
 
 
 @torch.no_grad()

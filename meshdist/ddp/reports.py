@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..checking.call_sites import warn_caller
-from ..error_text import explain, first_line, grouped_text, ranks_text
+from ..error_text import explain, first_line, first_texts, grouped_text, ranks_text
 from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup
 
@@ -242,14 +242,11 @@ class Reports:
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
     """The first lines of each rank that has some."""
-    found = []
-    for rank, mine in lines.items():
-        text = separator.join(mine[:_SHOWN_PARAMETERS])
-        if len(mine) > _SHOWN_PARAMETERS:
-            text += f" and {len(mine) - _SHOWN_PARAMETERS} more"
-        if mine:
-            found.append((rank, text))
-    return grouped_text(found)
+    return grouped_text(
+        (rank, first_texts(mine, separator, _SHOWN_PARAMETERS))
+        for rank, mine in lines.items()
+        if mine
+    )
 
 
 def _times(count: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from ...arrays import as_tensor, describe
 from ...checking.call_sites import call_site, show_site
 from ...checking.tracebacks import one_frame
-from ...error_text import grouped_text
+from ...error_text import first_texts, grouped_text
 from ...errors import ArgumentError, UnequalError
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...mesh.device_mesh import DeviceMesh
@@ -22,7 +22,6 @@ from .axes import AxisName, get_axes
 __all__ = ["assert_equal"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
-_SHOWN_LEAVES = 8
 _ABSENT = "not there"
 _FIX = (
     "look where they part: a seed, data that differ, a gradient that was not summed; in a "
@@ -127,13 +126,10 @@ def _compare_texts(texts: dict[str, str], group: ProcessGroup) -> None:
 
 
 def _unequal(lines: list[str], group: ProcessGroup) -> UnequalError:
-    shown = lines[:_SHOWN_LEAVES]
-    if len(lines) > _SHOWN_LEAVES:
-        shown.append(f"and {len(lines) - _SHOWN_LEAVES} more")
     return UnequalError(
         f"assert_equal: not the same on every rank over {group.name}",
         where=show_site(call_site()),
         expected="equal leaves; of floating dtypes half of the digits count",
-        found="\n".join(shown),
+        found=first_texts(lines),
         fix=_FIX,
     )
