@@ -1,4 +1,4 @@
-"""What the package knows of each dtype: one table, from which every other list of dtypes is made.
+"""The facts of each dtype: one table, from which every other list of dtypes is made.
 
 A new dtype takes a row here. The native core has it by a row in ``native/codes.h``, and reduces it
 by loops in ``native/kernels_level.h``.

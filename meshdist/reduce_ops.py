@@ -33,10 +33,10 @@ ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
 
 Reduction: TypeAlias = "ReduceKind | TorchReduceOp"
-"""What a verb takes as ``op``: a plain reduction, or one of ``ReduceOp.premul_sum``."""
+"""The argument ``op`` of a verb: a plain reduction, or one of ``ReduceOp.premul_sum``."""
 
 Factor: TypeAlias = "float | complex | torch.Tensor"
-"""What PREMUL_SUM multiplies by: a number, or a 0-dim tensor on its device."""
+"""The factor of PREMUL_SUM: a number, or a 0-dim tensor on its device."""
 
 
 class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
@@ -104,7 +104,7 @@ ON_BOOL: dict[ReduceKind, ReduceKind] = {
     **dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, _ALL), _ALL),
     ReduceOp.BXOR: ReduceOp.BXOR,
 }
-"""What each reduction does to the bits of bool."""
+"""Each reduction's function on the bits of bool."""
 
 _PREMUL_SUM: ReduceKind = ReduceOp.PREMUL_SUM
 

@@ -1,4 +1,4 @@
-"""What the package knows of each verb: two tables, from which every other list of verbs is made.
+"""The facts of each verb: two tables, from which every other list of verbs is made.
 
 ``VERBS`` has the public verbs, ``WIRE_VERBS`` the methods of a communicator that carry them. This
 module imports the standard library alone, so that the command line can use it without torch.

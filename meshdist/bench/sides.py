@@ -1,4 +1,4 @@
-"""What each library is asked to do for one verb and one size, on buffers of its own.
+"""The task of each library for one verb and one size, on buffers of its own.
 
 A size is that of the full buffer in bytes, as in nccl-tests: what an all-gather puts out, what a
 reduce-scatter takes, what an all-to-all exchanges. A side returns a function that makes one call.
@@ -263,7 +263,7 @@ SIDES: dict[str, Callable[[], Side]] = {
     "mpi": MpiSide,
     "jax": JaxSide,
 }
-"""What can be measured.
+"""The sides that can be measured.
 
 ``meshdist/shm/shared`` is on ``shared_empty`` tensors; ``copy`` is a bound, a copy on every rank;
 ``mpi`` is whichever MPI the interpreter's mpi4py finds.

@@ -93,7 +93,7 @@ class BoundedStore(Store):
         self._path = path = getattr(raw, "path", "")  # a FileStore's
         self.server = server
         self.client = f"process {os.getpid()}"
-        """What messages call this process."""
+        """The name of this process in messages."""
         self._raw: Store | None = raw
         self._watch: ServerWatch | None = None
         self._file = os.open(path, os.O_RDONLY) if path else None

@@ -1,4 +1,4 @@
-"""What the launcher of this process says about its place in the job, read from the environment.
+"""The launcher's word on this process's place in the job, read from the environment.
 
 Pure: a mapping of variables goes in, a ``Surroundings`` or one error that lists everything comes
 out. The launchers: ``meshdist run``, torchrun (both by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),

@@ -36,7 +36,7 @@ from .stores import PrefixStore, Store
 __all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
 
 SERVER = "rank {}, which serves the store,"
-"""What messages call a rank whose process serves the store."""
+"""The name in messages of a rank whose process serves the store."""
 
 _CARD_S = 2.0
 """How long a process that has claimed a rank may take to leave its card."""

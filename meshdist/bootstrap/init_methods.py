@@ -52,7 +52,7 @@ __all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
 
 
 _IN_QUERY = ("rank", "world_size")
-"""What a URL may say besides an address."""
+"""The keys of a URL besides its address."""
 
 
 @dataclass(frozen=True)

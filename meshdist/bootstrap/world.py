@@ -85,7 +85,7 @@ class World:
     chooses_wires: bool = False
     """Whether no wire was named, so that another one may serve where the best cannot."""
     shared_notes: dict[Hashable, Any] | None = None
-    """What simulated ranks, which share it, note of the leaves whose gradients they compare; None
+    """The notes of simulated ranks, which share them, of leaves whose gradients they compare; None
     where they compare none."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
@@ -112,7 +112,7 @@ class World:
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
-    """What this rank has open (``groups.registry``), made at first use."""
+    """This rank's communicators (``groups.registry``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
     """The group of all ranks (``groups.process_group``), made at first use."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)

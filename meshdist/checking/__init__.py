@@ -1,1 +1,1 @@
-"""What is noted of calls, compared between members, and reported."""
+"""Calls as they are noted, compared between members, and reported."""

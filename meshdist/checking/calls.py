@@ -52,7 +52,7 @@ Data: TypeAlias = "tuple[Any, ...] | None"
 """The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
-"""What a verb is called on: a tensor, a list of such, or nothing."""
+"""The data of a call: a tensor, a list of such, or nothing."""
 
 Message: TypeAlias = "tuple[bool, int | None, int, int]"
 """Of a send or receive: whether it is a send, the peer (None: any member), the tag, and its number

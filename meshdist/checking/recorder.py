@@ -21,7 +21,7 @@ __all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
 NUM_NOTES = 128
 """How many calls a recorder keeps."""
 FORGOTTEN = "its call is no longer known"
-"""What stands for a call that is not kept any more."""
+"""The text for a call that is not kept any more."""
 
 _moments = count(1)
 _NO_STACK: Sequence[str] = ()

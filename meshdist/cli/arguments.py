@@ -1,4 +1,4 @@
-"""What the commands share: the parser, and the arguments that start a program."""
+"""The common part of the commands: the parser, and the arguments that start a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``meshdist doctor`` finds out about this machine, as plain values."""
+"""The findings of ``meshdist doctor`` on this machine, as plain values."""
 
 from __future__ import annotations
 

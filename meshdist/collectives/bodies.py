@@ -1,4 +1,4 @@
-"""What the verbs do that go by one name in programs and, under a title, in plans.
+"""The bodies of verbs that go by one name in programs and, under a title, in plans and ``lax``.
 
 Arguments are those of the verb of the same name, and come as the program gave them; ``title`` says
 what the call is a part of: it is noted, compared and reported with the call.

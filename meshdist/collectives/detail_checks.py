@@ -1,4 +1,4 @@
-"""What typed contexts compare at debug level DETAIL: that invariant values are equal on all ranks.
+"""Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
 
 The types trust what data are annotated with, and numbers that leave tensors. What slips through
 there is named here: each operand that is cast, each loss, and the gradients of leaves.

@@ -36,7 +36,7 @@ Watcher: TypeAlias = Callable[
 """Is given a verb as it is written, what runs it, and the arguments of a call; runs it."""
 
 watchers: list[Watcher] = []
-"""What runs the calls of public verbs in place of themselves: one while a typed context is open in
+"""Functions that run the calls of public verbs in their place: one while a typed context is open in
 this process, else none."""
 
 _WATCH = """\

@@ -1,4 +1,4 @@
-"""What a program calls a tensor: the variable, parameter or part of a tree that holds it."""
+"""A program's name for a tensor: the variable, parameter or part of a tree that holds it."""
 
 from __future__ import annotations
 

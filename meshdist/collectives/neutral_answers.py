@@ -1,4 +1,4 @@
-"""What a rank without data gives to a call of the others: what changes nothing for them.
+"""The part of a rank without data in a call of the others: it changes nothing for them.
 
 That is the neutral element of a reduction, zeros where tensors are gathered or exchanged, None
 where objects are. The call is made by the verb itself, so that it is compared and carried out like

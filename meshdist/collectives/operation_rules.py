@@ -1,4 +1,4 @@
-"""What typed contexts know of torch's functions: closed tables, by name.
+"""The rules of typed contexts for torch's functions: closed tables, by name.
 
 Nearly all functions are ordinary: all their results take the join of their operands. The tables
 name those that are not, and the few that are linear. What is known of a function is found once and
@@ -322,7 +322,7 @@ def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:
 _NOT_IN_PLACE = ("__index__", "__int__", "__invert__")
 
 OPERATIONS: dict[Any, Operation] = _Operations()
-"""What is known of each function that torch hands to a mode."""
+"""The rule of each function that torch hands to a mode."""
 
 
 def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:

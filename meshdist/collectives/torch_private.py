@@ -52,7 +52,7 @@ is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
 
 unwrapped = _C._functorch.get_unwrapped
-"""What such a wrapper holds."""
+"""The function that gives the tensor in such a wrapper."""
 
 NotSeen = _C.DisableTorchFunction
 """A context in which no mode sees what torch is asked to do."""
@@ -73,7 +73,7 @@ OverloadPacket = _ops.OpOverloadPacket
 """The class of the functions of ``torch.ops``, each with its overloads."""
 
 bare_apply = _C._FunctionBase.__dict__["apply"]
-"""What runs a custom Function, in torch's core."""
+"""The method of torch's core that runs a custom Function."""
 
 is_apply_bare = vars(Function)["apply"] is bare_apply
 """Whether that is what programs call (2.15), or what the ``apply`` that they call looks up."""

@@ -1,4 +1,4 @@
-"""What typed contexts refuse, in words: one function for each kind of message."""
+"""Refusals of typed contexts, in words: one function for each kind of message."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ WRITES: Mapping[str, Write | None] = MappingProxyType(
         "recv_object_list": Write("object_list", "V"),
     }
 )
-"""What each public verb writes; None: nothing."""
+"""The argument that each public verb writes; None: nothing."""
 
 
 def watch(

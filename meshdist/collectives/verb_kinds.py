@@ -32,10 +32,10 @@ CASTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "unreduced": MappingProxyType({"V": "U"}),
     }
 )
-"""What ``pcast`` does, by its ``to``: from each kind that it takes, the kind that it gives."""
+"""The kinds of ``pcast`` by its ``to``: from each that it takes to that which it gives."""
 
 GATHERED: Mapping[str, str] = MappingProxyType({"varying": "V", "invarying": "I", "reduced": "R"})
-"""What ``all_gather`` gives for a varying value, by its ``to``."""
+"""The kind that ``all_gather`` gives for a varying value, by its ``to``."""
 
 VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "pbroadcast": MappingProxyType({"V": "I"}),
     }
 )
-"""What all other verbs do: from each kind that a verb takes, the kind that it gives."""
+"""The kinds of all other verbs: from each that a verb takes to that which it gives."""
 
 
 def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:

@@ -35,7 +35,7 @@ class Backward(Protocol):
     task: int | None
     """The number that autograd has given it, once it has reached the model's outputs."""
     late: list[int]
-    """What came after its bucket had gone."""
+    """The parameters whose gradient came after its bucket had gone."""
 
     def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
         """Whether a gradient counts that did not come in ``task`` itself.

@@ -1,4 +1,4 @@
-"""What joinables do in a join context on ranks that have no data left.
+"""The hooks of joinables in a join context, on ranks that have no data left.
 
 torch's sharded optimizer has on each rank the state of a share of the parameters, and steps it;
 then all ranks give each other their shares by torch's own group, whose calls no context sees. So a

@@ -1,4 +1,4 @@
-"""What a wrapper tells about itself: facts when it is made, times and counts in some iterations.
+"""The logging data of a wrapper: facts when it is made, times and counts in some iterations.
 
 An iteration begins with a forward whose backward is averaged. The first ten are sampled, and then
 every hundredth, or as often as the program says. In a sampled one the reducer has a ``Timing`` and

@@ -1,4 +1,4 @@
-"""What a wrapper was asked for: the record that the reducer reads."""
+"""The options of a wrapper: the record that the reducer reads."""
 
 from __future__ import annotations
 

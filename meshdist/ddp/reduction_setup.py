@@ -1,4 +1,4 @@
-"""What a reducer averages, over which group and how; how its buckets are laid, and laid anew."""
+"""The setup of a reducer: parameters, group, options; how buckets are laid, and laid anew."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class SingleBucket:
         self.is_trailing = is_trailing
         self._mine: torch.Tensor | None = None
         self.average: torch.Tensor | None = None
-        """What the reduction has given; None where no rank had a gradient."""
+        """The result of the reduction; None where no rank had a gradient."""
         self.reset()
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""What a wrapper says to typed contexts: over which axes it reduces gradients, and so owns them.
+"""A wrapper as typed contexts see it: the owner of the axes over which it reduces gradients.
 
 Its parameters are marked reduced there, so that no cast sums their gradients a second time, and
 their ``.grad`` counts as complete there. A forward inside a context claims the axes: from then on

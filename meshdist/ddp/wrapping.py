@@ -1,4 +1,4 @@
-"""What a model must be to be wrapped, and what of it the wrapper takes care of."""
+"""The demands on a model that is wrapped, and the parts of it that the wrapper takes care of."""
 
 from __future__ import annotations
 

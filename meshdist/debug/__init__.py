@@ -1,1 +1,1 @@
-"""What helps to find out what a parallel program does."""
+"""Tools to find out what a parallel program does."""

@@ -45,7 +45,7 @@ class AnnouncementTable:
     """
 
     num_bytes = _ROW_BYTES - _SIZE_BYTES
-    """What a row has room for."""
+    """The bytes for which a row has room."""
 
     def __init__(
         self, words: SharedWords, key: int, member: int, size: int, regions: Regions

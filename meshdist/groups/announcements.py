@@ -1,4 +1,4 @@
-"""What each member says to the others in the round that comes before a call, inside a join context.
+"""The message of each member in the round that comes before a call, inside a join context.
 
 A round is one small all-gather on the communicator of the call. It is noted and compared as other
 collectives are, so that a member outside of every join context is found to disagree. Where all
@@ -30,7 +30,7 @@ from .channel import Channel
 __all__ = ["NAME", "Announcement", "Round", "TableRound", "from_bytes", "to_bytes"]
 
 NAME = "Join"
-"""What the recorder and messages call a round."""
+"""The name of a round in the recorder and in messages."""
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4

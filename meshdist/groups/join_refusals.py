@@ -1,4 +1,4 @@
-"""What ranks without data cannot answer; it is refused on every member alike."""
+"""Calls that ranks without data cannot answer; they are refused on every member alike."""
 
 from __future__ import annotations
 

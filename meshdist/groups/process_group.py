@@ -410,7 +410,7 @@ class MeshLike(Protocol):
 
 
 GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
-"""What a verb takes as ``group``: a group, a mesh such as ``mesh["tp"]``, or None for the world."""
+"""The argument ``group`` of a verb: a group, a mesh such as ``mesh["tp"]``, None for the world."""
 
 
 def resolve_group(group: object) -> ProcessGroup:

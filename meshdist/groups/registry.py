@@ -106,9 +106,9 @@ class Registry:
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
         self.shadowing: Any = None
-        """What ranks without data answer the others' calls by, while this rank may become one."""
+        """The ``Shadowing`` of a join context, by which a rank without data answers the others' calls."""
         self.look: Callable[[], None] | None = None
-        """What the signal thread calls every now and then."""
+        """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
         self._agreements = Agreements(

@@ -97,7 +97,7 @@ class Shadowing:
     _has_joined: bool = field(default=False, init=False)
     _is_late: bool = field(default=True, init=False)
     _refusal: JoinError | None = field(default=None, init=False)
-    """What was raised here of a call that cannot be answered."""
+    """The error that was raised here of a call that cannot be answered."""
     _admitted: Announcement | None = field(default=None, init=False)
     """The call of which the round has been, which this rank is to start next."""
 

@@ -1,4 +1,4 @@
-"""What ranks in join contexts tell each other beside the wires: who has no data, who has left.
+"""The notes of ranks in join contexts to each other, beside the wires: no data left, or gone.
 
 It goes through the store, under keys of this context alone; simulated ranks, which must be able to
 look without letting others run, use a table of their scheduler.

@@ -1,4 +1,4 @@
-"""What a launcher that is interrupted asks its ranks: where they are.
+"""The question of a launcher that is interrupted to its ranks: where they are.
 
 Question and answers are files in the launch's own directory. A thread of a rank's answers, so that
 the answer comes while the program is stuck in a verb, in a lock or in a data loader:

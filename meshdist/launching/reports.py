@@ -1,4 +1,4 @@
-"""What ranks that failed have reported, equal tracebacks together, and the line above the last.
+"""The reports of ranks that failed, equal tracebacks together, and the line above the last.
 
 Two are equal if they differ in nothing but the place of each rank: its own number, with its
 coordinates, where the other has its own, process ids and addresses in memory. Of an error that

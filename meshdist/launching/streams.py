@@ -1,4 +1,4 @@
-"""What ranks write, on its way to the console and into files, in whole lines."""
+"""The output of ranks, on its way to the console and into files, in whole lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mesh is before it has groups: world, device type, layout and options, all checked."""
+"""A mesh before it has groups: world, device type, layout and options, all checked."""
 
 from __future__ import annotations
 

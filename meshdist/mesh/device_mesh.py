@@ -139,7 +139,7 @@ class DeviceMesh:
     world: World
     """The world of its ranks."""
     notes: dict[str, Any]
-    """What rooms above remember for as long as this mesh lives, each under a name of its own."""
+    """The notes of rooms above, for as long as this mesh lives, each under a name of its own."""
     _definition: MeshDefinition
     _root: DeviceMesh
     _coordinate: tuple[int, ...] | None

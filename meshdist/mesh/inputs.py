@@ -1,4 +1,4 @@
-"""What users write when they make a mesh, checked: names, sizes, arrays of ranks.
+"""The input of users who make a mesh, checked: names, sizes, arrays of ranks.
 
 Each function returns its argument in one plain form or raises an error that shows it.
 """

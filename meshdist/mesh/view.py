@@ -1,4 +1,4 @@
-"""What a picture of a mesh shows: which of its coordinates, with which labels and marks.
+"""The contents of a picture of a mesh: which coordinates, with which labels and marks.
 
 Only what is shown is computed, so a mesh of any size draws at once; what does not fit is left out
 behind an ellipsis, but never the rank to highlight.

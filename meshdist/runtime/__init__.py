@@ -1,1 +1,1 @@
-"""What every process needs: time, forks, hosts, memory."""
+"""The needs of every process: time, forks, hosts, memory."""

@@ -73,7 +73,7 @@ class BoundedCall:
 
 
 _kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
-"""What the kept thread of this process is to do, by the number of forks before it."""
+"""The jobs of the kept thread of this process, by the number of forks before it."""
 
 
 def keep_thread() -> None:

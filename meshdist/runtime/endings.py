@@ -1,4 +1,4 @@
-"""What this process does at its end, and how it ends, asked there."""
+"""The calls that this process makes at its end, and how it ends, asked there."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ __all__ = [
 
 
 MORE_DESCRIPTORS = "raise the limit before the program starts: ulimit -n 4096"
-"""What mends ``find_descriptor_lack``."""
+"""The fix for ``find_descriptor_lack``."""
 
 
 def host_identity() -> str:

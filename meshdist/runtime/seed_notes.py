@@ -1,4 +1,4 @@
-"""What is noted of how random generators were seeded: one record a process, as generators are.
+"""Notes of how random generators were seeded: one record a process, as generators are.
 
 Simulated ranks share a process, and the scheduler swaps the record with the generators' states.
 """

@@ -1,4 +1,4 @@
-"""What torch.compile runs as it is, between two graphs."""
+"""Functions that torch.compile runs as they are, between two graphs."""
 
 from __future__ import annotations
 

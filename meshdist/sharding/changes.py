@@ -1,4 +1,4 @@
-"""What changes between two placements: which axes gather, slice, sum, move a dim or divide boxes.
+"""The changes between two placements: axes that gather, slice, sum, move a dim or divide boxes.
 
 A ``Change`` is the same for all ranks. It knows the exact number of elements that all ranks
 receive together, as overlaps of intervals broadcast over the mesh, and whether it has product form,

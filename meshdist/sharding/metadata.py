@@ -1,4 +1,4 @@
-"""What a checkpoint needs to know of a sharded array, as JSON: written without communication.
+"""The metadata of a sharded array for a checkpoint, as JSON: written without communication.
 
 Every rank writes the same. A program with another mesh reads it, asks which shards meet the box of
 its own that it fills, and reads these alone.

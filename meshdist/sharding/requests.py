@@ -1,4 +1,4 @@
-"""What calls of ``reshard``, ``shard`` and ``unshard`` ask for: checked before anything is sent."""
+"""The requests of ``reshard``, ``shard`` and ``unshard``: checked before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every group of torch's over one of our wires is, apart from its verbs.
+"""The base of torch's groups over one of our wires: all but the verbs.
 
 Verbs that their callers wait for run in the caller's thread. What torch's C++ starts, and messages,
 go on in the background. Tensors of a device that the wire does not serve go by a group of torch's

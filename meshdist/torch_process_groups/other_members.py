@@ -1,4 +1,4 @@
-"""What the other members of one of torch's groups say when their calls differ."""
+"""The words of the other members of one of torch's groups when their calls differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each wire does by its own means, what is built for it, and what has no meaning: one table.
+"""The abilities of each wire, its own or built for it, and what has no meaning: one table.
 
 It is made from the code (``Wire.support``), never written by hand. ``meshdist doctor`` prints it;
 ``python -m meshdist.wires.capabilities docs/verbs.md`` writes it into the page, between its marks.

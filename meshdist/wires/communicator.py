@@ -36,7 +36,7 @@ __all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "Communicator", "Explain", "handed_to"
 _log = logging.getLogger("meshdist.wires")
 
 LARGEST_TAG = (1 << 30) - 3
-"""What every wire takes; larger ones belong to the verbs and wires themselves."""
+"""The largest tag that every wire takes; larger tags belong to the verbs and wires themselves."""
 
 EXCHANGE_TAG = (1 << 30) - 1
 """The tag of messages that belong to an all-to-all; no program's message bears it."""

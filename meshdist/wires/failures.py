@@ -25,7 +25,7 @@ class WireFailure(Exception):
     """How long the caller was ready to wait, where that is not the group's timeout."""
 
     fix: str = ""
-    """What mends it, where the wire knows."""
+    """The fix, where the wire knows it."""
 
 
 class WireTimeout(WireFailure):

@@ -107,7 +107,7 @@ class MessageLog:
         """Write what has waited, as far as there is room; returns whether all of it is written."""
 
 class Entry:
-    """What comes before a plain call: its tensors are checked, it is noted and compared.
+    """The entry of a plain call: its tensors are checked, it is noted and compared.
 
     ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
     broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
@@ -138,7 +138,7 @@ class Entry:
         """As ``Channel.enter``; False where that is to do it, and nothing was done."""
 
 class Runner:
-    """What a wire does for the fast path."""
+    """A wire's part of the fast path."""
 
 class ShmRunner(Runner):
     """Through shared memory.
@@ -209,7 +209,7 @@ class MpiRunner(Runner):
     ) -> None: ...
 
 class FastPath:
-    """What the native core does for blocking calls on plain CPU tensors.
+    """The fast path of the native core, for blocking calls on plain CPU tensors.
 
     A method has the name of its verb, does all that the verb does, and returns what it returns; or
     it does nothing, and returns False, where the call is not that plain. It raises what the verb
@@ -310,7 +310,7 @@ class Memory:
     def array(self) -> npt.NDArray[np.uint8]: ...
 
 class Failure:
-    """What went wrong."""
+    """A failure that the native core has found."""
 
     @property
     def status(self) -> int:
@@ -338,7 +338,7 @@ class Failure:
 
     @property
     def other_note(self) -> int:
-        """What the other side of a message that did not fit gave as ``note``."""
+        """The ``note`` of the other side of a message that did not fit."""
 
 class Ticket:
     """A collective in flight."""

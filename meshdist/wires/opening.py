@@ -1,4 +1,4 @@
-"""What a wire needs to open a group's connection."""
+"""The terms under which a wire opens a group's connection."""
 
 from __future__ import annotations
 

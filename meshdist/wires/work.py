@@ -1,4 +1,4 @@
-"""What ``async_op=True`` gives: one verb in flight."""
+"""The result of ``async_op=True``: one verb in flight."""
 
 from __future__ import annotations
 

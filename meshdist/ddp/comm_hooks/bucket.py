@@ -1,4 +1,4 @@
-"""What a communication hook is given: the gradients of several parameters, as one flat tensor."""
+"""The argument of a communication hook: gradients of several parameters, as one flat tensor."""
 
 from __future__ import annotations
 

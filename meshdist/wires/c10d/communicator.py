@@ -1,4 +1,4 @@
-"""What torch's own wires have in common; Gloo and NCCL have modules of their own.
+"""The common base of torch's own wires; Gloo and NCCL have modules of their own.
 
 The classes are built directly, without torch.distributed's world: no other rank takes part, and
 a group's rank order is the one that its mesh gives. A verb that a class lacks is built from those
@@ -121,7 +121,7 @@ class C10dCommunicator(Communicator):
     """One group's connection over a c10d process group that is made already."""
 
     arithmetic: ClassVar[Arithmetic | None] = None
-    """What the class reduces correctly; None where that is not known."""
+    """The ops and dtypes that the class reduces correctly; None where they are not known."""
     lacking: ClassVar[frozenset[str]] = frozenset()
     """Verbs that the class lacks, or that are better built from its others."""
     gathers_uneven: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""What a wire is asked to reduce in place of an op or dtype that it lacks.
+"""The op and dtype that a wire is asked to reduce in place of those that it lacks.
 
 Where the same bits read as another dtype give the same result, nothing is copied: sums of uint32
 are sums of int32, bits of int16 are bits of bytes, the or of bool is its maximum. Where a wider

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _WHOLE_BYTES = 2 * 1024 * 1024
-"""What is smaller goes whole: an all-reduce of 1 MiB on two hosts of two ranks then takes 0.6 of
+"""Smaller tensors go whole: an all-reduce of 1 MiB on two hosts of two ranks then takes 0.6 of
 the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
 
 _LEAST = timedelta(milliseconds=1)

@@ -18,7 +18,7 @@ from ..scratch import Scratch
 __all__ = ["Buffers", "packed", "unpacked"]
 
 Afterwards: TypeAlias = Callable[[], None] | None
-"""What is left to do when a verb is done, if anything is."""
+"""The rest to do when a verb is done, if there is any."""
 
 _MOST_BEFORE_4 = (1 << 31) - 1
 _MOST = (1 << 62) - 1

@@ -1,4 +1,4 @@
-"""What is in flight in a group over MPI, and how its members wait.
+"""The operations in flight in a group over MPI, and how its members wait.
 
 MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
 tested until they are done. Where mpiexec ends this rank since another has died MPI raises nothing:
@@ -300,7 +300,7 @@ class Link:
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 _abandoned: list[Any] = []
-"""What was in flight in groups that were closed, until the process ends."""
+"""The operations in flight in groups that were closed, until the process ends."""
 
 
 def _all_links() -> tuple[Link, ...]:

@@ -33,7 +33,7 @@ FindCards = Callable[[], Sequence[ProcessCard | None]]
 _PERIOD_S = 0.25
 
 _watched: dict[Arrivals, Explain] = {}
-"""What makes the error of a call, for each group of this process."""
+"""The function that makes the error of a call, for each group of this process."""
 
 
 def watch(arrivals: Arrivals, explain: Explain) -> None:

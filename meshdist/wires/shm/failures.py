@@ -1,4 +1,4 @@
-"""What the native core's failures mean."""
+"""The meaning of the native core's failures."""
 
 from __future__ import annotations
 

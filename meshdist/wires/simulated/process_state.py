@@ -1,4 +1,4 @@
-"""What a process has for itself and a thread has not: random generators and the default dtype.
+"""The state of a process that no thread has for itself: random generators and the default dtype.
 
 The scheduler of simulated ranks swaps it whenever another rank runs.
 """

@@ -171,7 +171,7 @@ class Scheduler(Generic[T]):
         self.size = size
         self.ranks = [Rank(index, self) for index in range(size)]
         self.tables: dict[str, Any] = {}
-        """What the ranks of this run share, by name."""
+        """The objects that the ranks of this run share, by name."""
         self._results: list[Any] = [None] * size
         self._failure: tuple[Rank, BaseException] | None = None
         self._running = self.ranks[0]
