@@ -106,7 +106,7 @@ class Registry:
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
         self.shadowing: Any = None
-        """The ``Shadowing`` of a join context, by which a rank without data answers the others' calls."""
+        """The ``Shadowing`` by which ranks without data answer calls, while this rank may join."""
         self.look: Callable[[], None] | None = None
         """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
