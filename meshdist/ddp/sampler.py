@@ -106,7 +106,7 @@ class DistributedSampler(data.DistributedSampler[T]):
             consumed = self._begin + taken * self.num_replicas
             if self._share and taken == len(self._share):
                 consumed = self._length  # what is dropped here is dropped on other numbers of ranks
-        if not isinstance(consumed, int) or consumed < 0:
+        if type(consumed) is not int or consumed < 0:
             raise ArgumentError(f"consumed={consumed!r} is no number of samples")
         place = {"epoch": self.epoch, "consumed": min(consumed, self._length)}
         return {**place, "length": self._length, "seed": self.seed, "shuffle": self.shuffle}
@@ -116,8 +116,8 @@ class DistributedSampler(data.DistributedSampler[T]):
 
         Every rank loads it. ``set_epoch`` with its epoch keeps it.
         """
-        mine = {**self.state_dict(0), **{x: state_dict.get(x) for x in ("epoch", "consumed")}}
-        if mine != dict(state_dict):
+        mine = self.state_dict(state_dict.get("consumed", 0))
+        if {**mine, "epoch": state_dict.get("epoch")} != dict(state_dict):
             raise ArgumentError(
                 "the state is of another order of samples",
                 expected=f"length={self._length}, seed={self.seed}, shuffle={self.shuffle}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -360,6 +361,16 @@ def test_a_state_of_another_order_is_refused(changed: dict[str, Any], found: str
     assert "fix:      load what state_dict() gave into a sampler of the same data, seed" in text
     with pytest.raises(ArgumentError, match="another order"):
         sampler.load_state_dict({"yielded": 4})
+
+
+@pytest.mark.parametrize("consumed", [-3, True, "4", 2.0])
+def test_what_is_no_number_of_samples_is_refused(consumed: Any) -> None:
+    sampler = sampler_of(0, 2)
+    message = re.escape(f"consumed={consumed!r} is no number of samples")
+    with pytest.raises(ArgumentError, match=message):
+        sampler.state_dict(consumed)
+    with pytest.raises(ArgumentError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), "consumed": consumed})
 
 
 def test_a_state_of_rank_0_alone_lets_the_others_begin_anew() -> None:
