@@ -33,7 +33,7 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     for place in dict.fromkeys(one.device for one in tensors):
         length = _ROW if place.type == "cpu" else 64 * _ROW  # else: by few kernels
         sums = torch.zeros(length, dtype=torch.int64, device=place)
-        here = [one for one in tensors if one.device == place]
+        here = [one.resolve_conj().resolve_neg() for one in tensors if one.device == place]
         for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small ones together
             words = _WORDS.get(alike[0].itemsize, torch.int32)
             for row in _flatten_dense_tensors(alike).view(words).split(length):

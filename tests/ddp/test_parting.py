@@ -120,6 +120,8 @@ def test_the_checksum_sees_values_and_neither_strides_nor_devices_threads() -> N
     last = x.to(memory_format=torch.channels_last)
     assert last.stride() != x.stride()
     assert sum_of(x) == sum_of(last)
+    z = torch.randn(3, dtype=torch.complex64)
+    assert sum_of(z.conj(), z.conj().imag) == sum_of(z.conj_physical(), -z.imag)
     assert sum_of() == 0
     assert sum_of(torch.ones(0), torch.ones(())) == sum_of(torch.ones(()))
 
