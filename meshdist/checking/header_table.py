@@ -296,7 +296,7 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until ``find_behind`` finds no member, or ``check`` raises; return whom it finds."""
+        """Wait until no member is behind, or ``check`` raises; return one that still is."""
         find_behind = partial(self.find_behind, sequence, is_uneven)
         limit = Deadline(timeout)
         wait_until(lambda: find_behind() is None, limit, check, longest_pause_s=_SHORT_PAUSE_S)

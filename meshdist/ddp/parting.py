@@ -62,9 +62,9 @@ class Parting:
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
-                self.refuse_strangers()
+                self.refuse_late_parameters()
 
-    def refuse_strangers(self) -> None:
+    def refuse_late_parameters(self) -> None:
         """Raise where the module trains parameters that were not wrapped; nothing is sent."""
         if all(id(one) in self._wrapped for one in self._module.parameters()):
             return
