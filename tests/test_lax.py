@@ -398,9 +398,10 @@ def test_numbers_that_do_not_travel_are_refused_before_anything_is_sent() -> Non
     assert "complex" in refusal(DtypeError, lambda rank: lax.pmax([1.0, 1j], "tp"))
 
     def body(rank: int) -> Any:  # as the error says; one bit less fits
-        return lax.psum(float(1 << 62), "tp"), lax.pmax((1 << 63) - 1, "tp")
+        least = lax.pmin(-(1 << 63), "tp"), lax.psum(-(1 << 62), "tp")
+        return lax.psum(float(1 << 62), "tp"), lax.pmax((1 << 63) - 1, "tp"), *least
 
-    assert in_mesh(body, (2,)) == [(float(1 << 63), (1 << 63) - 1)] * 2
+    assert in_mesh(body, (2,)) == [(float(1 << 63), (1 << 63) - 1, -(1 << 63), -(1 << 63))] * 2
 
 
 def test_numbers_of_different_kinds_are_told() -> None:

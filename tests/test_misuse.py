@@ -279,9 +279,11 @@ def test_trees_of_lax_that_are_alike_though_written_otherwise() -> None:
         with mesh_of_all():
             total = md.lax.psum(tree, "a")
             by_object = md.lax.psum({Key(): x}, "a")  # whose text differs from rank to rank
-            return [total["a"].item(), total["b"].item(), *map(float, by_object.values())]
+            by_pair = md.lax.psum({(1, (Key(), "w")): x}, "a")
+            sums = [*by_object.values(), *by_pair.values()]
+            return [total["a"].item(), total["b"].item(), *map(float, sums)]
 
-    assert md.simulate(program, 3) == [[6.0, 30.0, 3.0]] * 3
+    assert md.simulate(program, 3) == [[6.0, 30.0, 3.0, 3.0]] * 3
 
 
 def test_what_trees_hold_is_not_kept() -> None:

@@ -107,8 +107,10 @@ class Parting:
 
     def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
         """All that must be equal; parameters that are shards by their marks need not be."""
-        num_training = sum(one.training for one in self._module.modules())
-        state = {"modules in training mode": torch.full((), num_training, device=self._device)}
+        root = self._module.training  # ranks may have modules of their own, which follow the root
+        num_other = sum(one.training != root for one in self._module.modules())
+        modes = torch.full((), num_other if root else ~num_other, device=self._device)
+        state = {"modules in training mode": modes}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
         for name, one in found.items():
             kinds = kinds_in(type_of(one))

@@ -421,6 +421,14 @@ def of_half_precision() -> None:
     steps(md.DDP(mlp().bfloat16()), 12)
 
 
+def with_modules_of_a_ranks_own() -> None:
+    own = [nn.Dropout(0.0) for _ in range(md.get_rank())]
+    model = md.DDP(nn.Sequential(*mlp(), *own))
+    steps(model)
+    model.eval()
+    steps(model, 12)
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -431,6 +439,7 @@ def of_half_precision() -> None:
         a_forward_more_on_one_rank,
         in_checkpoints,
         of_half_precision,
+        with_modules_of_a_ranks_own,
     ],
 )
 def test_what_is_meant_trains_on(program: Callable[[], Any]) -> None:

@@ -27,7 +27,8 @@ OnTensor: TypeAlias = Callable[..., Any]
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 _WIDE = {float: torch.float64, complex: torch.complex128}
-_KEYS = (str, int, float, bytes, tuple, type(None))  # of dicts, shown and compared by their repr
+_KEYS = (str, int, float, bytes, type(None))  # of dicts, shown and compared by their repr
+_LIMIT = 1 << 63  # of numbers in 64 bits
 _MOST_TREES = 64
 _SHOWN_LETTERS = 240
 _trees: dict[Any, tuple[list[str], list[str]]] = {}
@@ -118,7 +119,7 @@ def _sent(
         return None
     group = resolve_group(axes)
     num_added = group.size() if verb == "psum" else 1
-    if isinstance(number, int) and abs(number) * num_added >= 1 << 63:
+    if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
         raise ArgumentError(
             f"{verb} cannot take {number} as {path}: whole numbers travel in 64 bits",
             where=group.name,
@@ -127,6 +128,11 @@ def _sent(
         )
     sent = on_number(number)
     return torch.tensor(sent, dtype=_WIDE.get(type(sent)), device=group.first_device_type())
+
+
+def _has_plain_text(key: Any) -> bool:
+    """Whether the repr of a key is the same on every rank, as that of an object is not."""
+    return all(map(_has_plain_text, key)) if isinstance(key, tuple) else isinstance(key, _KEYS)
 
 
 def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
@@ -139,7 +145,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
         accessors = tree.accessors()
         paths = [
             path.codify("x")
-            if all(isinstance(step.entry, _KEYS) for step in path)
+            if all(_has_plain_text(step.entry) for step in path)
             else "x" + "".join(f"[{type(step.entry).__name__}]" for step in path)
             for path in accessors
         ]
