@@ -1,8 +1,9 @@
 """Losses that ranks have made together, where a wrapper averages over them: it divides once more.
 
 Verbs with an invariant result keep the line of their call where there is a wrapper, and the first
-that a backward comes to is noted; the wrapper warns when that backward comes to its outputs. The
-first of ``pvary(pmean(x))`` is a cast, whose backward sums what the mean divides: all is right.
+that a backward comes to is noted; the wrapper warns when that backward has ended, be the verb
+behind the model or in it, as in a batch norm by hand. The first of ``pvary(pmean(x))`` is a cast,
+whose backward sums what the mean divides: all is right.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides e
 _LOOKS, _LOOK_EVERY = 3, 100  # forwards that look whether parameters came into the module
 _PARTED = (
     "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
-    "steps under no_sync(), eval()) by md.assert_equal(model, 'dp'), or for a bit that flipped"
+    "steps under no_sync(), eval()) by {}, or for a bit that flipped"
 )
 _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algorithms(True)"
 
@@ -142,9 +142,19 @@ class Parting:
                 where=f"rank {group.world.rank}, backward {self._num_backwards} over {group.name}",
                 expected="the same bits in every parameter on every rank, eval() on all or none",
                 found=first_texts([*lines.values()]) + "\nby roundings alone" * is_rounding,
-                fix=f"{_ROUNDED if is_rounding else _PARTED}; then load one state on every rank; "
+                fix=f"{_ROUNDED if is_rounding else _PARTED.format(_comparison(group))}; then load "
+                "one state on every rank; "
                 "where it is meant, wrap with verify_every=0",
             )
+
+
+def _comparison(group: ProcessGroup) -> str:
+    """The call that compares the model over the ranks of a wrapper."""
+    names = group.axis_names
+    if not names and group.size() == group.world.size:
+        return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"
+    axis = repr(names[0] if len(names) == 1 else names) if names else "axis"
+    return f"md.assert_equal(model, {axis}, mesh=mesh)"
 
 
 def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dict[str, str]:

@@ -201,6 +201,14 @@ class Reducer(ReductionSetup):
             self._has_warned = True
             self._reports.warn_of_local(sees_outputs=self._sees_outputs, num_local=num_local)
 
+    def _warn_of_complete(self, task: int | None) -> None:
+        """Warn, once, where that backward came through a result that all ranks have made."""
+        noted, ranks, place = self._group.world.complete
+        if noted == task and place and self.hook is None and not self._has_warned_of_complete:
+            self._has_warned_of_complete = len({*ranks} & {*self._group.ranks}) > 1
+            if self._has_warned_of_complete:
+                self._reports.warn_of_complete(place)
+
     def _enter(self, context_id: int | None = None) -> None:
         """A backward has reached the outputs of a synchronised forward, made in such a context."""
         self._refuse_traced()
@@ -212,11 +220,6 @@ class Reducer(ReductionSetup):
                 raise self._reports.overlapping()
             self._settling.read()  # where no forward came since the last backward
             self.task = task
-            noted, ranks, place = self._group.world.complete
-            if noted == task and place and self.hook is None and not self._has_warned_of_complete:
-                self._has_warned_of_complete = len({*ranks} & {*self._group.ranks}) > 1
-                if self._has_warned_of_complete:
-                    self._reports.warn_of_complete(place)
             if self._sending.timing is not None:
                 self._sending.timing.backward_begins()
             self._has_graph = torch.is_grad_enabled()
@@ -288,7 +291,7 @@ class Reducer(ReductionSetup):
             came[index] = False
         if not self.is_open and True in came:
             self.open()
-        self.task = None
+        task, self.task = self.task, None
         if not self.is_open:  # no parameter took part, for example in autograd.grad of inputs
             self._takes_any = self._has_graph  # a loss of that derivative may reach no output
             self._awaits_backward = True
@@ -308,6 +311,7 @@ class Reducer(ReductionSetup):
             has_gradient = self._list.find_gradients(came, has_local_sums=self._has_local_sums)
         self._send_rest(ending, has_gradient)
         self._wait(ending, is_complete=ending is Ending.WHOLE)
+        self._warn_of_complete(task)
         if has_local:
             self._warn_of_local()
 

@@ -120,10 +120,12 @@ class Reports:
         return self._error(
             "outputs without a graph were given to prepare_for_backward: no backward comes to them",
             expected="a last backward that goes through the stage's outputs to its parameters",
-            found="outputs made without gradients; or cut off their graph by a schedule that adds "
-            "up the weights' gradients apart, as InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
-            fix="leave the stage bare: behind schedule.step() call md.all_reduce_coalesced("
-            "gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's fully_shard",
+            found="outputs made without gradients, or detached; or cut off their graph by a "
+            "schedule that adds up the weights' gradients apart, as InterleavedZeroBubble, "
+            "ZBVZeroBubble, DualPipeV",
+            fix="by hand, pass what the wrapped forward returned, as it is; under such a schedule "
+            "leave the stage bare: behind schedule.step() call md.all_reduce_coalesced(gradients, "
+            "md.ReduceOp.AVG, mesh['dp']); or take torch's fully_shard",
         )
 
     def unfinished(self) -> GradientError:

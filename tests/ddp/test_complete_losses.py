@@ -157,19 +157,42 @@ def test_on_processes(pool: Pool, wire: str, size: int) -> None:
         torch.testing.assert_close(found * size, again)
 
 
-# -- what is right, and not warned of -------------------------------------------------------------
-
-
 class Centred(nn.Module):
     """A layer of which the model itself takes a mean over all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cast: bool = True) -> None:
         super().__init__()
         self.layer = layer()
+        self.is_cast = is_cast
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        return y - lax.pvary(lax.pmean(y.mean(), "dp"), "dp")
+        mean = lax.pmean(y.mean(), "dp")
+        return y - (lax.pvary(mean, "dp") if self.is_cast else mean)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_statistics_over_all_ranks_inside_of_the_model_are_warned_of(size: int) -> None:
+    def program(is_cast: bool) -> float:
+        with md.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)) as mesh:
+            model = md.DDP(Centred(is_cast), device_mesh=mesh)
+            for _ in range(3):
+                model.zero_grad()
+                model(samples().view(2, 1)).pow(2).mul(samples().view(2, 1)).mean().backward()
+            return model.module.layer.weight.grad.item()
+
+    whole = torch.arange(2.0 * size, dtype=torch.float64)
+    right = 2 * ((whole - whole.mean()).square() * whole).mean().item()
+    line = Centred.forward.__code__.co_firstlineno + 2
+    found, texts = warned(lambda: md.simulate(program, size, (False,)))
+    assert len(texts) == size and all(f"{__file__}:{line}\n" in text for text in texts)
+    assert all(text.startswith(SUMMARY) for text in texts) and abs(found[0] - right) > 0.1
+    found, texts = warned(lambda: md.simulate(program, size, (True,)))  # the fix of the warning
+    assert texts == []
+    torch.testing.assert_close(found, [right] * size)
+
+
+# -- what is right, and not warned of -------------------------------------------------------------
 
 
 def statistics_in_the_model() -> None:

@@ -257,8 +257,28 @@ def test_the_error_names_the_rank_that_differs_and_its_fix_finds_the_step(run: R
         assert f"0.weight (6, 4) float64: rank 1 differs from {others}" in parted
         assert len(more) == 3
         assert "learning rate" in fix
-        assert "md.assert_equal(model, 'dp')" in fix
+        assert f"md.assert_equal(model, md.make_mesh(({len(texts)},), ('dp',)))" in fix
         assert "verify_every=0" in fix
+
+
+def test_the_call_that_the_error_proposes_runs_as_it_is_written() -> None:
+    def program(axes: tuple[str, ...]) -> str:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        model = md.DDP(mlp(), device_mesh=mesh[axes]) if axes else md.DDP(mlp())
+        with pytest.raises(GradientError, match="have parted") as parted:
+            train(model, Sgd(model, 0.1 + 0.01 * md.get_rank()), 3)
+        fix = parted.value.fix
+        call = fix[fix.index("md.assert_equal(") : fix.index(", or for a bit")]
+        with pytest.raises(md.UnequalError, match="not the same on every rank"):
+            eval(call, {"md": md, "mesh": mesh, "model": model})
+        return call
+
+    for axes, found in (
+        ((), "md.make_mesh((4,), ('dp',))"),
+        (("dp",), "'dp', mesh=mesh"),
+        (("dp", "cp"), "('dp', 'cp'), mesh=mesh"),
+    ):
+        assert md.simulate(program, 4, (axes,)) == [f"md.assert_equal(model, {found})"] * 4
 
 
 def wrapped_over(hook: Callable[..., Any] | None = None, state: Any = None) -> nn.Module:

@@ -121,10 +121,11 @@ def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool:
         )
         assert text.endswith(
             "  expected: a last backward that goes through the stage's outputs to its parameters\n"
-            "  found:    outputs made without gradients; or cut off their graph by a schedule that "
-            "adds up the weights' gradients apart, as InterleavedZeroBubble, ZBVZeroBubble, "
-            "DualPipeV\n"
-            "  fix:      leave the stage bare: behind schedule.step() call "
+            "  found:    outputs made without gradients, or detached; or cut off their graph by a "
+            "schedule that adds up the weights' gradients apart, as InterleavedZeroBubble, "
+            "ZBVZeroBubble, DualPipeV\n"
+            "  fix:      by hand, pass what the wrapped forward returned, as it is; under such a "
+            "schedule leave the stage bare: behind schedule.step() call "
             "md.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's "
             "fully_shard"
         )
