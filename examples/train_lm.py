@@ -223,11 +223,11 @@ def plot(path: Path, curves: dict[str, list[float]]) -> None:
 
 
 def axes(text: str) -> dict[str, int]:
-    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2"."""
+    """Return {"dp": 2, "tp": 2} for "dp=2,tp=2"; an axis that is left out has one rank."""
     sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    if sorted(sizes) != ["dp", "tp"]:
+    if not sizes.keys() <= {"dp", "tp"}:
         raise ValueError
-    return sizes
+    return sizes | {name: 1 for name in ("dp", "tp") if name not in sizes}
 
 
 def wires(text: str) -> dict[str, md.AxisOptions]:

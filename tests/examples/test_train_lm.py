@@ -154,6 +154,11 @@ def test_a_terminal_shows_a_bar(
     assert "step 3/3" not in said
 
 
+def test_an_axis_that_is_left_out_has_one_rank(lm: ModuleType) -> None:
+    assert lm.parse(["--mesh", "dp=2"]).mesh == {"dp": 2, "tp": 1}
+    assert lm.parse(["--mesh", "tp=4"]).mesh == {"tp": 4, "dp": 1}
+
+
 def test_the_order_of_axes_is_free(lm: ModuleType) -> None:
     def program() -> tuple[dict[str, int], float]:
         args = lm.parse(["--mesh", "tp=2,dp=1", *TINY, "--steps", "2"])
@@ -233,7 +238,7 @@ def test_what_does_not_fit_is_said(
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("--mesh=dp=2", "argument --mesh: invalid axes value: 'dp=2'"),
+        ("--mesh=pp=2", "argument --mesh: invalid axes value: 'pp=2'"),
         ("--mesh=dp=2,pp=2", "argument --mesh: invalid axes value: 'dp=2,pp=2'"),
         ("--mesh=dp=2,tp=x", "argument --mesh: invalid axes value: 'dp=2,tp=x'"),
         ("--mesh=2x2", "argument --mesh: invalid axes value: '2x2'"),
