@@ -339,6 +339,17 @@ def drop(how: str) -> None:
         start().get_future().add_done_callback(found.append)
         start().get_future().then(lambda done: done.value()).wait()
         start().get_future_result().wait()
+    elif how == "of what is only sent":  # those that receive tell
+        calls: list[tuple[int, Callable[[], Any]]] = [
+            (0, lambda: md.broadcast(x, 0, async_op=True)),
+            (1, lambda: md.reduce(x, 0, async_op=True)),
+            (1, lambda: md.gather(x, None if rank else [x.clone(), x.clone()], 0, async_op=True)),
+        ]
+        for sender, call in calls:
+            work = call()
+            if rank != sender:
+                work.wait()
+            del work
     elif how == "of a broken group":
         work = start()
         md.barrier()
@@ -380,7 +391,9 @@ def test_a_work_that_is_dropped_is_warned_of_once_a_place(wire: str, how: str, p
         assert "fix:      keep it and call wait(), or let the verb itself wait" in summary
 
 
-@pytest.mark.parametrize("how", ["waited for", "seen done", "a future", "of a broken group"])
+@pytest.mark.parametrize(
+    "how", ["waited for", "seen done", "a future", "of what is only sent", "of a broken group"]
+)
 @pytest.mark.parametrize("wire", ON)
 def test_a_work_that_was_awaited_in_some_way_may_be_dropped(
     wire: str, how: str, pool: Pool

@@ -21,7 +21,7 @@ from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.layouts import ROW_MAJOR, find_layout, flat
 from ..wires.operations import Operation, Terms
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 from .checks import (
     as_wire_tensor,
     check_flag,
@@ -447,7 +447,9 @@ def run(
     hand_back = find_hand_back(foreign) if foreign else None
     if async_op:
         results = [original for original, _, _ in written] if result is None else list(result)
-        return channel.work(operation, results, copy_back, hand_back=hand_back, verb=verb)
+        work = channel.work(operation, results, copy_back, hand_back=hand_back, verb=verb)
+        # Where this rank only sends, those that receive may tell, as of `isend`.
+        return may_be_dropped(work) if results and not written else work
     if copy_back is not None:
         copy_back()
     if hand_back is not None:
