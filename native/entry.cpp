@@ -134,9 +134,9 @@ std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* si
 }
 
 bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
-                      nb::handle root) {
+                      nb::handle root, nb::handle title) {
   if (!is_quiet()) return false;
-  Call call{verb, {}, op};
+  Call call{verb, nb::len(title) == 0 ? nb::handle() : title, op};
   if (!number.is_none()) call.number = nb::cast<std::int64_t>(number);
   if (!root.is_none()) call.root = nb::cast<std::int64_t>(root);
   Plain plain;

@@ -115,7 +115,7 @@ class Entry {
 
   // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
   bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
-                 nb::handle root);
+                 nb::handle root, nb::handle title);
 
   // Note a message; returns the number of the note.
   std::uint64_t note(const Message& message);

@@ -61,8 +61,10 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool broadcast(nb::handle x, int root) {
-    Collective call{Verb::broadcast, {names::broadcast.object}};
+  bool broadcast(nb::handle x, int root) { return titled_broadcast(x, root, nb::none()); }
+
+  bool titled_broadcast(nb::handle x, int root, nb::handle title) {
+    Collective call{Verb::broadcast, {names::broadcast.object, title_of(title)}};
     Plain plain;
     if (!is_ready() || !entry_.read(x, plain)) return false;
     call.header.root = root;
@@ -335,6 +337,7 @@ void bind_fast_path(nb::module_& m) {
       .def("all_reduce", done(&FastPath::titled_all_reduce), any, nb::arg())
       .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
       .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
+      .def("broadcast", done(&FastPath::titled_broadcast), any, nb::arg(), nb::arg())
       .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
       .def("all_gather_into_tensor", done(&FastPath::titled_all_gather_into_tensor), any, any,
            nb::arg())

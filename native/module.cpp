@@ -156,7 +156,7 @@ NB_MODULE(native, m) {
            "ranks"_a, "member"_a, "fingerprints"_a, "message_fingerprints"_a, "disagree"_a,
            "under_way"_a, "main_thread"_a)
       .def("enter", &Entry::enter_one, nb::arg(), nb::arg().none(), nb::arg().none(),
-           nb::arg().none(), nb::arg().none());
+           nb::arg().none(), nb::arg().none(), nb::arg());
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(),

@@ -64,6 +64,9 @@ def broadcast(
     tensor: torch.Tensor, root: int, group: ProcessGroup, title: str, *, async_op: bool = False
 ) -> Work | None:
     """Every member's tensor becomes that of member ``root``, in place."""
+    path = _fast_path(group, async_op)
+    if path is not None and path.broadcast(tensor, root, title) is not False:
+        return None
     given = (tensor, root, group, async_op, title)
     return _run("broadcast", bodies.broadcast, given, group, title, [tensor])
 

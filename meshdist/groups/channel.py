@@ -208,7 +208,7 @@ class Channel:
         """
         recorder = self.recorder
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-        if not (sent or layouts or title) and self._enter(verb, tensor, op, number, root):
+        if not (sent or layouts) and self._enter(verb, tensor, op, number, root, title):
             if self.communicator.on_stream:
                 self._compare_before_data_move(verb, tensor)
             return

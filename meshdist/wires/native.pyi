@@ -133,7 +133,14 @@ class Entry:
         main_thread: int | None,
     ) -> None: ...
     def enter(
-        self, verb: str, tensor: object, op: object, number: int | None, root: int | None, /
+        self,
+        verb: str,
+        tensor: object,
+        op: object,
+        number: int | None,
+        root: int | None,
+        title: str,
+        /,
     ) -> bool:
         """As ``Channel.enter``; False where that is to do it, and nothing was done."""
 
@@ -231,7 +238,7 @@ class FastPath:
     def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
         """To member ``root``."""
 
-    def broadcast(self, tensor: Any, root: int, /) -> bool | None:
+    def broadcast(self, tensor: Any, root: int, title: str | None = None, /) -> bool | None:
         """From member ``root``."""
 
     def all_gather_into_tensor(
