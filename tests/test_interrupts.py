@@ -99,7 +99,8 @@ def test_ranks_of_the_launcher(tmp_path: Path, mode: str, line: int) -> None:
     assert first.startswith("meshdist: interrupted; ending 3 rank(s) of this host")
     assert lines[:6] == IN_A_VERB
     assert lines[6] == "meshdist: rank 1 was here:"
-    assert lines[-3].startswith(f'  File "train.py", line {line}, in load')
+    here = f'  File "train.py", line {line}, in load'  # below it a finalizer may run
+    assert any(shown.startswith(here) for shown in lines[7:])
     assert lines[-1] == ELSEWHERE
     assert code == 130
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import sys
 import threading
 import warnings
@@ -29,6 +31,8 @@ Site: TypeAlias = tuple[str, int] | None
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    contextlib.__file__,
+    queue.__file__,
     threading.__file__,
 )
 

@@ -15,7 +15,7 @@ from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 from .buckets import assign_buckets, bucket_caps, items_of, views_into
 from .flat_memory import flat_memory
 from .paths import LeafPaths
@@ -206,7 +206,7 @@ class GradientBuckets:
         flat = self._flats[len(self._works)]
         work = all_reduce(flat, ReduceOp.AVG, self._group, async_op=True)
         assert work is not None
-        self._works.append(work)
+        self._works.append(may_be_dropped(work))
 
     def _begin_round(self) -> None:
         self._works = []

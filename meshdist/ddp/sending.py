@@ -11,6 +11,7 @@ from ..collectives.verbs import all_reduce
 from ..error_text import without_frames
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
+from ..wires.work import may_be_dropped
 from .bucket_list import AnyBucket, BucketList
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
@@ -125,4 +126,4 @@ class Sending:
         with self.calls_inside():
             work = all_reduce(sent, self._op, self._group, async_op=True)
         assert work is not None
-        return work
+        return may_be_dropped(work)  # where a backward fails, which tells enough
