@@ -299,8 +299,9 @@ def test_a_signal_to_the_launcher_ends_all(
         job.send_signal(number)
         _, errors = job.communicate(timeout=20)
         how = "interrupted" if number == signal.SIGINT else number.name
-        (line,) = [line for line in errors.splitlines() if line.startswith("meshdist:")]
+        line, *reports = [line for line in errors.splitlines() if line.startswith("meshdist:")]
         assert line.startswith(f"meshdist: {how}; ending 2 rank(s) of this host")
+        assert all(line.endswith(" reported:") for line in reports)  # of a child that still starts
         assert job.returncode == code
         assert alive(pids) == []
     assert [(tmp_path / str(rank)).exists() for rank in range(2)] == [True, True]
