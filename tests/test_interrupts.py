@@ -99,9 +99,8 @@ def test_ranks_of_the_launcher(tmp_path: Path, mode: str, line: int) -> None:
     assert first.startswith("meshdist: interrupted; ending 3 rank(s) of this host")
     assert lines[:6] == IN_A_VERB
     assert lines[6] == "meshdist: rank 1 was here:"
-    here = f'  File "train.py", line {line}, in load'  # below it a finalizer may run
-    assert any(shown.startswith(here) for shown in lines[7:])
-    assert lines[-1] == ELSEWHERE
+    assert any(f'  File "train.py", line {line}, in load' in shown for shown in lines[7:])
+    assert ELSEWHERE in lines  # behind it finalizers may tell that they were interrupted
     assert code == 130
 
 
@@ -148,6 +147,7 @@ def test_simulated_ranks(capfd: pytest.CaptureFixture[str], num_ranks: int) -> N
     assert len(caught.traceback) == 2  # this test's frame, and one of ours
 
 
+@pytest.mark.soak
 def test_a_timeout_says_where_a_rank_is_that_is_in_no_verb(tmp_path: Path) -> None:
     hasty = "hasty = md.new_group(timeout=datetime.timedelta(seconds=2))"
     program = PROGRAM.replace("import meshdist as md", "import meshdist as md, datetime")

@@ -164,6 +164,7 @@ def test_collectives_inside_the_model_are_answered() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             total = md.lax.psum(self.layer(x).sum(0), "dp", mesh=self.mesh)
+            total = md.lax.pvary(total, "dp", mesh=self.mesh)
             count = torch.tensor([float(len(x))])
             md.all_reduce(count)
             return total / count

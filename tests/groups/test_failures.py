@@ -343,7 +343,6 @@ VERBS_LEFT = ["all_reduce", "all_reduce MAX", "broadcast", "all_gather", "reduce
     [
         ("gloo", "all_reduce", "Struck"),
         ("gloo", "all_reduce MAX", "KeyboardInterrupt"),
-        pytest.param("mpi", "all_reduce", "Struck", marks=pytest.mark.mpi),
         ("hierarchical", "all_reduce", "KeyboardInterrupt"),
         ("shm", "all_reduce", "KeyboardInterrupt"),
         *(
