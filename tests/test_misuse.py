@@ -98,9 +98,9 @@ def test_wholes_that_differ_are_found_on_simulated_ranks_and_by_assert_equal() -
         mesh = mesh_of_all()
         whole = torch.arange(3.0) + 10 * md.get_rank()
         rows = md.NamedSharding(mesh, md.P("a"))
-        with pytest.raises(md.UnequalError, match="what shall be the same on every rank"):
+        with pytest.raises(md.UnequalError, match="the array is not the same on every rank"):
             md.shard(whole, "f@a", mesh)
-        with pytest.raises(md.UnequalError, match="what shall be the same on every rank"):
+        with pytest.raises(md.UnequalError, match="the array is not the same on every rank"):
             md.device_put(whole, rows)
         parts = md.unshard(md.shard(whole, "f@a", mesh, check=False), "f@a", mesh).tolist()
         put = md.device_put(whole, rows, check=False).local.tolist()

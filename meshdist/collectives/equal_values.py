@@ -25,8 +25,8 @@ from .objects import all_gather_object
 from .torch_private import are_transforms_active, unseen
 from .verbs import all_gather_into_tensor, broadcast
 
-__all__ = ["check_invariant", "check_replicas", "checksum", "difference_text", "find_differing"]
-__all__ += ["relative_distance", "tolerance"]
+__all__ = ["check_invariant", "check_replicas", "difference_text", "find_differing"]
+__all__ += ["host_checksum", "relative_distance", "tolerance"]
 
 
 def check_invariant(
@@ -74,14 +74,14 @@ def check_replicas(
         return
     x, group = x.detach(), mesh[names].open_group()
     of_all: list[Any] = [None] * group.size()
-    all_gather_object(of_all, (f"{call}, {describe(x)}", checksum(x)), group)
+    all_gather_object(of_all, (f"{call}, {describe(x)}", host_checksum(x)), group)
     texts = [text for text, _ in of_all]
     is_same = len(set(texts)) == 1
     far = find_differing([x], group)[0] if is_same and len(set(of_all)) > 1 else {}
     if far or not is_same:
         by_rank = grouped_text(zip(group.ranks, texts, strict=True), separator="; ")
         raise UnequalError(
-            f"what shall be the same on every rank over {group.name} is not",
+            f"the array is not the same on every rank over {group.name}",
             where=f"{texts[0]}, called at {show_site(call_site())}",
             expected="equal arrays along an axis that the source, or the left side, does not name",
             found=difference_text(far, group.ranks[0]) if far else by_rank,
@@ -90,7 +90,7 @@ def check_replicas(
         )
 
 
-def checksum(x: torch.Tensor) -> int:
+def host_checksum(x: torch.Tensor) -> int:
     """A number made of a tensor's bits, on the host: ``ddp/checksums`` awaits no device."""
     bits = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
     return crc32(bits.view(torch.uint8).cpu().numpy().data)

@@ -67,8 +67,7 @@ def psum(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Ten
 
     A bool ``x`` is counted, in int32. ``group`` is what the in-place verbs take.
     """
-    title = lax_title("psum", leaf, x.shape)
-    return call_function(_Psum, _counted(x), resolve_group(group), title)
+    return call_function(_Psum, _counted(x), resolve_group(group), lax_title("psum", leaf, x.shape))
 
 
 def pmean(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:

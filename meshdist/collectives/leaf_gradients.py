@@ -26,7 +26,7 @@ from ..error_text import first_texts, grouped_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
-from .equal_values import checksum, difference_text, relative_distance, tolerance
+from .equal_values import difference_text, host_checksum, relative_distance, tolerance
 from .leaf_names import names_of
 from .torch_private import are_transforms_active
 
@@ -57,7 +57,7 @@ class _Leaf:
     def __init__(self, tensor: torch.Tensor, last: _Note | None) -> None:
         self.tensor, self._left, self._changed = tensor, "", 0.0
         if last is not None and last.grad is not None and last.gradient is not None:
-            self._left = f"{checksum(last.value)} {checksum(last.gradient)}"
+            self._left = f"{host_checksum(last.value)} {host_checksum(last.gradient)}"
             self._changed = relative_distance(last.grad.detach().to_dense(), last.gradient)
         self._value = tensor.detach().clone()
         self._before = self._state()
@@ -120,7 +120,7 @@ class _Backward:
     is_typed: bool = False
 
 
-def note_leaves(verb: Any, group: ProcessGroup, is_typed: bool = False, *_: object) -> None:
+def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
     """Note the leaves below a node, a verb's or a typed loss's, if the world compares gradients."""
     notes = group.world.shared_notes
     if notes is None or group.size() == 1 or are_transforms_active():

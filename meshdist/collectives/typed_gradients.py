@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +75,14 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
 def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
     """A backward inside notes its leaves, where the world compares their gradients."""
     axes = () if mode.mesh.world.shared_notes is None else mode.mesh.axis_names
-    hooks = [
-        one.register_hook(partial(note_leaves, one.grad_fn, resolve_group(mode.mesh[axis]), True))
-        for one in losses
-        for axis in axes
-        if getattr(one, "grad_fn", None) is not None
-    ]
+    groups = [resolve_group(mode.mesh[axis]) for axis in axes]
+
+    def note(node: Any) -> None:
+        for group in groups:
+            note_leaves(node, group, is_typed=True)
+
+    nodes = [(one, one.grad_fn) for one in losses if getattr(one, "grad_fn", None) is not None]
+    hooks = [one.register_hook(lambda _, node=node: note(node)) for one, node in nodes]
     try:
         yield
     finally:

@@ -143,8 +143,7 @@ class Parting:
                 expected="the same bits in every parameter on every rank, eval() on all or none",
                 found=first_texts([*lines.values()]) + "\nby roundings alone" * is_rounding,
                 fix=f"{_ROUNDED if is_rounding else _PARTED.format(_comparison(group))}; then load "
-                "one state on every rank; "
-                "where it is meant, wrap with verify_every=0",
+                "one state on every rank; where it is meant, wrap with verify_every=0",
             )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
 
 from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
@@ -46,8 +45,9 @@ class Endings:
         world = self._world
         if not world.has_processes:
             return ""
-        if world.store.check([_ending_key(rank)]):
-            how, counts = read_json(world.store, _ending_key(rank), _parse_ending)
+        key = _ending_key(rank)
+        if world.store.check([key]):
+            how, counts = read_json(world.store, key, lambda it: (str(it[0]), dict(it[1])))
             if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
                 how += f"; it made {number} collective{'' if number == 1 else 's'} on this group"
             return how
@@ -74,7 +74,3 @@ def _ending_key(rank: int) -> str:
 
 def _card_key(rank: int) -> str:
     return f"process/{rank}"
-
-
-def _parse_ending(value: Any) -> tuple[str, dict[str, int]]:
-    return str(value[0]), dict(value[1])

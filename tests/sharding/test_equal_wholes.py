@@ -84,7 +84,7 @@ def test_check_compares_on_every_wire(wire: str, size: int, pool: Pool) -> None:
         (lines, *_) = map(str.splitlines, of_ranks)
         others = "rank 1 differs" if size == 2 else f"ranks 1-{size - 1} differ"
         assert lines[0] == (
-            f"what shall be the same on every rank over axis 'dp' of DeviceMesh(dp={size}) is not"
+            f"the array is not the same on every rank over axis 'dp' of DeviceMesh(dp={size})"
         )
         assert lines[3].startswith(f"  found:    {others} from rank 0, by up")
         assert "md.seed(0) on every rank" in lines[4]
@@ -104,7 +104,7 @@ def test_unseeded_wholes_are_found_at_detail_and_on_simulated_ranks(pool: Pool) 
         finally:
             md.set_debug_level(DebugLevel.OFF)
 
-    line = "what shall be the same on every rank over axis 'dp' of DeviceMesh(dp=2) is not"
+    line = "the array is not the same on every rank over axis 'dp' of DeviceMesh(dp=2)"
     assert md.simulate(program, 2, (None,)) == [[line] * 3] * 2
     assert pool.run(program, 2, DebugLevel.DETAIL) == [[line] * 3] * 2
     assert pool.run(program, 2, DebugLevel.OFF) == [[""] * 3] * 2
@@ -129,7 +129,7 @@ def test_ranks_are_compared_along_axes_that_the_right_side_alone_cuts_or_sums() 
             )
         ]
 
-    over = "what shall be the same on every rank over {} of DeviceMesh(dp=2, tp=2) is not".format
+    over = "the array is not the same on every rank over {} of DeviceMesh(dp=2, tp=2)".format
     for texts in md.simulate(program, 4):
         dp, tp, both = over("axis 'dp'"), over("axis 'tp'"), over("axes 'dp', 'tp'")
         assert texts == ["", "", tp, dp, tp, dp, "", "", both]
@@ -172,7 +172,7 @@ def test_inside_typed_contexts_and_transforms() -> None:
         slope = torch.func.grad(lambda x: md.shard(x, "b@dp", mesh).square().sum())
         return text.partition("\n")[0], slope(torch.ones(2)).tolist()
 
-    line = "what shall be the same on every rank over axis 'dp' of DeviceMesh(dp=2) is not"
+    line = "the array is not the same on every rank over axis 'dp' of DeviceMesh(dp=2)"
     assert md.simulate(program, 2) == [(line, [2.0, 2.0])] * 2
 
 
