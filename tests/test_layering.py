@@ -224,6 +224,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sparse_sums",
             "detail_checks",
             "casting",
+            "typed_hooks",
             "contexts",
             "carried_specs",
             "annotations",

@@ -36,6 +36,7 @@ from .type_errors import (
     type_of,
     unseen_history,
 )
+from .typed_hooks import follow_hooks
 
 __all__ = [
     "PASSED",
@@ -105,6 +106,7 @@ class ContextMode(TorchFunctionMode):
         if text is None:
             if not tensor.is_leaf:
                 raise unseen_history(tensor, operation, self.mesh)
+            follow_hooks(self.mesh, tensor)
             return ""
         return text  # type: ignore[no-any-return]
 

@@ -26,6 +26,7 @@ __all__ = [
     "Place",
     "argument",
     "draws",
+    "has_own_rows",
     "written_tensors",
 ]
 
@@ -36,9 +37,15 @@ class Kind(Enum):
     ORDINARY = auto()
     """Results take the join of the operands' types."""
     FREE = auto()
-    """It reads no values, or changes none: shapes, flags, hooks."""
+    """It reads no values, or changes none: shapes, flags."""
     NUMBER = auto()
     """It turns values into Python's or NumPy's, or hands out their memory."""
+    ROWS = auto()
+    """The shape of its result may depend on its operands' values."""
+    SIZE = auto()
+    """It reads a shape."""
+    HOOK = auto()
+    """It sets a hook on a tensor's gradient."""
     DRAW = auto()
     """It may draw from a random generator."""
     ITEMS = auto()
@@ -89,7 +96,7 @@ def _words(text: str) -> list[str]:
 _FREE = frozenset(
     _words(
         """
-        __delitem__ __dlpack_device__ __hash__ __len__ __reduce_ex__ __repr__
+        __delitem__ __dlpack_device__ __hash__ __reduce_ex__ __repr__
         __setstate__ _backward_hooks _base _cdata _grad_fn _has_symbolic_sizes_strides _is_view
         _post_accumulate_grad_hooks _set_grad_enabled _version broadcast_shapes can_cast
         data_ptr dense_dim device dim dim_order dtype element_size get_device grad_dtype grad_fn
@@ -97,9 +104,8 @@ _FREE = frozenset(
         is_floating_point is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia
         is_neg is_nested is_pinned is_quantized is_same_size is_set_to is_shared is_signed
         is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names
-        nbytes ndim ndimension nelement numel output_nr promote_types record_stream
-        register_hook register_post_accumulate_grad_hook requires_grad requires_grad_
-        result_type retain_grad retains_grad shape share_memory_ size sparse_dim
+        nbytes ndim ndimension output_nr promote_types record_stream requires_grad
+        requires_grad_ result_type retain_grad retains_grad share_memory_ sparse_dim
         storage_offset storage_type stride typename volatile
         """
     )
@@ -139,7 +145,25 @@ _DRAWS = frozenset(
     )
 )
 
-_NORMS = ("_foreach_norm", "linalg_vector_norm")
+_KINDS = MappingProxyType(
+    {
+        **dict.fromkeys(_FREE, Kind.FREE),
+        **dict.fromkeys(_NUMBERS, Kind.NUMBER),
+        **dict.fromkeys(_DRAWS, Kind.DRAW),
+        **dict.fromkeys(("_foreach_norm", "linalg_vector_norm"), Kind.NORM),
+        **dict.fromkeys(_words("__len__ nelement numel shape size"), Kind.SIZE),
+        **dict.fromkeys(_words("register_hook register_post_accumulate_grad_hook"), Kind.HOOK),
+        **dict.fromkeys(
+            _words(
+                """
+                __getitem__ _unique2 argwhere bincount masked_select nonzero repeat_interleave
+                unique unique_consecutive unique_dim where
+                """
+            ),
+            Kind.ROWS,
+        ),
+    }
+)
 # A closed table: what it lacks refuses unreduced operands.
 _SHAPES = _words(
     """
@@ -252,21 +276,10 @@ def _find_operation(function: Any) -> Operation:
     writes = _find_writes(name, schema)
     if not _is_of_torch(function):
         return Operation(name, writes=writes)
-    if name in _FREE:
-        kind = Kind.FREE
-    elif name in _NUMBERS:
-        kind = Kind.NUMBER
-    elif name in _DRAWS:
-        kind = Kind.DRAW
-    elif name in _NORMS:
-        kind = Kind.NORM
-    elif name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        kind = Kind.ITEMS
-    else:
-        kind = Kind.ORDINARY
+    is_on_items = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
     return Operation(
         name,
-        kind,
+        _KINDS.get(name, Kind.ITEMS if is_on_items else Kind.ORDINARY),
         LINEARITY.get(name, ""),
         name in _ADDS_NUMBERS,
         writes,
@@ -281,7 +294,7 @@ def _find_attribute(descriptor: Any, access: str) -> Operation:
     )
     kind = _ATTRIBUTES.get((name, access))
     if kind is None:
-        kind = Kind.FREE if name in _FREE or access != "__get__" else Kind.ORDINARY
+        kind = _KINDS.get(name, Kind.ORDINARY) if access == "__get__" else Kind.FREE
     return Operation(name, kind, LINEARITY.get(name, "") if access == "__get__" else "")
 
 
@@ -346,6 +359,16 @@ def draws(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any] |
     if switches is _RNN and len(args) > 3 and isinstance(args[3], (list, tuple)):
         args = args[1:]  # of a packed sequence, whose batch sizes stand second
     return _are_on(switches, args, kwargs)
+
+
+def has_own_rows(operation: Operation, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether the shape of the result of this call of a function of ``ROWS`` depends on values."""
+    if operation.name == "where":
+        return len(args) + len(kwargs or ()) == 1
+    if operation.name != "__getitem__":
+        return True
+    index = args[1] if type(args[1]) is tuple else args[1:]
+    return any(isinstance(one, torch.Tensor) and one.dtype is torch.bool for one in index)
 
 
 def written_tensors(

@@ -26,18 +26,29 @@ from .custom_functions import calls_seen
 from .detail_checks import is_checked
 from .list_operations import run_on_items
 from .number_reads import warn_of_number
-from .operation_rules import OPERATIONS, Kind, Operation, argument, draws, written_tensors
+from .operation_rules import (
+    OPERATIONS,
+    Kind,
+    Operation,
+    argument,
+    draws,
+    has_own_rows,
+    written_tensors,
+)
 from .operator_errors import OPERATORS, passing
 from .provenance import note_result
 from .seeding import type_of_draw
 from .torch_private import are_transforms_active
 from .type_errors import mesh_text, own_norm, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
+from .typed_hooks import TypedHook, follow_hooks
 
 __all__ = ["typed", "untyped"]
 
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
+_ROWS, _SIZE = Kind.ROWS, Kind.SIZE
+_OWN_ROWS = "_has_own_rows"  # of a tensor whose shape depends on varying values
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
@@ -152,11 +163,17 @@ class TypedMode(ContextMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = OPERATIONS[func]
         kind = operation.kind
-        if kind is _FREE or self.is_asleep:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if (kind is not _ORDINARY and (kind is not _DRAW or draws(operation, args, kwargs))) or (
-            operation.ignores and _ignores(operation, args, kwargs)
+        if (
+            kind is _FREE
+            or self.is_asleep
+            or (kind is _SIZE and not (args and _OWN_ROWS in args[0].__dict__))
         ):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if (
+            kind is not _ORDINARY
+            and (kind is not _DRAW or draws(operation, args, kwargs))
+            and (kind is not _ROWS or has_own_rows(operation, args, kwargs))
+        ) or (operation.ignores and _ignores(operation, args, kwargs)):
             return self._checked(operation, func, args, kwargs or {})
         # The common case: all operands are of one type. It is decided here, without a call.
         text = None
@@ -165,7 +182,7 @@ class TypedMode(ContextMode):
             if its_type is _Tensor or its_type is Parameter:
                 its = one.__dict__.get(ATTRIBUTE)
                 if its is None:
-                    if not one.is_leaf:
+                    if not one.is_leaf or one._backward_hooks:
                         return self._checked(operation, func, args, kwargs or {})
                     its = INVARIANT
                 if text is None:
@@ -179,7 +196,7 @@ class TypedMode(ContextMode):
                     its_type = type(entry)
                     if its_type is _Tensor or its_type is Parameter:
                         its = entry.__dict__.get(ATTRIBUTE)
-                        if its is None and entry.is_leaf:
+                        if its is None and entry.is_leaf and not entry._backward_hooks:
                             its = INVARIANT
                         if text is None:
                             text = its
@@ -223,7 +240,7 @@ class TypedMode(ContextMode):
             if its_type is _Tensor or its_type is Parameter:
                 its = one.__dict__.get(ATTRIBUTE)
                 if its is None:
-                    if not one.is_leaf:
+                    if not one.is_leaf or one._backward_hooks:
                         break
                     its = INVARIANT
                 operands.append((place, one))
@@ -344,6 +361,19 @@ class TypedMode(ContextMode):
         kind = operation.kind
         if kind is Kind.GET_GRAD:
             return get_grad(args[0], func(*args))
+        if kind is Kind.HOOK:
+            return func(args[0], TypedHook(self.mesh, *args, **kwargs))
+        if kind is Kind.SIZE:
+            warn_of_number("the number of rows", args[:1], self.mesh)
+            return func(*args, **kwargs)
+        if kind is Kind.ROWS and has_own_rows(operation, args, kwargs):
+            result = self._run(operation, func, args, kwargs)
+            found: list[torch.Tensor] = []
+            collect(result, found)
+            for one in found:
+                if axes_of_kind(type_of(one), "V"):
+                    one.__dict__[_OWN_ROWS] = True
+            return result
         if operation.name == "__format__" and args[0].dim():
             return func(*args)  # no number: it is shown
         if kind is Kind.NUMBER:
@@ -403,6 +433,8 @@ class NotingMode(TypedMode):
             if one.grad_fn is not None:
                 found: list[torch.Tensor] = []
                 collect(operands, found)
+                for leaf in found:
+                    follow_hooks(self.mesh, leaf)
                 note_result(self.num_noted, one, name, found)
                 self.num_noted += 1
         if self.num_noted > 100_000:  # in a context without a backward

@@ -17,6 +17,7 @@ from .leaf_gradients import note_leaves
 from .operation_rules import argument
 from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
+from .typed_hooks import RUNNING
 from .verb_kinds import GRADIENT_KINDS
 
 __all__ = [
@@ -83,9 +84,11 @@ def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
 
     nodes = [(one, one.grad_fn) for one in losses if getattr(one, "grad_fn", None) is not None]
     hooks = [one.register_hook(lambda _, node=node: note(node)) for one, node in nodes]
+    mode.mesh.notes[RUNNING] = mode
     try:
         yield
     finally:
+        mode.mesh.notes.pop(RUNNING, None)
         mode.casts.forget_leaves()
         for hook in hooks:
             hook.remove()
