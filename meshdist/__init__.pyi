@@ -72,6 +72,7 @@ from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.averaging import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     PeriodicModelAverager as PeriodicModelAverager,
+    PostLocalSGDOptimizer as PostLocalSGDOptimizer,
 )
 from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
@@ -81,7 +82,6 @@ from .ddp.joining import (
     Joinable as Joinable,
     JoinHook as JoinHook,
 )
-from .ddp.post_local_sgd import PostLocalSGDOptimizer as PostLocalSGDOptimizer
 from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm

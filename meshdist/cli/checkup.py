@@ -24,14 +24,14 @@ from ..runtime.hosts import find_version, num_cores
 
 __all__ = [
     "check_wire",
-    "find_shared_words_problem",
     "find_device_types",
     "find_gpus",
     "find_huge_pages",
     "find_machine",
     "find_mpi",
-    "find_versions",
+    "find_shared_words_problem",
     "find_untested_torch",
+    "find_versions",
     "find_wires",
     "loopback",
     "network_variables",

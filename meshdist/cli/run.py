@@ -13,12 +13,12 @@ from ..launching.launcher import LaunchError
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from .arguments import (
     Parser,
+    add_habits,
     add_launch_arguments,
     command_of,
     launch,
     report_usage_error,
 )
-from .habits import add_habits
 from .installing import has_core
 from .torchrun_flags import number_of_processes
 

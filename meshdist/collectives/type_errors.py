@@ -1,21 +1,23 @@
-"""Refusals of typed contexts, in words: one function for each kind of message."""
+"""Refusals of typed contexts, in words: one function for each kind; how they pass operators."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ..checking.call_sites import call_site, program_frame, show_site
 from ..dtypes import dtype_name
-from ..errors import AxisTypeError, JoinError, KindError
+from ..errors import AxisTypeError, JoinError, KindError, MeshdistError
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, axes_of_kind, kinds_in, shown
 from .leaf_names import names_of
 from .verb_kinds import KINDS
 
 __all__ = [
+    "OPERATORS",
     "axes_argument",
     "foreign_axis",
     "foreign_leaf",
@@ -25,6 +27,7 @@ __all__ = [
     "of_a_subclass",
     "own_norm",
     "owned_loss",
+    "passing",
     "refused_join",
     "refused_loss",
     "refused_sharding",
@@ -416,3 +419,61 @@ def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
         fix="convert it to a plain tensor, as DTensor.to_local() does, or run what needs it in "
         "`with md.untyped():`",
     )
+
+
+_NAMES = """
+    add sub rsub mul div true_divide floor_divide remainder pow matmul eq ne lt le gt ge
+    bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift and or xor lshift
+    rshift mod truediv floordiv radd rmul rdiv rfloordiv rpow rmatmul rand ror rxor iadd isub
+    imul idiv itruediv ifloordiv imod iand ior ixor ilshift irshift ipow
+"""
+
+OPERATORS = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in _NAMES.split()
+    for prefix, suffix in (("", ""), ("", "_"), ("__", "__"))
+)
+"""The names under which a mode sees what operators do."""
+
+
+class _WithoutTypeError(type):
+    """The class of classes that have all bases but TypeError."""
+
+    def mro(cls) -> list[type]:
+        return [one for one in super().mro() if one is not TypeError]
+
+
+_variants: dict[type, type] = {}
+
+
+def passing(error: MeshdistError) -> MeshdistError:
+    """``error``, as one that is no TypeError any more; a copy by pickle is what it was before.
+
+    ``x + y`` on tensors takes any TypeError for "these two cannot be added" and drops it: ``+``
+    then raises one without a word of ours, and ``==`` quietly gives False.
+    """
+    kind = type(error)
+    if kind not in _variants:
+
+        def reduce(self: MeshdistError) -> Any:
+            made, args, state = kind.__reduce__(self)
+            return _Remade(kind, made.keywords), args, state  # type: ignore[attr-defined]
+
+        _variants[kind] = _WithoutTypeError(
+            kind.__name__,
+            (kind,),
+            {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce__": reduce},
+        )
+    error.__class__ = _variants[kind]
+    return error
+
+
+class _Remade:
+    """Makes an error of the class that it had before it passed through an operator."""
+
+    def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
+        self._kind = kind
+        self._fields = fields
+
+    def __call__(self, summary: str) -> MeshdistError:
+        return self._kind(summary, **self._fields)

@@ -22,10 +22,7 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join, axes_of_kind
 from .contexts import PASSED, ContextMode, asleep, collect, find_mode, innermost_mode, mark
-from .custom_functions import calls_seen
 from .detail_checks import is_checked
-from .list_operations import run_on_items
-from .number_reads import warn_of_number
 from .operation_rules import (
     OPERATIONS,
     Kind,
@@ -35,11 +32,11 @@ from .operation_rules import (
     has_own_rows,
     written_tensors,
 )
-from .operator_errors import OPERATORS, passing
 from .provenance import note_result
 from .seeding import type_of_draw
+from .special_calls import calls_seen, run_on_items, warn_of_number
 from .torch_private import are_transforms_active
-from .type_errors import mesh_text, own_norm, type_of
+from .type_errors import OPERATORS, mesh_text, own_norm, passing, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
 from .typed_hooks import TypedHook, follow_hooks
 

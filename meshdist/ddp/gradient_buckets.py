@@ -2,27 +2,135 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
-from ..error_text import ranks_text
+from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
 from ..wires.work import Work, may_be_dropped
 from .buckets import assign_buckets, bucket_caps, items_of, views_into
 from .flat_memory import flat_memory
-from .paths import LeafPaths
 from .replicas import check_equal_lines, tensor_line
-from .trees import flattened
 
-__all__ = ["GradientBuckets"]
+__all__ = ["GradientBuckets", "LeafPaths", "flattened"]
+
+_NAMESPACE = "meshdist"
+"""Where classes are registered, so that programs and other libraries see no difference."""
+
+_registering = threading.Lock()
+
+
+def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
+    """Return the accessors of all leaves, the leaves, and the structure, which unflattens them.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Layer:
+        ...     weight: float
+        ...     bias: float | None = None
+        >>> accessors, leaves, structure = flattened({"head": Layer(1.0)})
+        >>> accessors[0].codify("tree"), leaves, structure.unflatten([2.0])
+        ("tree['head'].weight", [1.0], {'head': Layer(weight=2.0, bias=None)})
+    """
+    while True:
+        accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, namespace=_NAMESPACE)
+        nodes = [one for one in leaves if dataclasses.is_dataclass(type(one))]
+        if not nodes:
+            return accessors, leaves, structure
+        with _registering:
+            for node in nodes:
+                if optree.tree_is_leaf(node, namespace=_NAMESPACE):  # it is one of a new class
+                    _register(type(node))
+
+
+def _register(kind: Any) -> None:
+    """Let instances of a dataclass be nodes, whose parts are all of their fields."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
+        return [getattr(node, name) for name in names], None, names
+
+    def unflatten(_: object, parts: Iterable[Any]) -> Any:
+        node = kind.__new__(kind)  # it was checked when the program made the first
+        for name, part in zip(names, parts, strict=True):
+            object.__setattr__(node, name, part)  # frozen ones, too
+        return node
+
+    optree.register_pytree_node(
+        kind, flatten, unflatten, path_entry_type=optree.DataclassEntry, namespace=_NAMESPACE
+    )
+
+
+@dataclass
+class _Node:
+    """One part of the tree: its parts by key, and the leaves below it."""
+
+    parts: dict[Hashable, _Node] = field(default_factory=dict)
+    leaves: list[int] = field(default_factory=list)
+
+
+class LeafPaths:
+    """The paths of a tree's leaves, and of its parts.
+
+    A path is the tuple of keys that lead from the tree to a leaf, or to a part, as optree gives it:
+    of a dict the key, of a list or tuple the index, of a dataclass the field; of a namedtuple the
+    index or the field. Where one key leads there, it will do itself. An accessor of optree is a
+    path, too.
+
+    Example:
+        >>> tree = {"layers": [{"weight": 1.0, "bias": 2.0}], "head": 3.0}
+        >>> paths = LeafPaths(optree.tree_accessors(tree), "ready")
+        >>> paths.find(("layers", 0, "bias")), paths.find("layers"), paths.find(())
+        ([1], [1, 2], [0, 1, 2])
+    """
+
+    def __init__(self, accessors: Iterable[optree.PyTreeAccessor], caller: str) -> None:
+        self._caller = caller
+        self._root = _Node()
+        for leaf, accessor in enumerate(accessors):
+            node = self._root
+            node.leaves.append(leaf)
+            for entry in accessor:
+                above, node = node, node.parts.setdefault(entry.entry, _Node())
+                if isinstance(entry, optree.NamedTupleEntry):
+                    above.parts[entry.field] = node
+                node.leaves.append(leaf)
+
+    def find(self, path: Any) -> list[int]:
+        """Return the places of leaves at or below ``path``, in tree order; raises for none."""
+        if isinstance(path, optree.PyTreeAccessor):
+            path = path.path
+        keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)
+        node = self._root
+        for depth, key in enumerate(keys):
+            try:
+                node = node.parts[key]
+            except (KeyError, TypeError):  # not there; not hashable
+                raise self._unknown(keys, depth, node) from None
+        return node.leaves
+
+    def _unknown(self, keys: tuple[Any, ...], depth: int, node: _Node) -> ArgumentError:
+        known = [repr(key) for key in node.parts]
+        place = f"at {keys[:depth]!r}" if depth else "in the tree"
+        return ArgumentError(
+            f"{self._caller}: there is no leaf at path {keys!r}",
+            expected="the keys that lead to a leaf, or to a part of the tree",
+            found=f"{place} there is {first_texts(known, ', ') or 'a leaf itself'}",
+            fix="optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves",
+        )
 
 
 class GradientBuckets:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array, shape_text
-from ..collectives.operation_rules import LINEARITY, OPERATIONS, Kind, Operation
+from ..collectives.operation_rules import LINEARITY, OPERATIONS, Kind, Operation, has_own_rows
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..mesh.spec import NamedSharding
 from .joining import join_operands
@@ -154,7 +154,8 @@ class ElementwiseArray:
             raise matmul_refused(call, *args, *kwargs.values())
         if operation.writes or kwargs.get("out") is not None:
             raise _not_functional(call, "writing in place, or out=")
-        if not _is_elementwise(operation):
+        is_search = operation.kind is Kind.ROWS and has_own_rows(operation, args, kwargs)
+        if is_search or not _is_elementwise(operation):
             raise _not_elementwise(call)
         linear_as = "" if kwargs.get("rounding_mode") is not None else name
         return apply(function, linear_as, args, kwargs, call=call)
@@ -264,7 +265,9 @@ def _is_pointwise(name: str) -> bool:
 
 def _is_elementwise(operation: Operation) -> bool:
     name = operation.name.strip("_")
-    return operation.kind is Kind.ORDINARY and (name in _UNTAGGED.split() or _is_pointwise(name))
+    return operation.kind in (Kind.ORDINARY, Kind.ROWS) and (
+        name in _UNTAGGED.split() or _is_pointwise(name)
+    )
 
 
 def _find_torch_function(name: str) -> Any:

@@ -16,8 +16,8 @@ from ..collectives.axis_types import Refusal, axes_of_kind, join, kinds_in, show
 from ..errors import AxisTypeError, MeshError, ShapeError
 from ..mesh.spec import NamedSharding
 from ..mesh.splits import DimSplit
+from .resharding import kinds_of
 from .shardings import array_type, mesh_text, sharding_of
-from .typed_transfers import kinds_of
 
 __all__ = ["Operand", "join_operands"]
 

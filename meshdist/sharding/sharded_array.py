@@ -34,9 +34,17 @@ from .shardings import (
     sharding_of,
     whole_sharding,
 )
-from .shards import Shard, move, move_by_pattern, no_shard
-from .slicing import slice_shard
-from .totals import checked_dims, mean_of_shard, sum_of_shard, summed_sharding
+from .shards import (
+    Shard,
+    checked_dims,
+    mean_of_shard,
+    move,
+    move_by_pattern,
+    no_shard,
+    slice_shard,
+    sum_of_shard,
+    summed_sharding,
+)
 
 __all__ = ["ShardedArray"]
 

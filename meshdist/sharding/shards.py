@@ -1,21 +1,262 @@
-"""One rank's shard of an array: what it is, which whole it is of, how it moves."""
+"""One rank's shard of an array: what it is, which whole it is of, how it is moved, sliced, summed.
+
+A slice moves nothing. So a sharded dim may be sliced, after which its cells have sizes of their
+own, but no single element can be taken out of it: that would lie on one rank alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
+
 from ..arrays import Array, as_tensor, like, shape_text
-from ..errors import ArgumentError, ShapeError
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.named_dims import regroup
 from ..mesh.spec import NamedSharding
+from ..mesh.splits import Box, DimSplit
 from .requests import Request, on_mesh, pattern_request, sharding_request
 from .resharding import Resharding
-from .shardings import mesh_text
+from .shardings import mesh_text, sharding_of
 
-__all__ = ["Shard", "move", "move_by_pattern", "no_shard"]
+__all__ = [
+    "Shard",
+    "Slicing",
+    "checked_dims",
+    "mean_of_shard",
+    "move",
+    "move_by_pattern",
+    "no_shard",
+    "slice_shard",
+    "sum_of_shard",
+    "summed_sharding",
+]
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """An index of the whole array as one of this rank's shard, and the cuts of the result."""
+
+    local: tuple[Any, ...]
+    dims: tuple[DimSplit, ...]
+
+
+def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
+    """Find what ``index`` of the whole leaves of the shard that covers ``box``.
+
+    Args:
+        index: as between the brackets: slices, whole numbers, ``...`` and None, or a tuple of them.
+        dims: how each dim of the whole is cut.
+        box: the part of the whole that this rank holds.
+
+    Raises:
+        KindError: the index has other parts, such as arrays.
+        LengthError: too many parts, or a number outside its dim.
+        ArgumentError: a number, or a negative step, for a sharded dim.
+
+    Example:
+        >>> dims = DimSplit(8, (0,), (2,)), DimSplit(3)
+        >>> found = slice_shard((slice(1, 8), 2), dims, ((4, 8), (0, 3)))
+        >>> found.local, found.dims[0].boundaries
+        ((slice(0, 4, 1), 2), (0, 3, 7))
+    """
+    local: list[Any] = []
+    result: list[DimSplit] = []
+    parts = _one_per_dim(index, len(dims))
+    at = 0
+    for place, part in enumerate(parts):
+        if part is None:
+            local.append(None)
+            result.append(DimSplit(1))
+            continue
+        split = dims[at]
+        size = split.size
+        if isinstance(part, slice):
+            wanted = range(size)[part]
+            if not split.axes:
+                local.append(part)
+                result.append(DimSplit(len(wanted)))
+            else:
+                if wanted.step < 0:
+                    raise _turned(part, at)
+                begin, end = box[at]
+                first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
+                local.append(_own_part(wanted, first, stop, begin))
+                sizes = np.diff(_num_below(wanted, split.boundary_array)).tolist()
+                result.append(DimSplit(len(wanted), split.axes, split.axis_sizes, tuple(sizes)))
+        else:
+            if not -size <= part < size:
+                raise LengthError(
+                    f"index {part} is outside dim {at} of size {size}",
+                    expected=f"a number from {-size} to {size - 1}" if size else "no number",
+                )
+            if split.axes:
+                raise _one_of_a_sharded_dim(part % size, at, parts, place)
+            local.append(part)
+        at += 1
+    return Slicing(tuple(local), tuple(result))
+
+
+def _own_part(wanted: range, first: int, stop: int, begin: int) -> slice:
+    """The elements ``first`` to ``stop`` of those wanted, in a shard that begins at ``begin``."""
+    if stop == first:
+        return slice(0, 0)
+    return slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
+
+
+def _num_below(wanted: range, places: Any) -> Any:
+    """How many of the wanted elements lie before each place."""
+    return np.clip(-((wanted.start - places) // wanted.step), 0, len(wanted))
+
+
+def _one_per_dim(index: Any, num_dims: int) -> list[Any]:
+    """The parts of an index, ``...`` written out: slices and numbers for all dims, and None."""
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is None or part is Ellipsis or isinstance(part, slice):
+            parts.append(part)
+        elif isinstance(part, (bool, np.bool_)) or getattr(part, "shape", ()) != ():
+            raise _foreign_part(part)
+        else:
+            try:
+                parts.append(operator.index(part))
+            except TypeError:
+                raise _foreign_part(part) from None
+    num_taken = sum(part is not None and part is not Ellipsis for part in parts)
+    num_dots = sum(part is Ellipsis for part in parts)
+    if num_taken > num_dims or num_dots > 1:
+        raise LengthError(
+            f"an array of {num_dims} dims cannot take this index",
+            expected=f"at most {num_dims} slices and numbers, and `...` once",
+            found=f"{num_taken} slices and numbers, and `...` {num_dots} times",
+        )
+    if not num_dots:
+        parts.append(Ellipsis)
+    dots = next(place for place, part in enumerate(parts) if part is Ellipsis)
+    parts[dots : dots + 1] = [slice(None)] * (num_dims - num_taken)
+    return parts
+
+
+def _foreign_part(part: Any) -> KindError:
+    return KindError(
+        f"a sharded array takes no {type(part).__name__} as an index",
+        expected="slices, whole numbers, `...` and None",
+        fix="index what this rank holds, x.local[...], or the whole, x.full()[...]",
+    )
+
+
+def _turned(part: slice, dim: int) -> ArgumentError:
+    return ArgumentError(
+        f"dim {dim} is sharded and cannot be turned round: its elements would change ranks",
+        expected="a positive step",
+        found=f"step {part.step}",
+        fix=f"reshard x so that dim {dim} is whole first",
+    )
+
+
+def _one_of_a_sharded_dim(number: int, dim: int, parts: Sequence[Any], place: int) -> ArgumentError:
+    shown = [_part_text(part) for part in parts]
+    while len(shown) > place + 1 and shown[-1] == ":":
+        shown.pop()
+    shown[place] = f"{number}:{number + 1}"
+    return ArgumentError(
+        f"element {number} of dim {dim} lies on some ranks only: dim {dim} is sharded",
+        expected="a slice of a sharded dim; a number only of a dim that is whole",
+        fix=f"keep the dim, x[{', '.join(shown)}], or reshard x so that dim {dim} is whole first",
+    )
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, slice):
+        return str(part)
+    ends = ["" if one is None else str(one) for one in (part.start, part.stop)]
+    return ":".join(ends if part.step is None else [*ends, str(part.step)])
+
+
+def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
+    """The dims to sum over, sorted; None stands for all of them.
+
+    Raises:
+        KindError: no whole numbers.
+        ArgumentError: no such dim, or one twice.
+
+    Example:
+        >>> checked_dims(-1, 3, "sum"), checked_dims(None, 2, "sum")
+        ((2,), (0, 1))
+    """
+    if dims is None:
+        return tuple(range(ndim))
+    try:
+        several = dims if isinstance(dims, (tuple, list)) else (dims,)
+        given = [operator.index(dim) for dim in several]
+    except TypeError:
+        raise KindError(f"{call} takes dims by number", found=repr(dims)) from None
+    found = [dim + ndim if dim < 0 else dim for dim in given]
+    if len(set(found)) < len(found) or not all(0 <= dim < ndim for dim in found):
+        raise ArgumentError(
+            f"{call} over dims {dims!r} of an array of {ndim} dims",
+            expected=f"different numbers from {-ndim} to {ndim - 1}",
+        )
+    return tuple(sorted(found))
+
+
+def summed_sharding(
+    shape: tuple[int, ...], sharding: NamedSharding, dims: Sequence[int], *, keepdim: bool
+) -> tuple[tuple[int, ...], NamedSharding]:
+    """The shape and sharding of the sum over ``dims``: unreduced over the axes that cut them."""
+    placement = sharding.placement(shape)
+    names = sharding.layout.names or ()
+    kept = [
+        DimSplit(1) if dim in dims else split
+        for dim, split in enumerate(placement.dims)
+        if keepdim or dim not in dims
+    ]
+    summed = {names[axis] for dim in dims for axis in placement.dims[dim].axes}
+    return tuple(split.size for split in kept), sharding_of(
+        sharding.mesh,
+        kept,
+        unreduced={*sharding.spec.unreduced, *summed},
+        reduced=sharding.spec.reduced,
+    )
+
+
+def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: Any) -> Array:
+    """The sum of a shard over ``dims``; over none of them, where there are none."""
+    if isinstance(local, torch.Tensor):
+        if not dims:  # to torch, no dims are all dims
+            return local.sum(dtype=dtype) if local.ndim == 0 else local.to(dtype or local.dtype)
+        return local.sum(dims, keepdim=keepdim, dtype=dtype)
+    return local.sum(axis=dims, keepdims=keepdim, dtype=dtype)
+
+
+def mean_of_shard(
+    local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
+) -> Array:
+    """The sum of a shard over ``dims``, divided by the number of elements of the whole there.
+
+    Halves are summed as float32, as the libraries do: the sum may be larger than any half.
+    """
+    if isinstance(local, torch.Tensor):
+        result = dtype or local.dtype
+        if not (result.is_floating_point or result.is_complex):
+            raise DtypeError(
+                f"mean of {dtype_name(result)}: torch takes means of floating dtypes only",
+                fix="say which: x.mean(dtype=torch.float32)",
+            )
+        wide = torch.float32 if result in (torch.float16, torch.bfloat16) else result
+        return (sum_of_shard(local, dims, keepdim=keepdim, dtype=wide) / count).to(result)
+    result = np.dtype(dtype) if dtype is not None else local.dtype
+    if result.kind in "biu":
+        result = np.dtype(np.float64)
+    wide = np.dtype(np.float32) if result == np.float16 else result
+    total = sum_of_shard(local, dims, keepdim=keepdim, dtype=wide)
+    return (total / wide.type(count)).astype(result)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,7 @@ import argparse
 
 import pytest
 
-from meshdist.cli.arguments import Parser
-from meshdist.cli.habits import add_habits
+from meshdist.cli.arguments import Parser, add_habits
 from meshdist.cli.run import main
 from meshdist.cli.torchrun_flags import add_torchrun_flags, launch_settings
 

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import pytest
 
-from meshdist.ddp.paths import LeafPaths
+from meshdist.ddp.gradient_buckets import LeafPaths
 from meshdist.errors import ArgumentError
 
 Layer = namedtuple("Layer", ["weight", "bias"])

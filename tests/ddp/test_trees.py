@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 
-from meshdist.ddp.trees import flattened
+from meshdist.ddp.gradient_buckets import flattened
 
 
 @dataclass

@@ -181,6 +181,7 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
     (lambda x, u: np.matmul(x, x), KindError, ["numpy.matmul of sharded arrays"]),
     (lambda x, u: torch.softmax(x, 0), KindError, ["torch.softmax", "x.local", "x.full()"]),
     (lambda x, u: torch.cumsum(x, dim=1), KindError, ["torch.cumsum"]),
+    (lambda x, u: torch.where(x > 0), KindError, ["torch.where"]),
     (lambda x, u: torch.nn.functional.dropout(x), KindError, ["torch.dropout"]),
     (lambda x, u: torch.rrelu(x, training=True), KindError, ["torch.rrelu"]),
     (lambda x, u: np.add.reduce(x), KindError, ["numpy.add.reduce"]),

@@ -11,7 +11,7 @@ import torch
 import meshdist as md
 from meshdist.errors import ArgumentError, DtypeError, KindError
 from meshdist.mesh.device_mesh import DeviceMesh
-from meshdist.sharding.totals import checked_dims
+from meshdist.sharding.shards import checked_dims
 from tests.sharding.array_cases import assemble, error_on_mesh, held, on_mesh
 
 WHOLE = np.arange(5 * 4 * 3, dtype=np.float64).reshape(5, 4, 3)

@@ -15,10 +15,9 @@ from .halves import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from .local_sgd import post_localSGD_hook
 from .power_sgd import batched_powerSGD_hook
 from .quantizing import quantization_perchannel_hook, quantization_pertensor_hook
-from .reducing import allreduce_hook, noop_hook
+from .reducing import allreduce_hook, noop_hook, post_localSGD_hook
 from .states import is_mesh
 
 __all__ = ["ours_for"]
