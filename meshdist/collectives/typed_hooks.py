@@ -65,5 +65,5 @@ def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
         for key, hook in hooks.items():
             if isinstance(hook, TypedHook):
                 hook.mesh = mesh
-            elif not getattr(hook, "__module__", "").startswith("meshdist."):
+            elif not str(getattr(hook, "__module__", "")).startswith("meshdist."):
                 hooks[key] = TypedHook(mesh, x, hook)

@@ -134,6 +134,7 @@ def test_hooks_that_keep_types_run_on() -> None:
         seen = []
         w.register_hook(lambda grad: grad * lax.pmean(x, "dp"))  # the proposed fix
         w.register_hook(lambda grad: seen.append(str(md.typeof(grad))))
+        w.register_hook([].append)  # a function without a module
         shard = varying(torch.ones(3, dtype=F64)).requires_grad_()
         shard.register_hook(lambda grad: grad * x)
         with md.typed(mesh):
