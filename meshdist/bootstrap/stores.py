@@ -25,7 +25,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack, name_locker
+from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker
 from ..runtime.whole_numbers import find_whole_number
 from .server_watch import offer_server_watch
 
@@ -333,7 +333,7 @@ def check_can_serve(size: int) -> None:
 
 
 def _check_descriptors(num_needed: int, purpose: str) -> None:
-    if lack := find_descriptor_lack(num_needed):
+    if lack := make_descriptor_room(num_needed):
         raise RendezvousError(
             f"this process can open too few files and sockets to {purpose}",
             where=f"process {os.getpid()}",
@@ -356,7 +356,7 @@ def cloned(store: Any) -> Store:
     Raises:
         StoreError: no more connections can be opened, for which torch would try for a minute.
     """
-    if lack := find_descriptor_lack(_DESCRIPTORS_TO_CONNECT):
+    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):
         raise StoreError(
             "there is no room for another connection to the store",
             where=f"process {os.getpid()}",

@@ -2,9 +2,9 @@
 
 Unpickling can run any code, so these verbs trust all members of the group. A collective call takes
 two rounds, sizes and then bytes; a message between two ranks is its sizes, the receiver's answer
-and its bytes. The bytes travel through host memory where the group serves CPU tensors, else through
-the current CUDA device, or through ``device``. A tensor in an object comes back with its values on
-the device index that it had at its sender.
+and its bytes. The bytes travel by the wire that the group has open: over NCCL through the current
+CUDA device, else through host memory, or through ``device``. A tensor in an object comes back with
+its values on the device index that it had at its sender.
 
 Every call blocks. An object that cannot be pickled is one error on all members, and one that cannot
 be unpickled an error where it arrives; the group is good for the next call after both. A call that

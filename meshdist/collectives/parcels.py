@@ -89,9 +89,7 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
 def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
     """Where the bytes of objects travel."""
     if given is None:
-        if "cpu" in target.backends:
-            return torch.device("cpu")
-        given = next(iter(target.backends))
+        given = target.first_device_type()
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:

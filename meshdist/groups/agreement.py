@@ -22,20 +22,18 @@ from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.hosts import MORE_DESCRIPTORS, find_descriptor_lack
+from ..runtime.hosts import MORE_DESCRIPTORS
 from ..wires.simulated.store import SimulatedStore
 from .endings import Endings
 from .signal_thread import ask, last_call_text
 
-__all__ = ["Agreement", "Agreements", "digest_of_ranks"]
+__all__ = ["Agreement", "Agreements", "digest_of_ranks", "lack_error"]
 
 _SLICE_S = 1.0
 _SURE_AFTER_SLICES = 3
 _SURE_AMONG_THREADS = 20
 _ALL_HAVE_COME = "all have come"
 _LACK = "lack"
-_DESCRIPTORS = 12
-"""Which the opening of groups needs for a moment, besides one for each other member."""
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
@@ -110,6 +108,7 @@ class Agreements:
         definition: Mapping[str, Any],
         timeout: timedelta,
         offer: Mapping[str, str] | None = None,
+        lack: str = "",
     ) -> Agreement:
         """Return when all of ``ranks`` have come with an equal ``definition``.
 
@@ -119,11 +118,12 @@ class Agreements:
             definition: plain values; its "text" entry is shown where members differ.
             timeout: how long to wait for the last member.
             offer: what this rank could share with the others, by slot; may differ between members.
+            lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
             AgreementError: the definitions differ, or members wait for each other in different
                 ones.
-            BackendError: a member that did not come has ended.
+            BackendError: a member that did not come has ended; or one has a lack.
             CollectiveTimeoutError: a member did not come; the text names it.
             JoinError: a member has no data left in a join context; nothing is left of the call.
         """
@@ -133,7 +133,7 @@ class Agreements:
         offer = dict(offer or {})
         if len(members) == 1:
             return Agreement(name, {world.rank: offer})
-        if lack := find_descriptor_lack(len(members) + _DESCRIPTORS):
+        if lack:
             offer[_LACK] = lack
         meeting = _Meeting(name, kind, definition["text"], members, timeout)
         store, deadline = world.store, Deadline(timeout)
@@ -165,19 +165,9 @@ class Agreements:
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
         found = dict(zip(members, [offer for _, offer in entries], strict=True))
-        self._check_room(meeting, found)
+        if lacks := [(rank, offer[_LACK]) for rank, offer in found.items() if _LACK in offer]:
+            raise lack_error(world, meeting.text, members, lacks)
         return Agreement(name, found)
-
-    def _check_room(self, meeting: _Meeting, offers: Mapping[int, Mapping[str, str]]) -> None:
-        """Raise where a member has no room for what is about to be opened: then all raise."""
-        lacks = [(rank, offer[_LACK]) for rank, offer in offers.items() if _LACK in offer]
-        if lacks:
-            raise BackendError(
-                f"{meeting.text} cannot be opened: a member can open too few files and sockets",
-                where=f"rank {self._world.rank}, among {ranks_text(meeting.members)}",
-                found=grouped_text(lacks),
-                fix=f"{MORE_DESCRIPTORS}; or close groups that are not needed any more",
-            )
 
     def _await_all(self, meeting: _Meeting, deadline: Deadline) -> None:
         """Return when all members have published their definitions."""
@@ -303,6 +293,19 @@ class Agreements:
             found="\n".join(lines),
             fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
         )
+
+
+def lack_error(
+    world: World, text: str, members: Sequence[int], lacks: list[tuple[int, str]]
+) -> BackendError:
+    """The error where ``lacks`` keep some of the members from opening what ``text`` names."""
+    return BackendError(
+        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
+        where=f"rank {world.rank}, among {ranks_text(members)}",
+        found=grouped_text(lacks),
+        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
+        "Docker); or close groups that are not needed any more",
+    )
 
 
 def _first(store: Store, meeting: _Meeting, outcome: str) -> str:

@@ -21,10 +21,10 @@ from ..errors import (
 )
 from ..runtime.hosts import num_forks
 from ..wires.failures import WireFailure, WireRefused
-from ..wires.opening import Opening
+from ..wires.opening import Needs, Opening, find_lack
 from ..wires.registry import Wire, find_wire, get_wire
 from ..wires.work import Work, bound
-from .agreement import Agreement
+from .agreement import Agreement, lack_error
 from .channel import Channel
 from .failures import opening_error
 from .late_members import LateMembers
@@ -111,6 +111,8 @@ class ProcessGroup(VerbMethods):
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
         self.is_on_stream = False
         """Whether a wire is open whose verbs are enqueued on a device."""
+        self.has_devices = True
+        """Whether all members have chosen their devices, as far as that is known."""
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -180,17 +182,39 @@ class ProcessGroup(VerbMethods):
             label = get_registry(self.world).find_label(wire, self.ranks, self.options)
         return {f"{slot}{wire.name}": label}
 
+    def needs(self, device_type: str) -> Needs:
+        """What opening the channel for ``device_type`` takes; nothing where one may be shared."""
+        wire = get_wire(self.wire_name(device_type))
+        if device_type in self._channels or any(self.offer(device_type).values()):
+            return Needs(0, 0)
+        opening = self._opening("", device_type, self._timeout_on(wire))
+        descriptors, threads = wire.needs(opening)
+        # Where calls are compared beside the wire, members of a host map a file of each other.
+        words = 0 if wire.compares_calls else opening.hosts.count(opening.hosts[opening.rank]) - 1
+        return Needs(descriptors + words, threads)
+
+    def find_lack(self) -> str:
+        """Why this process cannot open what ``open_all`` opens, or ""."""
+        return find_lack({f"{kind} tensors": self.needs(kind) for kind in self._types_to_open()})
+
     def open_all(self, agreement: Agreement | None = None) -> None:
         """Open every wire of the group that this machine can serve, with all other members.
 
-        NCCL connects at its first verb, unless a device is bound.
+        NCCL connects at its first verb, unless a device is bound. Beside it the default wire for
+        CPU tensors, which may take a connection to each member, waits for its first use.
         """
-        for device_type, name in self.backends.items():
-            wire = find_wire(name)
-            if wire is None or not wire.is_available():
-                continue
-            if device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available()):
-                self.open_channel(device_type, agreement)
+        for device_type in self._types_to_open():
+            self.open_channel(device_type, agreement)
+        self.has_devices = "cpu" in self._channels or self.device is not None
+        self._agreement = None  # upon what is opened later
+
+    def _types_to_open(self) -> list[str]:
+        wires = {kind: find_wire(name) for kind, name in self.backends.items()}
+        usable = {kind for kind, wire in wires.items() if wire is not None and wire.is_available()}
+        if self._chooses_wires and usable > {"cpu"}:
+            usable.remove("cpu")
+        here = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return [kind for kind in wires if kind in usable.intersection(here)]
 
     def connect(self, device: torch.device) -> None:
         """Open the wire for ``device``, unless it is open, and connect it; collective.
@@ -198,13 +222,15 @@ class ProcessGroup(VerbMethods):
         A device of this type that the program has bound is taken in its place.
         """
         channel = self.open_channel(device.type)
+        self.has_devices = True
         if device.type != "cpu" and (self.device is None or self.device.type != device.type):
             self.device = device
         self._connect(channel, device.type)
 
     def first_device_type(self) -> str:
-        """The device type that was opened first; for verbs that carry no tensor."""
-        return next(iter(self._channels), None) or self._main_device_type()
+        """The device type of verbs that carry no tensor: it was opened first, and has devices."""
+        first = next(iter(self._channels), "") if self.has_devices else ""
+        return first or self._main_device_type()
 
     @property
     def is_open(self) -> bool:
@@ -306,13 +332,16 @@ class ProcessGroup(VerbMethods):
                 self._channels[device_type] = channel
                 self._connect(channel, device_type)
                 return channel
+        lack = "" if agreement else find_lack({f"{device_type} tensors": self.needs(device_type)})
         agreement = agreement or self._agreement
         if agreement is None:
             definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             offer = self.offer(device_type)
             with registry.opening() as agree:
-                agreed = agree(self.ranks, "group", definition, timeout, offer)
+                agreed = agree(self.ranks, "group", definition, timeout, offer, lack)
                 return self._open_channel(device_type, agreed, slot)
+        if lack:  # of the world, whose ranks have not agreed upon anything
+            raise lack_error(self.world, self.name, self.ranks, [(self.world.rank, lack)])
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)
         try:

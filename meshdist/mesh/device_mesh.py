@@ -15,8 +15,9 @@ from ..checking.nesting import run_unnested
 from ..checking.tracebacks import end_here, one_frame
 from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
-from ..groups.process_group import ProcessGroup
+from ..groups.process_group import ProcessGroup, world_group
 from ..groups.registry import get_registry
+from ..wires.opening import find_lack
 from .definition import (
     AxisOptions,
     MeshDefinition,
@@ -181,15 +182,21 @@ class DeviceMesh:
         device = select_device(definition.device_type, definition.world)
         members = tuple(definition.layout.ranks().ravel().tolist())
         offer: dict[str, str] = {}
+        needs = {}
         for axis, group in enumerate(self._groups):
             offer |= group.offer(definition.device_type, f"{axis}/")
+            name = definition.layout.names[axis] if definition.layout.names else axis
+            needs[f"axis {name!r}"] = group.needs(definition.device_type)
         registry, entries = get_registry(definition.world), definition.entries()
         with registry.opening() as agree:
-            agreement = agree(members, "mesh", entries, definition.timeout, offer)
+            told = definition.timeout, offer, find_lack(needs)
+            agreement = agree(members, "mesh", entries, *told)
             for axis, group in enumerate(self._groups):
                 group.open_channel(definition.device_type, agreement, f"{axis}/")
                 if device is not None:
                     group.connect(device)
+        if device is not None and len(members) == definition.world.size:
+            world_group(definition.world).has_devices = True
 
     # ------------------------------------------------------------------ what it is
 

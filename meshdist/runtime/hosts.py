@@ -20,12 +20,13 @@ from typing import Any
 __all__ = [
     "MORE_DESCRIPTORS",
     "ProcessCard",
-    "find_descriptor_lack",
+    "find_thread_lack",
     "find_version",
     "free_bytes",
     "host_identity",
     "is_alive",
     "is_stopped",
+    "make_descriptor_room",
     "my_card",
     "name_locker",
     "num_cores",
@@ -35,8 +36,8 @@ __all__ = [
 ]
 
 
-MORE_DESCRIPTORS = "raise the limit before the program starts: ulimit -n 4096"
-"""The fix for ``find_descriptor_lack``."""
+MORE_DESCRIPTORS = "raise the hard limit before the program starts: ulimit -n 65536, as root"
+"""The fix for ``make_descriptor_room``."""
 
 
 def host_identity() -> str:
@@ -115,6 +116,7 @@ _GROUP_MEMORY = (
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
 """Where a control group's limit and use stand, of version 2 and 1."""
+_PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current")
 
 
 def free_bytes() -> float:
@@ -134,19 +136,39 @@ def free_bytes() -> float:
     return max(0.0, min(found))
 
 
-def find_descriptor_lack(num_needed: int) -> str:
-    """Why this process cannot open ``num_needed`` more files and sockets; "" where it can."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+def make_descriptor_room(num_needed: int) -> str:
+    """Let this process open so many more files and sockets; return why it cannot, or "".
+
+    Where its limit is too low, it is raised to the hard limit.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ""
     try:
         num_open = len(os.listdir("/dev/fd")) - 1  # but for the directory's own
     except OSError:
         num_open = limit
+    if limit - num_open < num_needed:
+        wanted = num_open + num_needed if most == resource.RLIM_INFINITY else most
+        with suppress(OSError, ValueError):  # macOS shows no hard limit, and has a lower one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = max(0, limit - num_open)
     if left >= num_needed:
         return ""
     return f"{left} more files can be opened of about {num_needed} needed; the limit is {limit}"
+
+
+def find_thread_lack(num_needed: int) -> str:
+    """Why this process cannot start so many more threads, as its control group says; or ""."""
+    with suppress(OSError, ValueError):  # no such group, or no limit
+        limit, used = (int(Path(path).read_text()) for path in _PIDS)
+        if limit - used < num_needed:
+            left = max(0, limit - used)
+            return (
+                f"{left} more threads can be started of {num_needed} needed; the limit is {limit}"
+            )
+    return ""
 
 
 def find_version(distribution: str) -> str | None:

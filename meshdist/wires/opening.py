@@ -1,15 +1,19 @@
-"""The terms under which a wire opens a group's connection."""
+"""The terms under which a wire opens a group's connection, and what that takes of the process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store
 
-__all__ = ["Opening"]
+from ..runtime.hosts import find_thread_lack, make_descriptor_room
+
+__all__ = ["Needs", "Opening", "find_lack"]
+
+_MORE = 12  # descriptors, which the opening of any groups needs for a moment
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,24 @@ class Opening:
             make_torch_store=lambda: PrefixStore(prefix, self.make_torch_store()),
             **changes,
         )
+
+
+class Needs(NamedTuple):
+    """How many descriptors and threads one member's part of a group takes while it opens."""
+
+    descriptors: int
+    threads: int
+
+
+def find_lack(needs: Mapping[str, Needs]) -> str:
+    """Why this process cannot open the groups that need so much, by their names; or "".
+
+    Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
+    be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
+    """
+    descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
+    lacks = make_descriptor_room(descriptors + _MORE), find_thread_lack(threads)
+    for kind, lack in enumerate(lacks if descriptors or threads else ()):
+        if lack:
+            return f"{lack} ({', '.join(f'{name}: {of[kind]}' for name, of in needs.items())})"
+    return ""

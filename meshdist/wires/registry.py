@@ -16,7 +16,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..verb_table import REDUCING_VERBS
 from .communicator import Communicator
-from .opening import Opening
+from .opening import Needs, Opening
 
 __all__ = ["Wire", "find_wire", "get_wire", "register_wire", "wire_names"]
 
@@ -35,6 +35,10 @@ class Wire(ABC):
     """The wire to take in its place for a group that spans hosts, where the program named none."""
     compares_calls = False
     """Whether it compares every call with the other members' by itself."""
+    descriptors_per_peer = 0
+    """How many files and sockets an opening takes for each other member."""
+    num_threads = 0
+    """How many threads a communicator has."""
 
     def support(
         self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
@@ -65,6 +69,10 @@ class Wire(ABC):
     def why_unavailable(self) -> tuple[str, str]:
         """Why this machine cannot use the wire, and the fix."""
         return f"the wire {self.name!r} says so", "ask whoever registered it"
+
+    def needs(self, opening: Opening) -> Needs:
+        """How many descriptors and threads ``open`` takes."""
+        return Needs((len(opening.ranks) - 1) * self.descriptors_per_peer, self.num_threads)
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:

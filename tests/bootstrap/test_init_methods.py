@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import pytest
 import meshdist as md
 from meshdist.bootstrap.init_methods import meet
 from meshdist.bootstrap.world import get_world
+from tests.few_files import room_for
 from tests.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -360,18 +359,6 @@ def test_a_port_that_is_taken() -> None:
 # -- hosts --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def room_for(num_files: int) -> Iterator[None]:
-    """Let this process open so many more files, and no more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = len(os.listdir("/dev/fd")) - 1 + num_files
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def test_too_few_files_are_told_before_anything_is_opened(port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     with room_for(8), pytest.raises(md.RendezvousError) as caught:
@@ -380,7 +367,7 @@ def test_too_few_files_are_told_before_anything_is_opened(port: int) -> None:
     assert "found:    8 more files can be opened of about 16 needed; the limit is " in (
         str(caught.value)
     )
-    assert "fix:      raise the limit before the program starts: ulimit -n 4096" in (
+    assert "fix:      raise the hard limit before the program starts: ulimit -n 65536, as root" in (
         str(caught.value)
     )
     with room_for(24), pytest.raises(md.RendezvousError, match="to serve the store of 2 ranks"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.groups.agreement import Agreement, Agreements, digest_of_ranks
+from tests.few_files import room_for
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
@@ -153,22 +154,45 @@ def test_names_of_rank_lists() -> None:
 @pytest.mark.parametrize("wire", ["gloo", "shm"])
 def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire: str) -> None:
     def program() -> list[str]:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if md.get_rank() == 1:
-            num_open = len(os.listdir("/dev/fd")) - 1
-            resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 9, limits[1]))
-        try:
-            with pytest.raises(md.BackendError) as caught:
-                md.new_group()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        few = room_for(9) if md.get_rank() == 1 else nullcontext()
+        with few, pytest.raises(md.BackendError) as caught:
+            md.new_group()
         x = torch.ones(1)
         md.all_reduce(x, group=md.new_group())
         assert x.item() == 3
         return str(caught.value).splitlines()
 
     for rank, lines in enumerate(pool.run(program, 3, backend=wire)):
-        assert lines[0].endswith("cannot be opened: a member can open too few files and sockets")
+        assert "cannot be opened: a member can open too few files and sockets" in lines[0]
         assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
-        assert lines[2].startswith("  found:    rank 1: 9 more files can be opened of about 15 ")
-        assert lines[3].startswith("  fix:      raise the limit before the program starts: ulimit")
+        assert lines[2].startswith("  found:    rank 1: 9 more files can be opened of about 16 ")
+        assert lines[2].endswith(" (cpu tensors: 4)")
+        assert lines[3].startswith("  fix:      raise the hard limit before the program starts: ul")
+
+
+@pytest.mark.parametrize("wire", ["gloo", "shm"])
+def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wire: str) -> None:
+    def program() -> Any:
+        before = len(os.listdir("/dev/fd"))
+        few = room_for(8) if md.get_rank() == 4 else nullcontext()
+        with few:
+            with pytest.raises(md.BackendError) as caught:
+                md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+            assert len(os.listdir("/dev/fd")) == before
+            flat = md.init_device_mesh("cpu", (6,))  # has the world's communicator
+        with room_for(8, num_hard=40):  # the limit is raised, and the mesh opened
+            mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        sums = []
+        for group in (flat, mesh["dp"], mesh["tp"]):
+            x = torch.ones(1)
+            md.all_reduce(x, group=group)
+            sums.append(x.item())
+        return str(caught.value).splitlines(), sums
+
+    # Gloo: a socket for each other member, and its file of words; shm: its handle, and a socket
+    needed = 12 + 2 * 1 + 2 * 2
+    for lines, sums in pool.run(program, 6, backend=wire):
+        assert lines[0].startswith("DeviceMesh(dp=2, tp=3) cannot be opened: a member can open too")
+        assert f"rank 4: 8 more files can be opened of about {needed} needed" in lines[2]
+        assert lines[2].endswith(" (axis 'dp': 2, axis 'tp': 4)")
+        assert sums == [6, 2, 3]

@@ -14,14 +14,16 @@ import pytest
 from meshdist.runtime import hosts
 from meshdist.runtime.hosts import (
     ProcessCard,
-    find_descriptor_lack,
+    find_thread_lack,
     free_bytes,
     host_identity,
     is_alive,
     is_stopped,
+    make_descriptor_room,
     my_card,
     process_start,
 )
+from tests.few_files import room_for
 from tests.stopping import stop
 
 
@@ -44,18 +46,40 @@ def test_what_is_no_card_is_refused(change: dict[str, object]) -> None:
 
 
 def test_files_that_can_still_be_opened() -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = len(os.listdir("/dev/fd")) - 1
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 5, before[1]))
-        assert find_descriptor_lack(5) == ""
-        assert find_descriptor_lack(6) == (
+    with room_for(5):
+        assert make_descriptor_room(5) == ""
+        assert make_descriptor_room(6) == (
             f"5 more files can be opened of about 6 needed; the limit is {num_open + 5}"
         )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
-        assert find_descriptor_lack(1).startswith("0 more files can be opened of about 1 ")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with room_for(1 - num_open):
+        assert make_descriptor_room(1).startswith("0 more files can be opened of about 1 ")
+
+
+def test_the_limit_of_files_is_raised_where_it_is_too_low_and_may_be() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/dev/fd")) - 1
+    with room_for(5, num_hard=20):
+        assert make_descriptor_room(5) == ""
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == num_open + 5  # no need to raise it
+        assert make_descriptor_room(15) == ""
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == num_open + 20
+        assert make_descriptor_room(21).startswith("20 more files can be opened of about 21 needed")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_threads_that_the_control_group_lets_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "pids.max", tmp_path / "pids.current"
+    monkeypatch.setattr("meshdist.runtime.hosts._PIDS", files)
+    assert find_thread_lack(1000) == ""  # no such group
+    files[1].write_text("90\n")
+    files[0].write_text("max\n")
+    assert find_thread_lack(1000) == ""
+    files[0].write_text("100\n")
+    assert find_thread_lack(10) == ""
+    assert find_thread_lack(11) == ("10 more threads can be started of 11 needed; the limit is 100")
 
 
 def test_whether_a_process_lives_is_not_known_where_no_file_can_be_opened() -> None:

@@ -370,6 +370,11 @@ class GlooWire(Wire):
     name = "gloo"
     device_types = frozenset({"cpu", "cuda"})
     communicator_kind = GlooCommunicator
+    num_threads = 2  # c10d's default, for each group
+
+    @property
+    def descriptors_per_peer(self) -> int:  # type: ignore[override]
+        return 0 if connects_late() else 1
 
     def is_available(self) -> bool:
         return True

@@ -76,6 +76,7 @@ class XcclWire(C10dWire):
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
+    num_threads = 2  # c10d's watchdog and its monitor; NCCL's own come as it connects
 
     def _open(self, kind: Any, opening: Opening) -> Communicator:
         rank, size = opening.rank, len(opening.ranks)

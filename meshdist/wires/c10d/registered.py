@@ -37,6 +37,7 @@ class RegisteredWire(Wire):
     device_types: frozenset[str]
     extended_api: bool
     communicator_kind = C10dCommunicator
+    descriptors_per_peer = 1  # which is a guess
 
     def is_available(self) -> bool:
         """True: a registered backend is taken to work."""

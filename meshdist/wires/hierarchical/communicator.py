@@ -37,7 +37,7 @@ from ..failures import (
     WireRefused,
     WireTimeout,
 )
-from ..opening import Opening
+from ..opening import Needs, Opening
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Tensors, parts
 from ..registry import Wire, get_wire, register_wire
@@ -208,6 +208,12 @@ class HierarchicalWire(Wire):
     def why_unavailable(self) -> tuple[str, str]:
         """Why shared memory is not available, and the fix."""
         return ShmWire().why_unavailable()
+
+    def needs(self, opening: Opening) -> Needs:
+        """Those of shared memory here, of Gloo with a member of each other host, and with all."""
+        num_here = opening.hosts.count(opening.hosts[opening.rank])
+        num_peers = 2 * (num_here - 1) + len(set(opening.hosts)) - 1 + len(opening.ranks) - 1
+        return Needs(num_peers, 0 if opening.is_one_host else 4)
 
     def open(self, opening: Opening) -> Communicator:
         """Open all levels; a group on one host gets shared memory's communicator.

@@ -342,6 +342,7 @@ class ShmWire(Wire):
     across_hosts = "hierarchical"
     compares_calls = True
     communicator_kind = ShmCommunicator
+    descriptors_per_peer = 2  # its process's handle, and while members meet a connection
 
     def is_available(self) -> bool:
         """Whether its native core was built."""

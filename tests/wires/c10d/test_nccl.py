@@ -18,10 +18,10 @@ from torch.distributed import DebugLevel, HashStore
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.checking.header_table import HeaderTable
-from meshdist.groups.registry import get_registry
+from meshdist.groups.registry import Registry, get_registry
 from meshdist.wires.opening import Opening
 from meshdist.wires.operations import DONE, Operation, Terms
-from meshdist.wires.registry import find_wire
+from meshdist.wires.registry import Wire, find_wire
 from tests.load import is_within
 from tests.pool import Pool
 from tests.stand_in_cupy import StandInCupy
@@ -30,6 +30,7 @@ from tests.wires.verb_table import check_every_verb
 
 SECONDS = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.5)
+WIRES = ("gloo", "nccl")
 
 
 @pytest.fixture
@@ -148,6 +149,58 @@ def test_results_are_whole_after_the_world_has_ended(world: Device) -> None:
     ending.join(10)
     assert not any(kernel.is_cut_off for kernel in world.kernels)
     assert not world.names("abort", "destructor aborts")
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The groups that are opened, each with its wire."""
+    opened: list[str] = []
+    acquire = Registry.acquire
+
+    def note(self: Registry, wire: Wire, opening: Opening, *more: Any) -> Any:
+        opened.append(f"{wire.name}: {opening.name}")
+        return acquire(self, wire, opening, *more)
+
+    monkeypatch.setattr(Registry, "acquire", note)
+    return opened
+
+
+def test_a_world_that_names_no_backend_opens_nccl_alone(
+    device: Device, tmp_path: Any, openings: list[str]
+) -> None:
+    start_world(tmp_path, backend=None)
+    try:
+        world = md.group.WORLD
+        assert openings == ["nccl: the world"]
+        assert world.first_device_type() == "cpu"  # no rank has chosen its device
+        mesh = md.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
+        assert world.first_device_type() == mesh["dp"].get_group().first_device_type() == "cuda"
+        axes = [f"nccl: axis {axis!r} of DeviceMesh(dp=1, tp=1)" for axis in ("dp", "tp")]
+        for group in (None, mesh["dp"]):
+            md.barrier(group)
+        group = md.new_group([0])
+        assert group.first_device_type() == "cpu"
+        md.monitored_barrier()
+        assert openings == ["nccl: the world", *axes, "nccl: group of rank 0"]
+        found: list[Any] = [None]
+        md.all_gather_object(found, 7, group)  # asks for the wire of CPU tensors
+        md.all_reduce(torch.ones(1))
+        assert found == [7] and openings[-2:] == ["shm: group of rank 0", "shm: the world"]
+        assert device.names("enqueue") == ["barrier"] * 2
+    finally:
+        md.destroy_process_group()
+
+
+def test_a_backend_that_is_named_opens_with_the_world(
+    device: Device, tmp_path: Any, openings: list[str]
+) -> None:
+    start_world(tmp_path, backend="cpu:gloo,cuda:nccl")
+    try:
+        md.new_group([0])
+        both = [f"{wire}: {group}" for group in ("the world", "group of rank 0") for wire in WIRES]
+        assert openings == both
+    finally:
+        md.destroy_process_group()
 
 
 PROGRAM = """
