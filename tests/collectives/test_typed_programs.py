@@ -33,7 +33,9 @@ def errors(seeds: range, ways: tuple[bool, ...] = (True, False)) -> list[tuple[i
     return wrong
 
 
-@pytest.mark.parametrize("start", range(0, 200, 50))
+@pytest.mark.parametrize(
+    "start", [0, 50, *(pytest.param(n, marks=pytest.mark.soak) for n in (100, 150))]
+)
 def test_random_programs(start: int) -> None:
     assert errors(range(start, start + 50), (False,) if start else (True, False)) == []
 

@@ -57,7 +57,7 @@ SOAK = pytest.mark.soak  # each starts an interpreter that imports torch
     ("program", "environment", "told"),
     [
         (BY_ITSELF, {}, "True False False\n"),
-        (BY_ITSELF, {"PMI_SIZE": "2"}, "True True False\n"),
+        pytest.param(BY_ITSELF, {"PMI_SIZE": "2"}, "True True False\n", marks=SOAK),
         pytest.param(BY_ITSELF, {"OMPI_COMM_WORLD_SIZE": "2"}, "True True False\n", marks=SOAK),
         pytest.param(
             BY_ITSELF, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "False False False\n", marks=SOAK
@@ -158,6 +158,7 @@ def test_torch_keeps_a_hook_of_its_own() -> None:
     assert done.stdout == "its own\n"
 
 
+@SOAK
 def test_without_mpi4py_mpi_is_not_offered(tmp_path: Path) -> None:
     blocker = (
         "import importlib.util, sys\n"
