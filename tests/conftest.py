@@ -15,6 +15,7 @@ from torch import distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.pool import QUICK_NAMES, Pool
+from tests.two_hosts import TwoHosts, two_hosts_of
 
 collect_ignore = ["conformance"]  # torch's tests, which `make torch-conformance` runs
 
@@ -32,6 +33,12 @@ def pool() -> Iterator[Pool]:
     """Worker processes: ``pool.run(fn, 4, *args)`` gives the results by rank."""
     with Pool() as workers:
         yield workers
+
+
+@pytest.fixture
+def two_hosts(pool: Pool) -> TwoHosts:
+    """Worker processes on two hosts: ``two_hosts.run(fn, 4, *args)`` has two ranks on each."""
+    return two_hosts_of(pool)
 
 
 @pytest.fixture(autouse=True)

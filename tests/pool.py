@@ -65,8 +65,9 @@ class WorkerLost(Exception):
 class Worker:
     """One worker process, as the tests' process sees it."""
 
-    def __init__(self, pid: int, connection: Connection, stacks: Path) -> None:
+    def __init__(self, pid: int, connection: Connection, stacks: Path, host: str = "") -> None:
         self.pid = pid
+        self.host = host
         self.connection = connection
         self.stacks = stacks
 
@@ -131,7 +132,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
-        self.jobs: dict[int, Pool] = {}  # of ranks under mpiexec, by their number
+        self.jobs: dict[int | str, Pool] = {}  # under mpiexec, by the number of ranks; on hosts
         self._parent: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._store: Any = None
@@ -194,10 +195,9 @@ class Pool:
             backend: that world's.
             hosts: a letter for each rank, the host that it takes itself to be on.
         """
-        self._grow(nprocs)
+        team = self._team(nprocs, hosts)
         self._runs += 1
         send_new_modules_by_value()
-        team = self.workers[:nprocs]
         # Before the first is sent: what cannot be sent to one rank is sent to none.
         program = cloudpickle.dumps((fn, args))
         calls = [
@@ -207,8 +207,8 @@ class Pool:
                 "size": nprocs,
                 "backend": backend,
                 "run": self._runs,
-                "port": self._store_port() if has_world else None,
-                "env": {**QUICK_NAMES, **(env or {}), **host_environment(hosts, rank)},
+                "store": self._store_address() if has_world else None,
+                "env": {**QUICK_NAMES, **(env or {}), **self._environment_on(hosts, rank)},
                 "timeout_s": timeout_s,
             }
             for rank in range(nprocs)
@@ -236,6 +236,7 @@ class Pool:
         *words: str,
         is_strict: bool = False,
         timeout_s: float = 60.0,
+        hosts: str = "",
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run a program to its end as one process or several; return how each ended.
 
@@ -248,6 +249,7 @@ class Pool:
             words: what the program finds in ``sys.argv`` after its own name.
             is_strict: whether warnings are errors, as with ``python -W error``.
             timeout_s: who has not ended by then is killed, which raises WorkerLost.
+            hosts: a letter for each process, its host, where the pool has several.
         """
         limit_s = timeout_s * load_factor()
         folder = tempfile.mkdtemp(dir=self._folder.name)
@@ -256,22 +258,12 @@ class Pool:
             path = Path(folder) / "program.py"
             path.write_text(program)
         kept = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-        here = {**kept, **QUICK_NAMES, "PYTHONPATH": str(TESTS.parent)}
+        here = {**kept, **QUICK_NAMES, **self._for_programs, "PYTHONPATH": str(TESTS.parent)}
         programs = [
             Program(str(path), words, {**here, **of_rank}, f"{folder}/{rank}", is_strict)
             for rank, of_rank in enumerate(environments)
         ]
-        worker = self._fork()
-        try:
-            data = cloudpickle.dumps((run_programs, (programs, limit_s)))
-            worker.connection.send({"program": data, "rank": 0, "env": {}, "port": None})
-            if not worker.connection.poll(limit_s + 10.0):
-                raise WorkerLost(f"nobody tells how they ended:\n{worker.show_stacks()}")
-            kind, value = cloudpickle.loads(worker.connection.recv_bytes())
-        finally:
-            worker.end()
-        if kind == "error":
-            raise value[0]
+        value = self._run_programs(programs, hosts, limit_s)
         said = [
             [NO_NAME.sub("", Path(f"{one.output}.{kind}").read_text()) for kind in ("out", "err")]
             for one in programs
@@ -284,8 +276,33 @@ class Pool:
             for code, texts in zip(value, said, strict=True)
         ]
 
+    def _run_programs(
+        self, programs: Sequence[Program], hosts: str, limit_s: float
+    ) -> list[int | None]:
+        """The exit codes of the programs, each a child of one new worker of its host."""
+        where = hosts or " " * len(programs)
+        found: dict[int, int | None] = {}
+        workers = {host: self._fork(host.strip()) for host in sorted(set(where))}
+        try:
+            for host, worker in workers.items():
+                mine = [one for one, there in zip(programs, where, strict=True) if there == host]
+                data = cloudpickle.dumps((run_programs, (mine, limit_s)))
+                worker.connection.send({"program": data, "rank": 0, "env": {}, "store": None})
+            for host, worker in workers.items():
+                if not worker.connection.poll(limit_s + 10.0):
+                    raise WorkerLost(f"nobody tells how they ended:\n{worker.show_stacks()}")
+                kind, value = cloudpickle.loads(worker.connection.recv_bytes())
+                if kind == "error":
+                    raise value[0]
+                numbers = [number for number, there in enumerate(where) if there == host]
+                found |= zip(numbers, value, strict=True)
+        finally:
+            for worker in workers.values():
+                worker.end()
+        return [found[number] for number in range(len(programs))]
+
     def close(self) -> None:
-        """End all workers and their parent, and the jobs under mpiexec."""
+        """End all workers and their parent, the jobs under mpiexec and those on hosts."""
         for job in self.jobs.values():
             job.close()
         self.jobs.clear()
@@ -371,15 +388,20 @@ class Pool:
             self._replace(team[rank])
         return outcomes
 
-    def _store_port(self) -> int:
-        if self._store is None:
-            from meshdist.bootstrap.stores import bind_listener, serve_store
+    _for_programs: Mapping[str, str] = {}
+    """The environment that programs have besides."""
 
-            listener = bind_listener("127.0.0.1", 0)
-            assert listener is not None
-            port = listener.getsockname()[1]
-            self._store = serve_store(listener, "127.0.0.1", port, timedelta(minutes=5))
-        return int(self._store.port)
+    def _environment_on(self, hosts: str, rank: int) -> dict[str, str]:
+        return host_environment(hosts, rank)
+
+    def _store_address(self) -> tuple[str, int]:
+        if self._store is None:
+            self._store = serve_any_port("127.0.0.1")
+        return "127.0.0.1", int(self._store.port)
+
+    def _team(self, nprocs: int, hosts: str) -> list[Worker]:
+        self._grow(nprocs)
+        return self.workers[:nprocs]
 
     def _grow(self, nprocs: int) -> None:
         while len(self.workers) < nprocs:
@@ -389,7 +411,25 @@ class Pool:
         worker.end()
         self.workers = [one for one in self.workers if one is not worker]
 
-    def _fork(self) -> Worker:
+    def _fork(self, host: str = "") -> Worker:
+        """A new worker; ``host`` says where, if this pool has several."""
+        mine, theirs = socket.socketpair()
+        stacks = Path(self._folder.name) / f"stacks-{time.monotonic_ns()}"
+        pid = self._ask_parent(f"{host}:{stacks}", theirs)
+        return Worker(pid, Connection(mine.detach()), stacks, host)
+
+    def _ask_parent(self, text: str, theirs: socket.socket) -> int:
+        """Let the parent of the workers fork a process that is given a socket; its number."""
+        self._start_parent()
+        assert self._control is not None
+        socket.send_fds(self._control, [os.fsencode(text)], [theirs.fileno()])
+        theirs.close()
+        answer = self._control.recv(64)
+        if not answer:
+            raise WorkerLost("the parent of the workers ended: see its output")
+        return int(answer)
+
+    def _start_parent(self) -> None:
         if self._parent is None:
             self._control, theirs = socket.socketpair()
             self._parent = subprocess.Popen(
@@ -406,15 +446,6 @@ class Pool:
                 start_new_session=True,
             )
             theirs.close()
-        assert self._control is not None
-        mine, theirs = socket.socketpair()
-        stacks = Path(self._folder.name) / f"stacks-{time.monotonic_ns()}"
-        socket.send_fds(self._control, [os.fsencode(stacks)], [theirs.fileno()])
-        theirs.close()
-        answer = self._control.recv(64)
-        if not answer:
-            raise WorkerLost("the parent of the workers ended: see its output")
-        return Worker(int(answer), Connection(mine.detach()), stacks)
 
 
 class Failure:
@@ -440,25 +471,75 @@ def parent_main(descriptor: int, parent: int) -> None:
     import meshdist.collectives.verbs
     import meshdist.mesh.device_mesh  # noqa: F401 - what most tests need is imported once
 
-    control = socket.socket(fileno=descriptor)
-    # Children that end are forgotten at once.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    me = os.getpid()
     gc.freeze()  # else each process would look through all of it, and have it copied for that
     gc.enable()
+    serve_forks(socket.socket(fileno=descriptor), fork_here)
+
+
+def fork_here(host: str) -> int:
+    """Fork; the child ends with this process. There is one host alone."""
+    assert not host, "the pool of tests.two_hosts has several hosts"
+    me = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent(me)
+    return pid
+
+
+def serve_forks(control: socket.socket, fork: Callable[[str], int]) -> None:
+    """Fork a worker for each request, until the process that asks has ended.
+
+    Args:
+        control: from where a request comes as "host:file of stacks", with the worker's socket; a
+            pool of several hosts asks for the parent of its workers as "hosts:folder".
+        fork: forks onto a host.
+    """
+    # Children that end are forgotten at once.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        path, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+        message, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
         if not descriptors:
             return
-        pid = os.fork()
+        host, _, path = os.fsdecode(message).partition(":")
+        pid = fork("" if host == "hosts" else host)
         if pid == 0:
             control.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            end_with_parent(me)
-            worker_main(Connection(descriptors[0]), os.fsdecode(path))
+            if host == "hosts":
+                serve_hosts(socket.socket(fileno=descriptors[0]), path)
+            else:
+                worker_main(Connection(descriptors[0]), path)
             os._exit(0)
         os.close(descriptors[0])
         control.sendall(str(pid).encode())
+
+
+def serve_hosts(control: socket.socket, folder: str) -> None:
+    """Make hosts, serve a store on the first, and fork workers onto them; see tests.two_hosts."""
+    from tests.namespaces import ADDRESSES, Hosts, NoNamespaces, end_with, wait_for_ever
+
+    try:
+        hosts = Hosts.make(folder)
+        hosts.enter()
+    except NoNamespaces as refusal:
+        control.sendall(str(refusal).encode())
+        return
+    end_with()  # once more, since new rights undo it
+    if hosts.fork("A") == 0:
+        store = serve_any_port(ADDRESSES["A"])
+        control.sendall(str(store.port).encode())
+        control.close()
+        wait_for_ever()
+    serve_forks(control, hosts.fork)
+
+
+def serve_any_port(address: str) -> Any:
+    """A store for the worlds of a pool, at a free port of this host."""
+    from meshdist.bootstrap.stores import bind_listener, serve_store
+
+    listener = bind_listener(address, 0)
+    assert listener is not None
+    return serve_store(listener, address, listener.getsockname()[1], timedelta(minutes=5))
 
 
 def worker_main(connection: Connection, stacks: str) -> None:
@@ -564,7 +645,7 @@ def perform(call: dict[str, Any], fn: Callable[..., Any], args: Sequence[Any]) -
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            if call["port"] is None:
+            if call["store"] is None:
                 return fn(call["rank"], *args)
             return perform_in_world(call, fn, args)
     finally:
@@ -579,8 +660,8 @@ def perform_in_world(call: dict[str, Any], fn: Callable[..., Any], args: Sequenc
     import meshdist as md
     from meshdist.bootstrap.stores import connect_store, keep_store
 
-    port, timeout = call["port"], timedelta(seconds=call["timeout_s"])
-    store = keep_store("pool", lambda: connect_store("127.0.0.1", port, timeout))
+    timeout = timedelta(seconds=call["timeout_s"])
+    store = keep_store("pool", lambda: connect_store(*call["store"], timeout))
     md.init_process_group(
         call["backend"],
         timeout=timeout,
