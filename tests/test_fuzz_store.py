@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.server_watch import find_offer
 from meshdist.bootstrap.world import World
 from meshdist.checking.barrier_arrivals import MonitoredBarrier
+from meshdist.checking.shared_words import Regions, SignsOfLife
 from meshdist.errors import MeshdistError
 from meshdist.groups.agreement import Agreements, digest_of_ranks
-from meshdist.groups.paused_clocks import PausedClocks
 from meshdist.groups.registry import Registry
-from meshdist.groups.signal_thread import collect, last_call_text, parse_answer
+from meshdist.groups.signal_thread import SignalThread, collect, last_call_text, parse_answer
 from meshdist.runtime.deadlines import Grace, clock
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi.opening import parse_member
@@ -114,16 +115,17 @@ def abort(junk: bytes) -> None:
         assert set(map(type, found["disagreement"].values())) == {str}
 
 
-def paused_clocks(junk: bytes) -> None:
+def signals(junk: bytes) -> None:
     store = Memory()
-    store.values["clock/pauses"] = junk
-    clocks = PausedClocks(store, 0)
-    try:
-        clocks.read()
-        clocks.check()
-    finally:
-        clocks.release()
-        assert not clock.is_paused()
+    store.values["signal/1"] = junk
+    world = found_by(store)
+    handle: Any = SimpleNamespace(ends=[], set_bare=lambda key: None)
+    signs = SignsOfLife(None, Regions(lambda member: None), 0)
+    answer = Registry(world).answer
+    thread = SignalThread(world, handle, answer, lambda _: None, lambda: None, signs)
+    thread.stop()
+    assert world.latest_signal == 1
+    assert not clock.is_paused()
 
 
 def answers(junk: bytes) -> None:
@@ -181,7 +183,14 @@ READERS: Readers = {
         outcome_of_barrier,
     ),
     "an abort": (records(ABORT, {**ABORT, "disagreement": DISAGREEMENT}), abort),
-    "the table of paused clocks": (records({"a": [1, 3.0]}, {}), paused_clocks),
+    "a signal": (
+        records(
+            {"kind": "clock", "name": "a", "pause": [1, 3.0]},
+            {"kind": "ask", "about": {"label": "group"}, "ranks": [0, 1]},
+            {"kind": "abort", **ABORT},
+        ),
+        signals,
+    ),
     "an answer": (records(ANSWER, {**ANSWER, "about": "barrier()"}), answers),
     "a member over MPI": (
         records(MEMBER, {"card": CARD, "problem": {"summary": "none", "fix": "install it"}}),

@@ -135,7 +135,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "groups": (
-            "paused_clocks",
             "signal_thread",
             "endings",
             "agreement",

@@ -14,6 +14,8 @@ import atexit
 import fcntl
 import json
 import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ from ..runtime.hosts import name_locker
 from .server_watch import ServerWatch, accept_clients, find_readable
 from .stores import cloned, root_of
 
-__all__ = ["BoundedStore", "read_json", "read_jsons", "read_number", "within"]
+__all__ = ["BoundedStore", "KeyAlarm", "read_json", "read_jsons", "read_number", "within"]
 
 T = TypeVar("T")
 
@@ -44,6 +46,8 @@ _ANSWER_S = 5.0
 _END_S = 20.0
 _POLL_S = 0.2
 _CLOSING_S = 1.0
+# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that.
+_VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), b"\0"
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
 
@@ -199,6 +203,12 @@ class BoundedStore(Store):
         """A connection of its own, for torch's classes that use a store in threads of theirs."""
         return self.ask(cloned)
 
+    def set_bare(self, key: str) -> tuple[str, int] | None:
+        """Set ``key`` under no prefix; returns where the server listens, None where none does."""
+        if self._address is not None:
+            self.ask(lambda raw: root_of(raw).set(key, ""))
+        return self._address
+
     def let_server_end(self) -> None:
         """Close the watch, for which a server waits that ends, once no request is under way."""
         if self._watch is not None and self._thread is not None:
@@ -305,6 +315,31 @@ class BoundedStore(Store):
             found="a key that was to be counted up may hold what is no number",
             fix="let no other program write to the store",
         )
+
+
+class KeyAlarm:
+    """A connection to a TCPStore's server that becomes readable when a key is set; then ``reset``.
+
+    torch's own wait cannot be called off, and its expiry is reported on stderr: here its request
+    travels over a socket that can be polled. Where the server does not know it no alarm rings.
+    """
+
+    def __init__(self, address: tuple[str, int], key: str) -> None:
+        self.connection = socket.create_connection(address, timeout=_CLOSING_S)
+        self.connection.sendall(_VALIDATE)
+        self.reset(key)
+
+    def reset(self, key: str) -> None:
+        """Ring when ``key`` is set."""
+        name = f"/{key}".encode()  # torch begins each key with "/"
+        self.connection.sendall(_WAIT + struct.pack("=Q", len(name)) + name)
+
+    def has_rung(self) -> bool:
+        """Whether the key is set; says so once. OSError where the connection is lost."""
+        is_readable = bool(find_readable([self.connection], 0.0))
+        if is_readable and self.connection.recv(1) != _IS_SET:
+            raise ConnectionError
+        return is_readable
 
 
 def _is_unlocked(file: int) -> bool:

@@ -15,8 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..runtime.deadlines import Grace
+
 __all__ = [
     "Regions",
+    "SignsOfLife",
     "SharedWords",
     "WordsAddress",
     "SharedWordsView",
@@ -28,6 +31,7 @@ _TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written a
 _TOTAL_WORDS = _TOTAL_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13
 _PAGE_WORDS = mmap.PAGESIZE // 8
+_SILENT_S = 1.0
 _NAME = "meshdist-words"
 _LINK = f"/memfd:{_NAME}"  # how the system's list of open files shows it
 # Words of the directory; an entry is a key and where it lies.
@@ -218,6 +222,45 @@ class Regions:
         """Whether a member may write more."""
         view, _ = self._found.get(member, (None, 0))
         return view is not None and view.is_kept() and self.is_current(member)
+
+
+class SignsOfLife:
+    """By which a process finds the lowest of its host's that is alive, and what that one tells.
+
+    Each counts its beats in words that it shares, and writes the number there that it tells:
+
+        rank 0   beat 812   tells 3
+        rank 1   beat 809   tells 3     reads the words of rank 0
+        rank 2   beat 811   tells 3     reads the words of rank 0
+
+    Where rank 0 ends its words are gone; where it is stopped, or gets no time, they show one beat
+    for a second, and rank 1 is the lowest until rank 0 beats again.
+
+    Args:
+        mine: the words of this process; None where it has none.
+        regions: those of the ``num_lower`` lower processes.
+    """
+
+    def __init__(self, mine: memoryview | None, regions: Regions, num_lower: int) -> None:
+        self._mine, self._regions = mine, regions
+        self._beats = [(-1, Grace(0.0))] * num_lower
+
+    def beat(self, number: int) -> None:
+        """Show that this process is alive, and tell ``number``."""
+        if self._mine is not None:
+            self._mine[0], self._mine[1] = self._mine[0] + 1, number
+
+    def find_told(self) -> int | None:
+        """The number that the lowest one tells; None where that is this process."""
+        for member, (beat, silence) in enumerate(self._beats):
+            words = self._regions.find(member, _PAGE_WORDS)
+            if words is not None and self._regions.is_alive(member):
+                if words[0] != beat:
+                    silence = Grace(_SILENT_S)
+                    self._beats[member] = words[0], silence
+                if not silence.is_over:
+                    return words[1]
+        return None
 
 
 def make_shared_words() -> SharedWords | None:

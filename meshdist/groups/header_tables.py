@@ -14,6 +14,7 @@ from ..checking.shared_words import (
     Regions,
     SharedWords,
     SharedWordsView,
+    SignsOfLife,
     WordsAddress,
     find_view,
     make_shared_words,
@@ -60,6 +61,14 @@ class HeaderTables:
         with suppress(MemoryError):
             return AnnouncementTable(self._words, key, me, len(ranks), regions)
         return None
+
+    def signs_of_life(self) -> SignsOfLife:
+        """Those of the ranks of this host."""
+        hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
+        lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
+        regions = Regions(lambda member: self._find_region(lower[member], key))
+        mine = None if self._words is None else self._words.reserve(key, 1)
+        return SignsOfLife(mine, regions, len(lower))
 
     def close(self) -> None:
         """End this rank's part in all tables."""

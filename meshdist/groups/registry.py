@@ -128,7 +128,8 @@ class Registry:
             self.header_tables.publish()
             abort, look = self._abort_as_told, self._look
             self._answerer = Answerer(self.where)
-            self._signals = SignalThread(world, world.handle, self.answer, abort, look)
+            signs = self.header_tables.signs_of_life()
+            self._signals = SignalThread(world, world.handle, self.answer, abort, look, signs)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager

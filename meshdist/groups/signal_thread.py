@@ -1,12 +1,13 @@
 """Messages between the processes of a world that arrive while they wait in a verb.
 
-Each process has one signal thread, which looks at the store four times a second. A signal is of
-one of three kinds:
+Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
+signal by an alarm of the store's server, or looks four times a second where there is none; the
+others look as often at its shared words. A signal is of one of three kinds:
 
 * ``abort`` frees the ranks that wait in the named groups;
 * ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
   elsewhere. So a timeout can name the ranks that are missing, and where they are;
-* ``clock`` pauses or resumes the clocks of all ranks, as the table in the store says.
+* ``clock`` pauses or resumes the clocks of all ranks, since one is being debugged.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 from uuid import uuid4
 
 from torch.distributed import Store
 
-from ..bootstrap.bounded_store import BoundedStore, read_json
+from ..bootstrap.bounded_store import BoundedStore, KeyAlarm, read_json, read_jsons, read_number
 from ..bootstrap.server_watch import find_readable
 from ..bootstrap.world import World
+from ..checking.shared_words import SignsOfLife
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
-from .paused_clocks import PausedClocks, change_pause
 
 __all__ = [
     "Answer",
+    "PausedClocks",
     "SignalThread",
     "ask",
     "clocks_paused",
@@ -44,8 +47,13 @@ __all__ = [
 _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
 
+_NOT_A_SIGNAL = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 _PERIOD_S = 0.25
+_SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
+_SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
+_SILENCE_S = 10.0
 _ANSWER_S = 2.0
+_MOST_NAMED = 64  # ranks that a question names; one to more ranks all ranks answer
 _END_S = 20.0  # a request to the store ends in a few seconds
 
 
@@ -75,7 +83,8 @@ class SignalThread:
     Args:
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
-        look: called at each look at the store; must not wait.
+        look: called four times a second at least; must not wait.
+        signs: of the ranks of this host.
     """
 
     def __init__(
@@ -85,8 +94,12 @@ class SignalThread:
         answer: Callable[[dict[str, Any]], Answer],
         abort: Callable[[dict[str, Any]], None],
         look: Callable[[], None],
+        signs: SignsOfLife,
     ) -> None:
         self._world = world
+        self._signs = signs
+        self._alarm: KeyAlarm | None = None
+        self._next_alarm, self._next_look = Grace(_SETTLE_S), Grace(0.0)
         self._look = look
         self._store = store = world.store
         self._rank = rank = world.rank
@@ -95,7 +108,6 @@ class SignalThread:
         self._handle = handle
         self._seen = 0
         self._paused_clocks = PausedClocks(store, rank)
-        self._paused_clocks.read()  # a rank may have paused the clocks already
         self._stopping, self._stop = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
@@ -119,46 +131,149 @@ class SignalThread:
 
     def _run(self) -> None:
         ends = [self._stopping, *self._handle.ends]
-        while not (ended := find_readable(ends, _PERIOD_S)):
-            self._act_on_all()
+        ended: set[int] = set()
+        while not ended:
+            self._act_on_all(self._signs.find_told())
             self._look()
+            alarms = {self._alarm.connection.fileno()} if self._alarm is not None else set()
+            ended = find_readable([*ends, *alarms], _PERIOD_S) - alarms
         if ended == {self._stopping}:  # another rank may be waiting for this one's receipt
-            self._act_on_all()
+            self._drop_alarm(_SETTLE_S)
+            self._act_on_all(None)
         else:
             self._handle.let_server_end()
+        self._drop_alarm(_SETTLE_S)
         self._paused_clocks.release()
 
-    def _act_on_all(self) -> None:
-        # A store that does not answer may do so later; one that is lost ends this thread.
-        with suppress(RuntimeError):
-            while self._store.check([_signal_key(self._seen + 1)]):
+    def _act_on_all(self, told: int | None) -> None:
+        """Act on the signals that another process has ``told`` of; None: that the store has."""
+        try:
+            if told is not None:
+                self._drop_alarm(_SETTLE_S)
+            latest = self._find_latest() if told is None else told
+            self._signs.beat(latest)  # before this process acts, which may take long
+            while self._seen < latest:
                 self._seen += 1
                 self._world.latest_signal = max(self._world.latest_signal, self._seen)
                 try:
                     self._act(self._seen, read_json(self._store, _signal_key(self._seen), dict))
-                except (KeyError, TypeError, AttributeError, ValueError, StoreError) as junk:
+                except (*_NOT_A_SIGNAL, StoreError) as junk:
                     _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
-            self._paused_clocks.check()
+            for name in self._paused_clocks.check(looks=told is None):
+                post(self._world, {"kind": "clock", "name": name, "pause": None})
+        except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
+            self._drop_alarm(_SURE_S)
+
+    def _find_latest(self) -> int:
+        """How many signals there are; asks the store unless an alarm would have rung."""
+        latest, alarm = self._seen, self._alarm
+        has_rung = alarm is not None and alarm.has_rung()
+        if not (has_rung or self._next_look.is_over):
+            return latest
+        while self._store.check([_signal_key(latest + 1)]):
+            latest += 1
+        if alarm is not None and has_rung:
+            alarm.reset(_alarm_key(self._store, latest + 1))
+            self._next_look = Grace(_SURE_S)
+        elif latest > self._seen:  # an alarm that has not rung is worth nothing
+            self._drop_alarm(_SETTLE_S)
+        elif alarm is None and self._next_alarm.is_over:
+            self._next_alarm = Grace(_SURE_S)
+            known = _alarm_key(self._store, 0)
+            if address := self._handle.set_bare(known):
+                self._alarm = KeyAlarm(address, known)  # rings at once if the server knows it
+        return latest
+
+    def _drop_alarm(self, pause_s: float) -> None:
+        """Ask the store at each look until another alarm, made ``pause_s`` later, has rung."""
+        self._next_alarm, self._next_look = Grace(pause_s), Grace(0.0)
+        if self._alarm is not None:
+            self._alarm.connection.close()
+        self._alarm = None
 
     def _act(self, number: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "ask":
-            answer = json.dumps(self._answer(message["about"]))
-            self._store.set(f"{_signal_key(number)}/answer/{self._rank}", answer)
+            if self._rank in message.get("ranks", [self._rank]):
+                answer = json.dumps(self._answer(message["about"]))
+                self._store.set(f"{_signal_key(number)}/answer/{self._rank}", answer)
+                self._store.add(receipts_key(number), 1)
         elif kind == "abort":
             self._abort({**message, "number": number})
             self._store.add(receipts_key(number), 1)
         elif kind == "clock":
-            self._paused_clocks.read()
+            pause = message["pause"]
+            limit = None if pause is None else (int(pause[0]), float(pause[1]))
+            self._paused_clocks.change(str(message["name"]), limit)
+
+
+@dataclass
+class _Pause:
+    """One pause, as another process sees it."""
+
+    rank: int
+    limit: Grace
+    num_beats: int = -1
+    silence: Grace = field(default_factory=lambda: Grace(_SILENCE_S))
+
+
+class PausedClocks:
+    """The pauses of this process's clock, each with a name; for one thread.
+
+    A pause ends when its rank, which counts signs of life in the store, says so, at its limit, or
+    after ten seconds without such a sign: a rank that was killed stops no clock for good.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._pauses: dict[str, _Pause] = {}
+
+    def change(self, name: str, pause: tuple[int, float] | None) -> None:
+        """Begin a pause of a rank, for so many seconds at most; None ends it."""
+        if pause is not None:
+            self._pauses[name] = _Pause(pause[0], Grace(pause[1]))
+            clock.pause(name)
+        elif self._pauses.pop(name, None) is not None:
+            clock.resume(name)
+
+    def check(self, *, looks: bool = True) -> list[str]:
+        """End what has lasted too long; returns the pauses of ranks that have ended.
+
+        Those are seen by the process of a host that ``looks``, which tells the others.
+        """
+        ended = []
+        for name, pause in tuple(self._pauses.items()):
+            key = f"clock/{name}/beat"
+            if pause.rank == self._rank:
+                self._store.add(key, 1)
+            elif looks and (beats := read_number(self._store, key)) != pause.num_beats:
+                pause.num_beats, pause.silence = beats, Grace(_SILENCE_S)
+            elif looks and pause.silence.is_over:
+                ended.append(name)
+            if name in ended or pause.limit.is_over:
+                self.change(name, None)
+        return ended
+
+    def release(self) -> None:
+        """End all pauses."""
+        for name in tuple(self._pauses):
+            self.change(name, None)
 
 
 def receipts_key(number: int) -> str:
-    """Under which the signal threads count the ranks that have acted on an abort."""
+    """Under which the signal threads count the ranks that have acted on an abort, or answered."""
     return f"{_signal_key(number)}/received"
 
 
 def _signal_key(number: int) -> str:
     return f"signal/{number}"
+
+
+def _alarm_key(store: Store, number: int) -> str:
+    """Of a signal: a key without the world's prefix, hence with a random word of its own."""
+    word = store.compare_set("signal/alarms", "", uuid4().hex).decode(errors="replace")
+    return f"meshdist/alarm/{word}/{number}"
 
 
 def post(world: World, message: dict[str, Any]) -> int:
@@ -168,6 +283,8 @@ def post(world: World, message: dict[str, Any]) -> int:
     while world.store.compare_set(_signal_key(number), "", text) != text.encode():
         number += 1
     world.latest_signal = max(world.latest_signal, number)
+    if world.handle is not None:
+        world.handle.set_bare(_alarm_key(world.store, number))
     return number
 
 
@@ -185,8 +302,7 @@ def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
 
     def change(pause: tuple[int, float] | None) -> None:
         with suppress(RuntimeError):
-            change_pause(world.store, name, pause)
-            post(world, {"kind": "clock"})
+            post(world, {"kind": "clock", "name": name, "pause": pause})
 
     clock.pause(here)
     try:
@@ -208,10 +324,13 @@ def ask(
     """Ask what each of ``ranks`` called last, and ``about`` a call or message; ranks that do not
     answer in time are left out.
     """
-    number = post(world, {"kind": "ask", "about": about or {}})
+    named = {"ranks": ranks} if len(ranks) <= _MOST_NAMED else {}
+    number = post(world, {"kind": "ask", "about": about or {}, **named})
     answers: dict[int, Answer] = {}
     keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
-    collect(world.store, keys, answers, Grace(patience_s), parse_answer)
+    grace, received = Grace(patience_s), receipts_key(number)
+    wait_until(lambda: read_number(world.store, received) >= len(ranks), grace)
+    collect(world.store, keys, answers, grace, parse_answer)
     return answers
 
 
@@ -233,11 +352,8 @@ def collect(
     parse: Callable[[Any], T],
 ) -> None:
     """Add to ``found`` what each rank writes in JSON under its key, until all have written."""
-
-    def is_complete() -> bool:
-        for rank in keys.keys() - found.keys():
-            if store.check([keys[rank]]):
-                found[rank] = read_json(store, keys[rank], parse)
-        return found.keys() >= keys.keys()
-
-    wait_until(is_complete, deadline)
+    ranks = sorted(keys.keys() - found.keys())
+    if not wait_until(lambda: store.check([keys[rank] for rank in ranks]), deadline):
+        ranks = [rank for rank in ranks if store.check([keys[rank]])]
+    values = read_jsons(store, [keys[rank] for rank in ranks], parse) if ranks else []
+    found.update(zip(ranks, values, strict=True))

@@ -439,8 +439,8 @@ def test_two_groups_called_in_two_orders_by_verbs_that_wait(pool: Pool) -> None:
     assert f"rank 1: did not arrive; last call 2 on {other}: {call}" in first
     assert f"rank 1, call 2 on {other}: {call}" in second
     assert f"rank 0: did not arrive; last call 1 on {axis}: {call}" in second
-    assert first.count("test_failures.py:") == 2
-    assert second.count("test_failures.py:") in (2, 3)  # rank 0 may have gone on
+    for text in (first, second):
+        assert text.count("test_failures.py:") in (2, 3)  # the other may have gone on
 
 
 def test_the_first_failure_is_quoted_by_the_later_ones(pool: Pool) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.groups import paused_clocks as room
-from meshdist.groups.paused_clocks import PausedClocks, change_pause
+from meshdist.groups import signal_thread as room
+from meshdist.groups.signal_thread import PausedClocks
 from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Clock
 
@@ -24,35 +24,27 @@ def real(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return real
 
 
-def test_the_clock_is_paused_as_long_as_the_table_lists_a_rank(real: SimpleNamespace) -> None:
-    store = HashStore()
-    pauses = PausedClocks(store, 2)
-    pauses.read()
+def test_the_clock_is_paused_as_long_as_a_rank_pauses_it(real: SimpleNamespace) -> None:
+    pauses = PausedClocks(HashStore(), 2)
+    pauses.change("a", None)
     assert not real.clock.is_paused()
-    names = ["a", "b"]
-    for rank, name in enumerate(names):
-        change_pause(store, name, (rank, 60.0))
-    for is_paused in (True, True, False):
-        pauses.read()
-        pauses.read()
+    for rank, name in enumerate("ab"):
+        pauses.change(name, (rank, 60.0))
+        pauses.change(name, (rank, 60.0))
+    for name, is_paused in [("a", True), ("a", True), ("b", False), ("b", False)]:
+        pauses.change(name, None)
         assert real.clock.is_paused() == is_paused
-        if names:
-            change_pause(store, names.pop(0), None)
 
 
 def test_a_pause_has_a_limit(real: SimpleNamespace) -> None:
-    store = HashStore()
-    change_pause(store, "a", (2, 60.0))
-    pauses = PausedClocks(store, 2)
-    pauses.read()
+    pauses = PausedClocks(HashStore(), 2)
+    pauses.change("a", (2, 60.0))
     for _ in range(11):
         real.seconds += 5.0
-        pauses.check()
+        assert pauses.check() == []
         assert real.clock.is_paused()
     real.seconds += 6.0
-    pauses.check()
-    pauses.read()  # the pause is in the table still
-    pauses.check()
+    assert pauses.check() == []
     assert not real.clock.is_paused()
 
 
@@ -60,30 +52,30 @@ def test_a_rank_that_shows_no_sign_of_life_pauses_no_clock(
     real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HashStore()
-    change_pause(store, "a", (0, 3600.0))
-    debugged, other = PausedClocks(store, 0), PausedClocks(store, 1)
-    other.read()
+    debugged, other, third = (PausedClocks(store, rank) for rank in range(3))
+    other.change("a", (0, 3600.0))
     monkeypatch.setattr(room, "clock", Clock())  # as in another process
-    debugged.read()
+    debugged.change("a", (0, 3600.0))
+    third.change("a", (0, 3600.0))
     monkeypatch.setattr(room, "clock", real.clock)
     for _ in range(5):
         real.seconds += 8.0
-        debugged.check()
-        other.check()
+        assert debugged.check() == other.check() == third.check(looks=False) == []
         assert real.clock.is_paused()
     real.seconds += 8.0  # it is killed
-    other.check()
+    assert other.check() == []
     assert real.clock.is_paused()
     real.seconds += 3.0
-    other.check()
+    assert third.check(looks=False) == []  # another process of its host looks, and tells it
+    assert third.check() == []  # it has not looked before
+    assert other.check() == ["a"]
     assert not real.clock.is_paused()
+    assert other.check() == []
 
 
 def test_released_pauses_stop_no_clock(real: SimpleNamespace) -> None:
-    store = HashStore()
-    change_pause(store, "a", (0, 60.0))
-    pauses = PausedClocks(store, 1)
-    pauses.read()
+    pauses = PausedClocks(HashStore(), 1)
+    pauses.change("a", (0, 60.0))
     assert real.clock.is_paused()
     pauses.release()
     assert not real.clock.is_paused()

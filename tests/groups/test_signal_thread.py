@@ -15,7 +15,7 @@ from torch.distributed import HashStore, TCPStore
 
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
-from meshdist.groups.paused_clocks import change_pause
+from meshdist.checking.shared_words import Regions, SignsOfLife
 from meshdist.groups.signal_thread import (
     SignalThread,
     ask,
@@ -29,10 +29,19 @@ from tests.load import is_within
 LONG = timedelta(seconds=30)
 
 
+def alone() -> SignsOfLife:
+    """What a process sees that has no shared words, or is the lowest of its host."""
+    return SignsOfLife(None, Regions(lambda member: None), 0)
+
+
 def thread_of(store, rank, answer, abort, look=lambda: None) -> SignalThread:
     """A signal thread of ``rank``."""
     world, handle = World(rank, 2, store, {}), BoundedStore(store, LONG)
-    return SignalThread(world, handle, answer, abort, look)
+    return SignalThread(world, handle, answer, abort, look, alone())
+
+
+def pause_of(store, name: str, pause: tuple[int, float] | None) -> None:
+    post(World(1, 2, store, {}), {"kind": "clock", "name": name, "pause": pause})
 
 
 def call_of(rank: int) -> dict[str, object]:
@@ -92,7 +101,9 @@ def test_signals_of_before_are_acted_on() -> None:
 
 @pytest.mark.parametrize(
     "junk",
-    [b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999],
+    [b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999]
+    + [b'{"kind": "clock", "name": "a", "pause": %b}' % pause for pause in (b"7", b"[]", b"[1]")]
+    + [b'{"kind": "ask", "about": {}, "ranks": 7}'],
 )
 def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
     junk: bytes, caplog: pytest.LogCaptureFixture
@@ -112,17 +123,15 @@ def test_clocks_are_paused_and_resumed_by_messages() -> None:
     store = HashStore()
     thread = thread_of(store, 1, list, lambda message: None)
     try:
-        change_pause(store, "one", (0, 60.0))
-        post(World(1, 2, store, {}), {"kind": "clock"})
+        pause_of(store, "one", (0, 60.0))
         assert until(clock.is_paused)
         time.sleep(0.6)
         assert clock.is_paused()
-        change_pause(store, "one", None)
-        post(World(1, 2, store, {}), {"kind": "clock"})
+        pause_of(store, "one", None)
         assert until(lambda: not clock.is_paused())
-        change_pause(store, "two", (0, 60.0))
+        pause_of(store, "two", (0, 60.0))
         late = thread_of(store, 2, list, lambda message: None)
-        assert clock.is_paused()
+        assert until(clock.is_paused)
         late.stop()
         assert not clock.is_paused()
     finally:
@@ -138,11 +147,10 @@ def test_the_clocks_of_a_world_are_paused_within_a_context() -> None:
         with clocks_paused(world, 60.0):
             assert clock.now() - here < 0.5
             assert clock.is_paused()
-            assert json.loads(store.get("signal/1"))["kind"] == "clock"
-            assert [list(pause) for pause in json.loads(store.get("clock/pauses")).values()] == [
-                [0, 60.0]
-            ]
-        assert json.loads(store.get("clock/pauses")) == {}
+            said = json.loads(store.get("signal/1"))
+            assert (said["kind"], said["pause"]) == ("clock", [0, 60.0])
+        said["by"] = json.loads(store.get("signal/2"))["by"]
+        assert json.loads(store.get("signal/2")) == {**said, "pause": None}
         assert until(lambda: not clock.is_paused())
     finally:
         thread.stop()
@@ -220,7 +228,7 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         handle = BoundedStore(server, LONG)
         thread = SignalThread(
-            World(0, 2, server, {}), handle, list, lambda message: None, lambda: None
+            World(0, 2, server, {}), handle, list, lambda message: None, lambda: None, alone()
         )
         assert handle.is_served
         thread.stop()

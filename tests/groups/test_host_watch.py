@@ -1,0 +1,183 @@
+"""One process of a host looks at the store for signals, and the next takes over where it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.bootstrap.bounded_store import BoundedStore
+from meshdist.bootstrap.world import get_world
+from meshdist.groups.registry import get_registry
+from meshdist.groups.signal_thread import ask
+from meshdist.runtime.hosts import read_process
+from tests.load import is_within
+from tests.pool import Failure, Pool, places
+
+WIRES = [("shm", ""), ("gloo", "aabb")]
+
+
+def thread() -> Any:
+    """This rank's signal thread."""
+    return get_registry(get_world())._signals
+
+
+def until(is_so: Any, limit_s: float = 30.0) -> None:
+    end = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < end, "it has not come to that"
+        time.sleep(0.01)
+
+
+def until_settled(lowest: tuple[int, ...]) -> None:
+    """Return when the lowest ranks have an alarm that has rung, and no other rank has any."""
+    if md.get_rank() in lowest:
+        until(lambda: thread()._alarm is not None and not thread()._next_look.is_over)
+    else:
+        until(lambda: thread()._signs.find_told() is not None)
+    md.barrier()
+
+
+@pytest.mark.parametrize(("backend", "hosts"), WIRES)
+def test_an_idle_world_asks_the_store_for_nothing(pool: Pool, backend: str, hosts: str) -> None:
+    def program() -> tuple[int, int, bool]:
+        until_settled((0, 2) if hosts else (0,))
+        asked: list[str] = []
+        ask_store = BoundedStore.ask
+
+        def count(self: BoundedStore, request: Any) -> Any:
+            asked.append(threading.current_thread().name)
+            return ask_store(self, request)
+
+        BoundedStore.ask = count  # type: ignore[method-assign]
+        try:
+            time.sleep(1.5)  # six looks of each signal thread
+            idle = len(asked)
+            md.barrier()
+            answers = ask(get_world(), (0, 1, 2, 3)) if md.get_rank() == 3 else {}
+            md.barrier()
+        finally:
+            BoundedStore.ask = ask_store  # type: ignore[method-assign]
+        if md.get_rank() == 3:
+            assert sorted(answers) == [0, 1, 2, 3]
+        return idle, len(asked), thread()._alarm is not None
+
+    found = pool.run(program, 4, backend=backend, hosts=hosts)
+    assert [idle for idle, _, _ in found] == [0, 0, 0, 0]
+    assert [has_alarm for *_, has_alarm in found] == [True, False, bool(hosts), False]
+    assert all(num < 20 for _, num, _ in found[:3]), found
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped", "left"])
+@pytest.mark.parametrize(("backend", "hosts"), WIRES)
+def test_signals_arrive_though_the_watcher_has_gone(
+    pool: Pool, backend: str, hosts: str, end: str
+) -> None:
+    def program() -> Any:
+        rank, world = md.get_rank(), get_world()
+        pids: list[Any] = [None] * 4
+        md.all_gather_object(pids, os.getpid())
+        mesh = md.DeviceMesh("cpu", [1, 3], mesh_dim_names=("x",))
+        alone = md.new_group([rank], use_local_synchronization=True)
+        until_settled((0, 2) if hosts else (0,))
+        if rank == 0:
+            if end != "left":
+                os.kill(os.getpid(), signal.SIGSTOP if end == "stopped" else signal.SIGKILL)
+            md.destroy_process_group()
+            return None
+        if rank == 1:
+            with pytest.raises(md.AbortedError) as caught:
+                md.recv(torch.ones(1), 3, group=mesh.get_group())
+            return str(caught.value)
+        if rank == 3:
+            if end == "left":
+                until(lambda: bool(get_registry(world).endings.find(0)))
+            else:
+                until(lambda: (read_process(pids[0]) or ("", "Z"))[1][0] in "TtZ")
+            until(lambda: "recv" in str(ask(world, (1,)).get(1)))
+            begin = time.monotonic()
+            assert sorted(ask(world, (1, 2), patience_s=10.0)) == [1, 2]
+            mesh.abort("enough")
+            world.store.set("done", "")
+            if end == "stopped":
+                os.kill(pids[0], signal.SIGKILL)
+            return time.monotonic() - begin
+        world.store.wait(["done"], timedelta(seconds=30))
+        alone.close()
+        return None
+
+    found = pool.outcomes(program, 4, backend=backend, hosts=hosts)
+    assert isinstance(found[0], Failure) == (end != "left")
+    assert not isinstance(found[1], Failure), found[1].exception
+    assert not isinstance(found[3], Failure), found[3].exception
+    assert "rank 3" in found[1] and "enough" in found[1]
+    assert is_within(found[3], 5.0)
+
+
+def test_a_forked_child_leaves_the_watch_to_its_parent(pool: Pool) -> None:
+    def program() -> list[int]:
+        until_settled((0,))
+        child = os.fork() if md.get_rank() == 0 else None
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        md.barrier()
+        answers = ask(get_world(), (0, 1)) if md.get_rank() == 1 else {}
+        md.barrier()
+        md.destroy_process_group()
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        return sorted(answers)
+
+    assert pool.run(program, 2, backend="shm") == [[], [0, 1]]
+
+
+WORLDS = """
+import sys
+from datetime import timedelta
+import torch
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.groups import header_tables
+from meshdist.groups.registry import get_registry
+from meshdist.groups.signal_thread import ask
+
+for turn in range(4):
+    if turn == 3:  # as where the system has no shared words
+        header_tables.make_shared_words = lambda: None
+    md.init_process_group(sys.argv[1])
+    world, rank = get_world(), md.get_rank()
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    if rank == turn % 2:
+        assert sorted(ask(world, (0, 1), patience_s=10.0)) == [0, 1]
+        mesh.abort(f"in turn {turn}")
+        world.store.set("aborted", "")
+    try:
+        md.recv(torch.ones(1), 1 - rank, group=mesh.get_group())
+    except md.AbortedError as error:
+        assert f"in turn {turn}" in str(error)
+    else:
+        raise SystemExit("no abort has come")
+    has_seen = get_registry(world)._signals._signs.find_told() is not None
+    assert has_seen == (rank == 1 and turn < 3), turn
+    world.store.add("done", 1)
+    while int(world.store.add("done", 0)) < 2:
+        pass
+    md.destroy_process_group()
+print("passed")
+"""
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_each_of_several_worlds_has_a_watcher_of_its_own(pool: Pool, backend: str) -> None:
+    for done in pool.start(WORLDS, places(2), backend):
+        assert done.stdout == "passed\n", done.stderr
+        assert done.stderr == ""
