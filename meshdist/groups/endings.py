@@ -7,15 +7,18 @@ cannot, but processes of one host see that its process has ended.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from contextlib import suppress
 
-from ..bootstrap.bounded_store import read_json
+from ..bootstrap.bounded_store import read_json, read_number
 from ..bootstrap.world import World
 from ..errors import StoreError
 from ..runtime.endings import IN_GOOD_ORDER
 from ..runtime.hosts import ProcessCard, is_alive, is_stopped, my_card
 
 __all__ = ["Endings"]
+
+_NUM_LEFT = "ended"
 
 
 class Endings:
@@ -24,6 +27,7 @@ class Endings:
     def __init__(self, world: World) -> None:
         self._world = world
         self._cards: dict[int, ProcessCard] = {}
+        self._left: dict[int, tuple[str, dict[str, int]]] = {}
 
     def announce(self) -> None:
         """Show the others of this host which process this rank is."""
@@ -33,26 +37,36 @@ class Endings:
         """Tell the others how this rank leaves, and its collectives by communicator's label."""
         with suppress(StoreError):
             self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
+            self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """How a rank has left the world, as in "has ended"; "" where it has not, for all one sees.
+        """How a rank has left the world; "" where it has not, for all that is seen here."""
+        return self.find_all((rank,), label).get(rank, "")
+
+    def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
+        """How those of ``ranks`` left the world that did, as in "has ended"; one request if none.
 
         With a communicator's ``label`` an end in good order tells how many collectives it called.
 
         Raises:
             StoreError: the store is lost.
         """
-        world = self._world
-        if not world.has_processes:
-            return ""
-        key = _ending_key(rank)
-        if world.store.check([key]):
-            how, counts = read_json(world.store, key, lambda it: (str(it[0]), dict(it[1])))
-            if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
-                how += f"; it made {number} collective{'' if number == 1 else 's'} on this group"
-            return how
-        card = self._find_card(rank)
-        return "has ended" if card is not None and is_alive(card) is False else ""
+        store, found = self._world.store, dict[int, str]()
+        if not self._world.has_processes:
+            return found
+        for rank in ranks:  # first: what a process has left behind is there when it ends
+            if (card := self._find_card(rank)) is not None and is_alive(card) is False:
+                found[rank] = "has ended"
+        has_more = read_number(store, _NUM_LEFT) > len(self._left)
+        for rank in ranks:
+            if has_more and rank not in self._left and store.check([key := _ending_key(rank)]):
+                self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+            if rank in self._left:
+                how, counts = self._left[rank]
+                if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
+                    how += f"; it made {number} collective{'s' * (number != 1)} on this group"
+                found[rank] = how
+        return found
 
     def is_stopped(self, rank: int) -> bool:
         """Whether a rank of this host is seen to be stopped, so that it answers nothing."""

@@ -104,12 +104,11 @@ class Place:
         """
         if self.uses_table and self.table is not None:
             return self.table.find_gone()
-        world = self.group.world
-        endings = get_registry(world).endings
-        for member, rank in enumerate(self.channel.group.ranks):
-            if rank != world.rank and endings.find(rank):
-                return member
-        return None
+        ranks, mine = self.channel.group.ranks, self.group.world.rank
+        gone = get_registry(self.group.world).endings.find_all(
+            [one for one in ranks if one != mine]
+        )
+        return min(map(ranks.index, gone), default=None)
 
     def find_left(self) -> int | None:
         """A member that has left the context, where it is seen."""

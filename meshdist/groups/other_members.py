@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -67,7 +67,7 @@ class MembersOfWorld(OtherMembers):
         endings, label, lines = get_registry(self._world).endings, self._opened.label, []
         others = [rank for rank in self._others if but is None or rank != self._group.ranks[but]]
         try:
-            silent = {rank: text for rank in others if (text := _silence(endings, rank, label))}
+            silent = _silence(endings, others, label)
             answers = ask(self._world, tuple(rank for rank in others if rank not in silent))
         except StoreError as lost:
             return f"{STORE_LOST}: {lost.summary}"
@@ -151,9 +151,10 @@ class MembersOfWorld(OtherMembers):
         return disagreement
 
 
-def _silence(endings: Endings, rank: int, label: str) -> str:
-    """Why a rank gives no answer, as far as that can be seen; else ""."""
-    return endings.find(rank, label) or (_STOPPED if endings.is_stopped(rank) else "")
+def _silence(endings: Endings, ranks: Collection[int], label: str) -> dict[int, str]:
+    """Why those of ``ranks`` give no answer of which that can be seen."""
+    stopped = {rank: _STOPPED for rank in ranks if endings.is_stopped(rank)}
+    return stopped | endings.find_all(ranks, label)
 
 
 def silent_ranks(
@@ -173,8 +174,8 @@ def silent_ranks(
     endings = get_registry(world).endings
 
     def left() -> str:
-        lines = ((rank, _silence(endings, rank, label)) for rank in others)
-        return "\n".join(f"rank {rank} {text}" for rank, text in lines if text)
+        found = sorted(_silence(endings, others, label).items())
+        return "\n".join(f"rank {rank} {text}" for rank, text in found)
 
     try:
         if found := left():

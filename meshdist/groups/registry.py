@@ -368,7 +368,7 @@ class Registry:
         while not (grace.is_over or wait_until(have_come, Grace(grace.slice_s(_SLICE_S)))):
             if has_one_ended:
                 return
-            has_one_ended = any(map(self.endings.find, members))
+            has_one_ended = bool(self.endings.find_all(members))
 
     def _abort_as_told(self, message: dict[str, Any]) -> None:
         self._abort_here(_abort_message(message))

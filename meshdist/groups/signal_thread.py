@@ -1,7 +1,7 @@
 """Messages between the processes of a world that arrive while they wait in a verb.
 
 Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
-signal by an alarm of the store's server, or looks four times a second where there is none; the
+signal by an alarm of the store's server, or looks eight times a second where there is none; the
 others look as often at its shared words. A signal is of one of three kinds:
 
 * ``abort`` frees the ranks that wait in the named groups;
@@ -47,8 +47,7 @@ __all__ = [
 _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
 
-_NOT_A_SIGNAL = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
-_PERIOD_S = 0.25
+_PERIOD_S = 0.125
 _SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
 _SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
 _SILENCE_S = 10.0
@@ -83,7 +82,7 @@ class SignalThread:
     Args:
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
-        look: called four times a second at least; must not wait.
+        look: called eight times a second at least; must not wait.
         signs: of the ranks of this host.
     """
 
@@ -156,8 +155,8 @@ class SignalThread:
                 self._seen += 1
                 self._world.latest_signal = max(self._world.latest_signal, self._seen)
                 try:
-                    self._act(self._seen, read_json(self._store, _signal_key(self._seen), dict))
-                except (*_NOT_A_SIGNAL, StoreError) as junk:
+                    read_json(self._store, _signal_key(self._seen), self._act)
+                except StoreError as junk:
                     _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
             for name in self._paused_clocks.check(looks=told is None):
                 post(self._world, {"kind": "clock", "name": name, "pause": None})
@@ -191,8 +190,8 @@ class SignalThread:
             self._alarm.connection.close()
         self._alarm = None
 
-    def _act(self, number: int, message: dict[str, Any]) -> None:
-        kind = message["kind"]
+    def _act(self, message: dict[str, Any]) -> None:
+        number, kind = self._seen, message["kind"]
         if kind == "ask":
             if self._rank in message.get("ranks", [self._rank]):
                 answer = json.dumps(self._answer(message["about"]))
@@ -292,7 +291,7 @@ def post(world: World, message: dict[str, Any]) -> int:
 def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
     """Pause the timeouts of all verbs on all ranks, for ``limit_s`` at most.
 
-    The clocks of the others are paused and resumed up to a quarter of a second later. Where the
+    The clocks of the others are paused and resumed up to an eighth of a second later. Where the
     store is lost this rank's clock is paused alone. Simulated ranks have no timeouts.
     """
     if world.is_simulated or world.is_closed:
@@ -324,6 +323,8 @@ def ask(
     """Ask what each of ``ranks`` called last, and ``about`` a call or message; ranks that do not
     answer in time are left out.
     """
+    if not ranks:
+        return {}
     named = {"ranks": ranks} if len(ranks) <= _MOST_NAMED else {}
     number = post(world, {"kind": "ask", "about": about or {}, **named})
     answers: dict[int, Answer] = {}

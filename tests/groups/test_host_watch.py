@@ -58,7 +58,7 @@ def test_an_idle_world_asks_the_store_for_nothing(pool: Pool, backend: str, host
 
         BoundedStore.ask = count  # type: ignore[method-assign]
         try:
-            time.sleep(1.5)  # six looks of each signal thread
+            time.sleep(1.5)  # a dozen looks of each signal thread
             idle = len(asked)
             md.barrier()
             answers = ask(get_world(), (0, 1, 2, 3)) if md.get_rank() == 3 else {}

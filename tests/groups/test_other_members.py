@@ -118,7 +118,7 @@ def test_who_has_no_other_member_asks_nobody_and_does_not_wait(
 
 def test_ranks_that_have_left_are_named_with_what_they_left(asked: Asked) -> None:
     store = HashStore()
-    store.set("ended/2", json.dumps(["ended by ValueError: no data (train.py:7)", {}]))
+    Endings(World(2, 3, store, {})).leave("ended by ValueError: no data (train.py:7)", {})
     assert members(store).silent() == "rank 2 ended by ValueError: no data (train.py:7)"
     assert asked.calls == []
     assert "rank 2: ended by ValueError: no data (train.py:7)" in members(store).report(CALL)
@@ -141,9 +141,10 @@ def test_a_rank_that_answers_and_then_leaves_is_named(
     monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
     store = HashStore()
     asked.answers = {1: answer(), 2: answer()}
-    Timer(0.1, store.set, ("ended/1", '["ended by ValueError: no data", {}]')).start()
+    leave = Endings(World(1, 3, store, {})).leave
+    Timer(0.1, leave, ("ended by ValueError: no data", {})).start()
     assert members(store).silent() == "rank 1 ended by ValueError: no data"
-    store.delete_key("ended/1")
+    store = HashStore()
     Timer(0.1, store.set, ("label/failure", "told")).start()
     start = time.monotonic()
     assert members(store).silent() == ""  # no one leaves: another one has told why
