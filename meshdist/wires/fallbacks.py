@@ -45,14 +45,20 @@ def all_reduce_widened(
     """An all-reduce in another dtype, which holds all values of the tensor's; rounded once.
 
     Where that is one of whole numbers, floats are compared there in their order, and NaN is kept.
+    A copy is sent, so that a call that fails leaves the caller's floats as they were.
     """
     is_ordered = dtype in IN_ORDER.values() and tensor.dtype.is_floating_point
-    wide = tensor.to((DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype)
-    sent = to_order(wide.view(-1), op) if is_ordered else wide
+    held = (DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype
+    wide = wire.scratch.take(tensor.numel(), tensor.new_empty(0, dtype=held))
+    write(wide, tensor)
+    sent = to_order(wide, op) if is_ordered else wide
     started = wire.all_reduce(sent, op, terms)
-    return Chain(
-        [started], lambda: write(tensor, flip(sent).view(wide.dtype) if is_ordered else wide)
-    )
+
+    def copy_back() -> None:
+        write(tensor, flip(sent).view(held) if is_ordered else wide)
+        wire.scratch.give(wide)
+
+    return Chain([started], copy_back)
 
 
 def reduce_scatter_by_exchange(

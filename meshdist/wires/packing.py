@@ -11,6 +11,7 @@ __all__ = [
     "Sizes",
     "Tensors",
     "blocks",
+    "cuts",
     "packed",
     "parts",
     "parts_like",
@@ -63,3 +64,14 @@ def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
     """Copy the equal parts of ``whole`` into the outputs, if there are any."""
     if outputs:
         write_all(outputs, blocks(whole, len(outputs)))
+
+
+def cuts(count: int, num_parts: int) -> list[int]:
+    """The sizes of ``num_parts`` parts of ``count`` elements, which differ by one at most.
+
+    Example:
+        >>> cuts(7, 3)
+        [3, 2, 2]
+    """
+    least, more = divmod(count, num_parts)
+    return [least + (part < more) for part in range(num_parts)]

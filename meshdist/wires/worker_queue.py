@@ -11,12 +11,14 @@ from datetime import timedelta
 from queue import SimpleQueue
 from weakref import WeakMethod, finalize
 
+from ..runtime.deadlines import Deadline
 from .failures import WireTimeout
 from .operations import Operation
 
 __all__ = ["Job", "WorkerQueue"]
 
 _GRACE_S = 1.0
+_SLICE_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +30,10 @@ class Job(Operation):
     _failure: BaseException | None = None
 
     def finish(self, timeout: timedelta) -> None:
-        if not self._is_over.wait(timeout.total_seconds()):
-            raise WireTimeout.after(timeout)
+        deadline = Deadline(timeout)
+        while not self._is_over.wait(min(deadline.left_s, _SLICE_S)):  # a debugger may pause it
+            if deadline.is_over:
+                raise WireTimeout.after(timeout)
         if self._failure is not None:
             raise self._failure
 
@@ -53,7 +57,7 @@ class WorkerQueue:
     """Does operations in turn in one thread; ``release`` frees it if it has to end and does not."""
 
     def __init__(self, release: Callable[[], None]) -> None:
-        self._release = release
+        self._release = WeakMethod(release)  # of what keeps this queue
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Job | None = None
@@ -86,8 +90,10 @@ class WorkerQueue:
         self._queue.put(None)
         thread.join(_GRACE_S)
         if thread.is_alive():
+            release = self._release()
             with suppress(Exception):  # the connection may be broken already
-                self._release()
+                if release is not None:
+                    release()
             thread.join(_GRACE_S)
 
 

@@ -21,23 +21,80 @@ from tests.verbs.plans import VERBS, Case
 ASYNC = [name for name, verb in VERBS.items() if verb.takes_async]
 
 
-def half_precision(seed: int) -> list[Any]:
-    rank = md.get_rank()
-    generator = torch.Generator().manual_seed(seed + rank)
-    x = torch.randn(1000, generator=generator).to(torch.float16)
-    mine = x.clone()
-    md.all_reduce(x)
-    return [mine.numpy(), x.numpy()]
+NARROW = (torch.float16, torch.bfloat16)
+COUNTS = (7, 1 << 17, (1 << 20) + 12_345)
+"""Small, of one host's slots, and so large that parts are exchanged."""
 
 
+def rounded_once(parts: list[torch.Tensor], op: Any, factors: list[float]) -> torch.Tensor:
+    """The bounds of what float32 makes of the parts, in any order, rounded once."""
+    dtype, wide = parts[0].dtype, [part.double() for part in parts]
+    if factors:
+        wide = [(part * factor).double() for part, factor in zip(parts, factors, strict=True)]
+    stacked = torch.stack(wide)
+    total = stacked.prod(0) if op == md.ReduceOp.PRODUCT else stacked.sum(0)
+    size = stacked.abs().prod(0) if op == md.ReduceOp.PRODUCT else stacked.abs().sum(0)
+    if op == md.ReduceOp.AVG:
+        total, size = total / len(parts), size / len(parts)
+    slack = size * len(parts) * 2.0**-23
+    return torch.stack([(total - slack).to(dtype), (total + slack).to(dtype)])
+
+
+def narrow_sums() -> list[str]:
+    """What is not the sum of all members' numbers, made in float32 and rounded once."""
+    rank, size = md.get_rank(), md.get_world_size()
+    wrong = []
+
+    def part(dtype: torch.dtype, count: int, member: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(member)
+        x = torch.randn(count, generator=generator).to(dtype)
+        if dtype is torch.float16 and size > 2:  # the sum is no larger than its parts
+            x[:5] = torch.tensor([40000.0, 40000.0, -40000.0, 0.0, 0.0])[member]
+        return x
+
+    def compare(dtype: torch.dtype, count: int, op: Any, by: list[float]) -> None:
+        parts = [part(dtype, count, member) for member in range(size)]
+        mine, (low, high) = parts[rank], rounded_once(parts, op, by)
+
+        def check(verb: str, x: torch.Tensor, start: int = 0) -> None:
+            least, most = (end[start : start + len(x)] for end in (low, high))
+            bad = int((~((least <= x) & (x <= most))).sum())
+            if bad:
+                wrong.append(f"{verb} of {count} {dtype}, {op}: {bad} are not right")
+
+        md.all_reduce(x := mine.clone(), op)
+        check("all_reduce", x)
+        work = md.all_reduce(y := mine.clone(), op, async_op=True)
+        md.barrier()  # another verb meanwhile
+        assert work is not None and work.wait()
+        if not torch.equal(x, y):
+            wrong.append(f"all_reduce in flight of {count} {dtype}, {op}: other bits")
+        xs = [mine[:3].clone(), mine[3:].clone()]
+        md.all_reduce_coalesced(xs, op)
+        check("all_reduce_coalesced", torch.cat(xs))
+        md.reduce(x := mine.clone(), size - 1, op)
+        check("reduce", x if rank == size - 1 else low)
+        each = count // size
+        md.reduce_scatter_tensor(x := mine.new_empty(each), mine[: each * size], op)
+        check("reduce_scatter_tensor", x, each * rank)
+        md.reduce_scatter(x, list(mine[: each * size].split(each)), op)
+        check("reduce_scatter", x, each * rank)
+
+    factors = [0.5 + member / 2 for member in range(size)]
+    ops = [(getattr(md.ReduceOp, name), []) for name in ("SUM", "AVG", "PRODUCT")]
+    ops.append((md.ReduceOp.premul_sum(factors[rank]), factors))
+    for dtype, count in product(NARROW, COUNTS):
+        for op, by in ops[: 4 if count == COUNTS[0] else 2]:
+            compare(dtype, count, op, by)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("wire", WIRES)
-def test_float16_sums_are_as_precise_as_float16(wire: str, pool: Pool) -> None:
-    found = WIRES[wire](pool, half_precision, 4, 1)
-    parts = np.stack([mine for mine, _ in found]).astype(np.float64)
-    bound = 4 * 2.0**-11 * np.abs(parts).sum(0) + 2.0**-24
-    for _, summed in found:
-        assert (np.abs(summed - parts.sum(0)) <= bound).all()
-        np.testing.assert_array_equal(summed, found[0][1])
+def test_narrow_floats_are_added_in_float32_and_rounded_once(
+    wire: str, size: int, pool: Pool
+) -> None:
+    assert WIRES[wire](pool, narrow_sums, size) == [[]] * size
 
 
 def cases_of_each(**more: Any) -> list[Case]:
@@ -346,3 +403,26 @@ def test_the_smallest_and_largest_are_nan_whichever_member_has_one(
     wire: str, size: int, pool: Pool
 ) -> None:
     assert WIRES[wire](pool, extremes_with_nan, size) == [[]] * size
+
+
+def extremes_given_up() -> list[Any]:
+    """The numbers of a MIN that never came to its end, as the program finds them."""
+    group = md.new_group([0, 1])
+    x = torch.tensor([1.5, -2.5, 0.0, 3e38])
+    md.all_reduce(x.clone(), md.ReduceOp.MIN, group)
+    if md.get_rank() == 1:
+        md.barrier()
+        return x.tolist()
+    work = md.all_reduce(x, md.ReduceOp.MIN, group, async_op=True)
+    assert work is not None
+    group.abort("enough")
+    with pytest.raises(md.AbortedError):
+        work.wait()
+    md.barrier()
+    return x.tolist()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_floats_of_a_failed_min_are_floats(wire: str, pool: Pool) -> None:
+    for found in WIRES[wire](pool, extremes_given_up, 2):
+        np.testing.assert_allclose(found, [1.5, -2.5, 0.0, 3e38])

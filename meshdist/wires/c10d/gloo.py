@@ -8,7 +8,9 @@ that waits there: ``abort`` uses just that, since Gloo's own abort frees no thre
 Gloo counts time on a clock that cannot be paused. So it is asked to wait almost for ever, and how
 long a verb may take is counted here: by slices, and for a send or receive by a timer.
 
-Sums and products of float16 and bfloat16 are rounded at every step.
+Narrow floats are not reduced by Gloo, which rounds them at every step: members exchange parts, each
+reduces its own in float32 in group order, and all share the results (``_reduce_shared``). That
+takes the bytes of Gloo's own ring, and gives the bits of shared memory.
 """
 
 from __future__ import annotations
@@ -31,17 +33,20 @@ import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
 from ...checking.nesting import is_of_handler
+from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, clock, wait_until
 from ...runtime.hosts import num_cores
 from ...runtime.timers import Timer
-from ..communicator import Communicator
+from .. import fallbacks
+from ..communicator import EXCHANGE_TAG, Communicator
 from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
 from ..opening import Opening
 from ..operations import Chain, Operation, Terms
-from ..packing import Tensors, write
+from ..packing import Tensors, cuts, parts, write
 from ..registry import Wire, register_wire
 from ..tag_numbers import TagNumbers
+from ..worker_queue import WorkerQueue
 from .communicator import (
     CLOSED,
     C10dCommunicator,
@@ -51,7 +56,7 @@ from .communicator import (
 )
 from .dropped_messages import DroppedMessages
 from .gloo_devices import agreed_devices, check_interfaces, connects_late
-from .substitutes import GLOO
+from .substitutes import GLOO, Substitute
 
 __all__ = ["GlooCommunicator", "GlooWire"]
 
@@ -65,6 +70,8 @@ _CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen o
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
 _ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
+_GATHERED_BYTES = 1 << 20
+"""Narrow floats of all members that are gathered as a whole: one step in place of two."""
 _LARGE_TAG = 1 << 13
 _NUMBERED_SLOT = 1 << 28
 _SMALL_SLOT = 1 << 29
@@ -107,6 +114,7 @@ class GlooCommunicator(C10dCommunicator):
         self._process_id = os.getpid()
         self._is_lazy = connects_late()
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
+        self._queue = WorkerQueue(self.disconnect)
         self.posts_at_once = not self._is_lazy
         _open.add(self)
 
@@ -183,6 +191,8 @@ class GlooCommunicator(C10dCommunicator):
             self.disconnect()
 
     def close(self) -> None:
+        if self._process_id == os.getpid():
+            self._queue.end()
         group, self._group = self._group, CLOSED
         if group is CLOSED:
             return
@@ -221,7 +231,7 @@ class GlooCommunicator(C10dCommunicator):
             return _code(tensor.numel(), tensor.dtype)
         base = _SMALL_SLOT | tag << 16
         if tag >= _LARGE_TAG:
-            number = self._number_of(tag)
+            number = _MOST_NUMBERED if tag == EXCHANGE_TAG else self._number_of(tag)
             if number >= _MOST_NUMBERED:
                 return _LARGE_SLOT + tag
             base = _NUMBERED_SLOT | number << 16
@@ -235,6 +245,40 @@ class GlooCommunicator(C10dCommunicator):
         except RuntimeError as error:
             raise super().failure(error) from None
 
+    def _all_reduce_otherwise(
+        self, tensor: torch.Tensor, op: ReduceKind, substitute: Substitute | None, terms: Terms
+    ) -> Operation:
+        asked = substitute or Substitute(op, tensor.dtype, True)
+        if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
+            return super()._all_reduce_otherwise(tensor, op, substitute, terms)
+        if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
+            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+        return self._reduce_shared(tensor.view(-1), op, terms)
+
+    def _reduce_shared(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+        """Reduce part j on member j, and share the parts.
+
+        The exchange starts here, since Gloo matches collectives by their order, in which no other
+        may come between. Behind it parts are shared by messages, from a thread, so that a call that
+        no rank waits for yet goes on.
+        """
+        sizes, later = cuts(tensor.numel(), self.size), terms._replace(waits=False)
+        shares = parts(tensor, sizes)
+        mine = shares[self.rank]
+        reduced = fallbacks.reduce_scatter_by_exchange(self, mine, tensor, sizes, op, later)
+
+        def share() -> None:
+            reduced.finish(terms.timeout)
+            Communicator.all_to_all(self, shares, [mine] * self.size, later).finish(terms.timeout)
+
+        job = self._queue.start(share)
+        try:
+            if terms.waits:
+                job.finish(terms.timeout)
+        except BaseException as error:
+            raise _given_up(error, job.poll) from None
+        return job
+
     def _operation(self, work: Any, terms: Terms) -> Operation:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
@@ -243,10 +287,8 @@ class GlooCommunicator(C10dCommunicator):
             if is_main and self._spins:
                 _spin_until(work.is_completed)
             return super()._operation(work, terms)
-        except WireFailure:
-            raise
-        except BaseException as error:  # what Gloo goes on with would write the caller's tensors
-            raise Interrupted(error, work.is_completed) from None
+        except BaseException as error:
+            raise _given_up(error, work.is_completed) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
         self.dropped.look()
@@ -403,6 +445,11 @@ class GlooWire(Wire):
             opening.store,
             spins=opening.num_local <= num_cores(),
         )
+
+
+def _given_up(error: BaseException, is_over: Callable[[], bool]) -> BaseException:
+    """Turn a handler's error into Interrupted: what goes on would write the caller's tensors."""
+    return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:

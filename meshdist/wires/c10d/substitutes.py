@@ -101,10 +101,9 @@ _FLOATS = [facts.dtype for facts in _KNOWN if facts.group == "floating"]
 
 GLOO = Arithmetic(
     dict.fromkeys(_INTEGERS, _NUMBERS | _BITS)
-    | dict.fromkeys(_FLOATS, _MEAN)
-    # Gloo averages by a sum, which float16 overflows; and adds bool as bytes, up to 255.
-    | {torch.float16: _ADDED, torch.bool: frozenset({_MIN, _MAX, *_BITS})}
-    | {torch.complex32: frozenset({_SUM})}
+    # Gloo rounds 16-bit floats at every step, which float16 overflows on the way.
+    | dict.fromkeys((torch.float32, torch.float64), _MEAN)
+    | {torch.bool: frozenset({_MIN, _MAX, *_BITS})}  # it adds bool as bytes, up to 255
     | dict.fromkeys((torch.complex64, torch.complex128), frozenset({_SUM, _AVG}))
 )
 UCC = Arithmetic(

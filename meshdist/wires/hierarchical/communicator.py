@@ -1,8 +1,7 @@
 """The wire of groups that span hosts: shared memory inside each host, Gloo between hosts.
 
 What crosses the network is the least there is, over as many connections as every host has members
-at least (``two_level``). 16-bit floats are added up in float32 inside a host; the hosts' sums are
-rounded, and Gloo rounds at every step.
+at least (``two_level``). 16-bit floats are added up in float32 on both levels, and rounded once.
 
 Gather, scatter and messages go over Gloo among all members: a receive from any member has to see
 all messages in one place.

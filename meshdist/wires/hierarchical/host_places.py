@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["HostPlaces", "cuts"]
+__all__ = ["HostPlaces"]
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,3 @@ class HostPlaces:
             ((0, 2), (3,))
         """
         return tuple(members[owner :: self.num_owners] for members in self.members)
-
-
-def cuts(count: int, num_parts: int) -> list[int]:
-    """The sizes of ``num_parts`` parts of ``count`` elements, which differ by one at most.
-
-    Example:
-        >>> cuts(7, 3)
-        [3, 2, 2]
-    """
-    least, more = divmod(count, num_parts)
-    return [least + (part < more) for part in range(num_parts)]
