@@ -359,6 +359,10 @@ class Message:
             self.operation.finish(self.channel.timeout)
         except WireFailure as failure:
             raise self.channel.explain(failure, self.number) from None
+        except BaseException as error:
+            if self.peer is None and self.channel.spans_hosts:  # it would take a later message
+                raise self.channel.failed(error) from None
+            raise
         if copy_back := self._find_copy_back():
             copy_back()
         if hand_back := self._find_hand_back():

@@ -223,6 +223,45 @@ def test_a_wait_that_a_refusal_left_can_be_waited_for_again(
     assert found == [(refused, [2.0] * 3), ("", [2.0] * 3)]
 
 
+def left_receive(peer: int | None, folder: str) -> str:
+    """A receive of rank 0 that a handler's exception leaves, and those that come behind it."""
+    x, y, told = torch.zeros(3), torch.zeros(3), Path(folder, "told")
+    md.barrier()
+    if md.get_rank() == 1:  # a wait of Gloo's ends, and runs the handler, when the message comes
+        wait_until(told.exists, Deadline(COMES_S))
+        with suppress(md.AbortedError):
+            md.send(torch.full((3,), 1.0), 0)
+            md.send(torch.full((3,), 2.0), 0)
+        return ""
+
+    def handle() -> None:
+        raise Enough
+
+    with pytest.raises(Enough):
+        run_inside(lambda: md.recv(x, peer), handle, folder)
+    before = x.tolist()
+    told.touch()
+    received = []
+    with suppress(md.AbortedError):
+        for _ in range(1 if before[0] else 2):
+            md.recv(y, 1)
+            received.append(y[0].item())
+    if not received:
+        return "broken"
+    is_whole = x.tolist() == before and [*([1.0] if before[0] else []), *received] == [1.0, 2.0]
+    return "" if is_whole else f"{before}, then {x.tolist()}, and {received}"
+
+
+@pytest.mark.parametrize("peer", [1, None])
+@pytest.mark.parametrize("wire", ["shm", "gloo", "hierarchical"])
+def test_a_receive_that_a_handler_leaves(
+    wire: str, peer: int | None, pool: Pool, tmp_path: Path
+) -> None:
+    is_broken = wire == "hierarchical" and peer is None  # what nothing can take back
+    found = WIRES[wire](pool, left_receive, 2, peer, str(tmp_path))
+    assert found == ["broken" if is_broken else "", ""]
+
+
 def allowed(_: str) -> list[float]:
     """A handler that runs in no verb calls them; so does the main thread beside another's verb."""
     other, x, y = md.new_group([0, 1]), torch.ones(1), torch.ones(1)

@@ -140,6 +140,14 @@ def test_every_verb_takes_non_contiguous_arrays(
         assert not complaint(case, [one[number] for one in found]), repr(case)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_every_verb_takes_tensors_without_elements(wire: str, pool: Pool) -> None:
+    cases = cases_of_each(shape=(0, 2))
+    found = WIRES[wire](pool, without_gradients, 3, cases)
+    for number, case in enumerate(cases):
+        assert not complaint(case, [one[number] for one in found]), repr(case)
+
+
 def of_one_element() -> list[Any]:
     """One element counts as contiguous whatever its stride."""
 
