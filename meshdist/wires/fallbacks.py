@@ -49,16 +49,10 @@ def all_reduce_widened(
     """
     is_ordered = dtype in IN_ORDER.values() and tensor.dtype.is_floating_point
     held = (DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype
-    wide = wire.scratch.take(tensor.numel(), tensor.new_empty(0, dtype=held))
-    write(wide, tensor)
-    sent = to_order(wide, op) if is_ordered else wide
+    wide = tensor.to(held, copy=True)
+    sent = to_order(wide.view(-1), op) if is_ordered else wide
     started = wire.all_reduce(sent, op, terms)
-
-    def copy_back() -> None:
-        write(tensor, flip(sent).view(held) if is_ordered else wide)
-        wire.scratch.give(wide)
-
-    return Chain([started], copy_back)
+    return Chain([started], lambda: write(tensor, flip(sent).view(held) if is_ordered else wide))
 
 
 def reduce_scatter_by_exchange(

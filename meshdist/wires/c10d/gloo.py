@@ -258,13 +258,11 @@ class GlooCommunicator(C10dCommunicator):
     def _reduce_shared(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
         """Reduce part j on member j, and share the parts.
 
-        The exchange starts here, since Gloo matches collectives by their order, in which no other
-        may come between. Behind it parts are shared by messages, from a thread, so that a call that
-        no rank waits for yet goes on.
+        The exchange starts here, since Gloo matches collectives by their order. Behind it a thread
+        shares by messages, which other collectives may precede: a call in flight goes on by itself.
         """
         sizes, later = cuts(tensor.numel(), self.size), terms._replace(waits=False)
-        shares = parts(tensor, sizes)
-        mine = shares[self.rank]
+        mine = (shares := parts(tensor, sizes))[self.rank]
         reduced = fallbacks.reduce_scatter_by_exchange(self, mine, tensor, sizes, op, later)
 
         def share() -> None:
@@ -275,8 +273,10 @@ class GlooCommunicator(C10dCommunicator):
         try:
             if terms.waits:
                 job.finish(terms.timeout)
+        except WireFailure:
+            raise
         except BaseException as error:
-            raise _given_up(error, job.poll) from None
+            raise Interrupted(error, job.poll) from None
         return job
 
     def _operation(self, work: Any, terms: Terms) -> Operation:
@@ -287,8 +287,10 @@ class GlooCommunicator(C10dCommunicator):
             if is_main and self._spins:
                 _spin_until(work.is_completed)
             return super()._operation(work, terms)
-        except BaseException as error:
-            raise _given_up(error, work.is_completed) from None
+        except WireFailure:
+            raise
+        except BaseException as error:  # what Gloo goes on with would write the caller's tensors
+            raise Interrupted(error, work.is_completed) from None
 
     def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
         self.dropped.look()
@@ -445,11 +447,6 @@ class GlooWire(Wire):
             opening.store,
             spins=opening.num_local <= num_cores(),
         )
-
-
-def _given_up(error: BaseException, is_over: Callable[[], bool]) -> BaseException:
-    """Turn a handler's error into Interrupted: what goes on would write the caller's tensors."""
-    return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:
