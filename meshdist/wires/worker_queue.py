@@ -57,7 +57,7 @@ class WorkerQueue:
     """Does operations in turn in one thread; ``release`` frees it if it has to end and does not."""
 
     def __init__(self, release: Callable[[], None]) -> None:
-        self._release = WeakMethod(release)  # of what keeps this queue
+        self._release = release
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Job | None = None
@@ -90,10 +90,8 @@ class WorkerQueue:
         self._queue.put(None)
         thread.join(_GRACE_S)
         if thread.is_alive():
-            release = self._release()
             with suppress(Exception):  # the connection may be broken already
-                if release is not None:
-                    release()
+                self._release()
             thread.join(_GRACE_S)
 
 

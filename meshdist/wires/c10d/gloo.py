@@ -114,7 +114,7 @@ class GlooCommunicator(C10dCommunicator):
         self._process_id = os.getpid()
         self._is_lazy = connects_late()
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
-        self._queue = WorkerQueue(self.disconnect)
+        self._queue = WorkerQueue(partial(_disconnect, weakref.ref(self)))
         self.posts_at_once = not self._is_lazy
         _open.add(self)
 
@@ -447,6 +447,11 @@ class GlooWire(Wire):
             opening.store,
             spins=opening.num_local <= num_cores(),
         )
+
+
+def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
+    if (communicator := alive()) is not None:
+        communicator.disconnect()
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:
