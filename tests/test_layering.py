@@ -141,6 +141,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "matching",
             "announcement_table",
             "header_tables",
+            "host_comparison",
             "registry",
             "failures",
             "other_members",

@@ -19,7 +19,7 @@ from .debug_levels import shows_stacks
 __all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
 
 NUM_NOTES = 128
-"""How many calls a recorder keeps."""
+"""How many calls a recorder keeps, where no more are asked for."""
 FORGOTTEN = "its call is no longer known"
 """The text for a call that is not kept any more."""
 
@@ -33,12 +33,16 @@ class Recorder:
 
     A note is a tuple of the fields of ``Call``: shapes, dtypes, and a frame's code and position,
     which cost little to take. ``Call`` makes text of it when a message needs it.
+
+    Args:
+        num_notes: how many calls are kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_notes: int = NUM_NOTES) -> None:
+        self._num_kept = num_notes
         self._keeps_stacks = shows_stacks()
         self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
-        self._notes: list[tuple[Any, ...]] = [()] * NUM_NOTES
+        self._notes: list[tuple[Any, ...]] = [()] * num_notes
         self._num_messages: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -113,17 +117,17 @@ class Recorder:
     def name_sender(self, number: int, peer: int, tag: int) -> None:
         """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
         message = (False, peer, tag, self._count((False, peer, tag)))
-        if number > self.num_notes - NUM_NOTES + 1:  # the oldest may be overwritten right now
-            place = (number - 1) % NUM_NOTES
+        if number > self.num_notes - self._num_kept + 1:  # the oldest may be overwritten right now
+            place = (number - 1) % self._num_kept
             self._notes[place] = Call(*self._notes[place])._replace(message=message)
 
     def find_note(self, number: int | None = None) -> Call | None:
         """The call of the note of this number (None: the last one), if it is kept."""
         if number is None:
             number = self.num_notes
-        if not max(0, self.num_notes - NUM_NOTES) < number <= self.num_notes:
+        if not max(0, self.num_notes - self._num_kept) < number <= self.num_notes:
             return None
-        return Call(*self._notes[(number - 1) % NUM_NOTES])
+        return Call(*self._notes[(number - 1) % self._num_kept])
 
     def find_call(self, sequence: int) -> Call | None:
         """The collective of this number in the sequence, if it is kept."""
@@ -171,7 +175,7 @@ class Recorder:
         sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
         note = (sequence, *fields, code, instruction, stack, layouts, title)
         number = counts[_NUM_NOTES]
-        self._notes[number % NUM_NOTES] = note
+        self._notes[number % self._num_kept] = note
         counts[_NUM_NOTES] = number + 1
         return note
 

@@ -18,7 +18,6 @@ from ..checking.calls import (
     Call,
     GroupFacts,
     collective_fingerprints,
-    fingerprint_of,
     header_of,
     laid_fingerprint,
     message_fingerprint,
@@ -96,6 +95,10 @@ class Channel:
         self.demands_layouts = opened.sees_all_calls
         """Whether members whose tensors lie otherwise in memory are found to disagree."""
         self.explain = self._explain = Explainer(group, self.recorder, others).explain
+        self._comparison = opened.comparison
+        if opened.comparison is not None:
+            opened.comparison.explain = self.explain
+            self.explain = self._explain = partial(opened.comparison.tell, self.explain)
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)
@@ -219,10 +222,11 @@ class Channel:
             verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).heading)
         self.refuse_broken()
         header_table, sequence = self.header_table, recorder.sequence
+        common = collective_fingerprints[verb, note[3], number, root, bool(sent), title]
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            header, offer = fingerprint_of(note), None
+            header, offer = common, None
             if demanded:
                 header = laid_fingerprint(note, layouts)
             elif layouts:
@@ -230,6 +234,8 @@ class Channel:
             if header_table.enter(sequence, header, sent, taken, offer):
                 raise self.disagree(sequence)
         if self.spans_hosts or self.communicator.on_stream:
+            if self._comparison is not None:
+                self._comparison.enter(sequence, common)
             self._compare_before_data_move(verb, tensor, sent, taken)
 
     @property

@@ -143,10 +143,11 @@ class Explainer:
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             wait_until(failure.is_over, Grace(_REASON_S))
             raise failure.error from None
-        try:
-            self._others.compare_again()
-        except MembersDisagree as disagreement:
-            failure = disagreement
+        if not isinstance(failure, MembersDisagree):
+            try:
+                self._others.compare_again()
+            except MembersDisagree as disagreement:
+                failure = disagreement
         call = self._find_call(note)
         text = _text_of(failure, self._group.ranks)
         ending, lost = "", failure.member if isinstance(failure, MemberLost) else None
@@ -154,7 +155,7 @@ class Explainer:
             text = f"rank {self._group.ranks[lost]} {ending}"
         if isinstance(failure, MembersDisagree):
             if failure.message is None:
-                return self._different_calls(failure.number or call.sequence)
+                return self._different_calls(failure.number or call.sequence, failure.late)
             return self._different_messages(failure.message, failure, call)
         is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
         if is_misfit and call.message is not None:
@@ -191,20 +192,24 @@ class Explainer:
             "look at the rank that ended or failed first; the group is broken now",
         )
 
-    def _different_calls(self, sequence: int) -> MeshdistError:
+    def _different_calls(self, sequence: int, late: tuple[int, int] | None = None) -> MeshdistError:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.layouts:
             expected += ", and one layout in memory: x.contiguous() gives the usual one"
+        which = f"their call {sequence}"
+        if late is not None and late[0] < sequence:
+            which = f"one of their calls {late[0]} to {sequence}"
         fields = {
-            "summary": f"the members of a group disagree about their call {sequence}",
+            "summary": f"the members of a group disagree about {which}",
             "where": self._group.name,
             "expected": expected,
             "found": "",
             "fix": "make every member call the same verbs in the same order, on fitting tensors",
         }
-        return self._agreed_error(fields, mine, {"sequence": sequence})
+        about = {"sequence": sequence} if late is None else {"sequence": sequence, "late": late}
+        return self._agreed_error(fields, mine, about)
 
     def _different_messages(
         self,

@@ -46,6 +46,12 @@ class MembersOfWorld(OtherMembers):
     def is_closed(self) -> bool:
         return self._opened.is_closed
 
+    def compare_again(self) -> None:
+        comparison = self._opened.comparison
+        if comparison is not None and not self.is_closed and self.find_abort() is None:
+            with suppress(StoreError, ValueError, TypeError):  # others may write what is no digest
+                comparison.compare_now()
+
     def find_abort(self) -> dict[str, Any] | None:
         try:
             return get_registry(self._world).find_abort(self._opened.label)
@@ -120,6 +126,9 @@ class MembersOfWorld(OtherMembers):
         where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
         if "sequence" in about:
             me = f"{self._group.here} saw it before it sent any data"
+            if "late" in about:
+                last = about["late"][1]
+                me = f"{self._group.here} saw it at call {last}; results since may be wrong"
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
         disagreement = {**disagreement, "where": where, "fix": fix}
         calls = {rank: FORGOTTEN if mine is None else mine.text}

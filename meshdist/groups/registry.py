@@ -25,17 +25,19 @@ from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.program_stacks import find_place, stack_text
 from ..checking.recorder import Recorder
-from ..errors import StoreError
+from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.endings import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
+from ..wires.failures import MembersDisagree, WireAborted
 from ..wires.opening import Opening
 from ..wires.registry import Wire
 from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
 from .endings import Endings
 from .header_tables import HeaderTables
+from .host_comparison import NUM_DIGESTS, ComparingThread, HostComparison
 from .matching import Matching
 from .signal_thread import Answer, SignalThread, post, receipts_key
 
@@ -48,6 +50,7 @@ _DONE = timedelta(seconds=30)
 _SLICE_S = 0.5
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
+_LAST_S = 1.0
 
 
 class User(Protocol):
@@ -76,6 +79,7 @@ class OpenCommunicator:
     users: set[User] = field(default_factory=set)
     is_closed: bool = False
     announcements: AnnouncementTable | None = None  # from the first join context on
+    comparison: HostComparison | None = None  # where members are on several hosts
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -114,6 +118,7 @@ class Registry:
         self._agreements = Agreements(
             world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
         )
+        self._comparing = ComparingThread(world)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._signals: SignalThread | None = None
@@ -198,7 +203,8 @@ class Registry:
                 table.close()
             raise
         sees_all_calls = communicator.on_stream and self._all_see_all(label, ranks, table)
-        recorder = Recorder()
+        comparison = self._comparing.add(label, ranks, is_alone=table is None)
+        recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
         matching = None
         if table is not None and communicator.wants_senders:
             matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
@@ -214,6 +220,7 @@ class Registry:
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
             {user},
+            comparison=comparison,
         )
         with self._lock:
             self._by_label[label] = opened
@@ -240,9 +247,13 @@ class Registry:
         """Give up one use; the last one closes the communicator."""
         with self._lock:
             opened.users.discard(user)
-            if opened.users or self._by_label.pop(opened.label, None) is None:
+            if opened.users or opened.label not in self._by_label:
                 return
+        error = self._compare_last([opened])  # others may ask for its calls
+        self._by_label.pop(opened.label, None)
         opened.close()
+        if error is not None:
+            raise error
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free the ranks that wait in the named communicators, everywhere in the world."""
@@ -290,7 +301,10 @@ class Registry:
         ]
         text = None
         if about and asked is not None:  # a message may be on its way and not noted yet
-            text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
+            if asked.comparison is not None and "digests" in about:
+                text = json.dumps(asked.comparison.digests(*about["digests"]))
+            else:
+                text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
         now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
         return {"calls": calls, "about": text, "now": now}
 
@@ -308,6 +322,7 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
+        error = self._compare_last(self.all_opened())
         self._leave(DESTROYED)
         if self._signals is not None:
             self._signals.stop()
@@ -328,6 +343,8 @@ class Registry:
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
         self.header_tables.close()
+        if error is not None:
+            raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
         """The communicators that are open."""
@@ -336,6 +353,7 @@ class Registry:
 
     def _leave(self, how: str) -> None:
         """Tell the others that this rank leaves the world, and how."""
+        self._comparing.stop()
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
             opened = self.all_opened()
@@ -345,12 +363,40 @@ class Registry:
         """Leave, and let the others see how, before this process ends."""
         if self.world.process_id != os.getpid():
             return
+        error = self._compare_last(self.all_opened())
         self._leave(ending_text())
         for entry in self.all_opened():
             if not is_ending_by_exception():
                 entry.leave()
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
+        if error is not None:  # Python shows it on stderr
+            raise error
+
+    def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
+        """Compare the last calls across hosts, with all members that come here within a second.
+
+        Returns an error that the program has not seen.
+        """
+        compared = [one.comparison for one in opened if one.comparison and one.comparison.last]
+        if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
+            return None
+        fresh = [one for one in compared if one.label not in self.aborts]
+        with suppress(StoreError, ValueError, TypeError):  # then no member can compare
+            for one in fresh:
+                try:
+                    one.compare_last()
+                except MembersDisagree as failure:
+                    one.explain(failure)
+                self._count(f"{one.label}/compared", one.ranks)
+            keys = [_all_key(f"{one.label}/compared") for one in fresh]
+            wait_until(partial(self.world.store.check, keys), Grace(_LAST_S))
+            for one in fresh:
+                self.find_abort(one.label)
+        for one in compared:
+            if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
+                return one.tell(one.explain, WireAborted("the group is broken"))
+        return None
 
     def _count(
         self, key: str, members: Collection[int], patience: timedelta = timedelta(0)

@@ -88,6 +88,7 @@ class MembersDisagree(WireFailure):
             where the peer's is known as well; else how many of its kind there were.
         message: for a message whether it is a send, the peer and the tag.
         other_number: what the peer's verb gave as ``number``.
+        late: where data were sent since, the first call that may differ, and the last one here.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class MembersDisagree(WireFailure):
         number: int | None,
         message: tuple[bool, int, int] | None = None,
         other_number: int | None = None,
+        late: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(text)
         self.number = number
+        self.late = late
         self.message = message
         self.other_number = other_number
