@@ -32,14 +32,11 @@ class Recorder:
     """The last verbs that one rank called on one communicator.
 
     A note is a tuple of the fields of ``Call``: shapes, dtypes, and a frame's code and position,
-    which cost little to take. ``Call`` makes text of it when a message needs it.
-
-    Args:
-        num_notes: how many calls are kept.
+    which cost little to take. ``Call`` makes text of it when a message needs it. The last
+    ``num_notes`` are kept.
     """
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
-        self._num_kept = num_notes
         self._keeps_stacks = shows_stacks()
         self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
         self._notes: list[tuple[Any, ...]] = [()] * num_notes
@@ -117,17 +114,18 @@ class Recorder:
     def name_sender(self, number: int, peer: int, tag: int) -> None:
         """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
         message = (False, peer, tag, self._count((False, peer, tag)))
-        if number > self.num_notes - self._num_kept + 1:  # the oldest may be overwritten right now
-            place = (number - 1) % self._num_kept
+        size = len(self._notes)
+        if number > self.num_notes - size + 1:  # the oldest may be overwritten right now
+            place = (number - 1) % size
             self._notes[place] = Call(*self._notes[place])._replace(message=message)
 
     def find_note(self, number: int | None = None) -> Call | None:
         """The call of the note of this number (None: the last one), if it is kept."""
         if number is None:
             number = self.num_notes
-        if not max(0, self.num_notes - self._num_kept) < number <= self.num_notes:
+        if not max(0, self.num_notes - len(self._notes)) < number <= self.num_notes:
             return None
-        return Call(*self._notes[(number - 1) % self._num_kept])
+        return Call(*self._notes[(number - 1) % len(self._notes)])
 
     def find_call(self, sequence: int) -> Call | None:
         """The collective of this number in the sequence, if it is kept."""
@@ -175,7 +173,7 @@ class Recorder:
         sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
         note = (sequence, *fields, code, instruction, stack, layouts, title)
         number = counts[_NUM_NOTES]
-        self._notes[number % self._num_kept] = note
+        self._notes[number % len(self._notes)] = note
         counts[_NUM_NOTES] = number + 1
         return note
 

@@ -98,7 +98,7 @@ class Channel:
         self._comparison = opened.comparison
         if opened.comparison is not None:
             opened.comparison.explain = self.explain
-            self.explain = self._explain = partial(opened.comparison.tell, self.explain)
+            self.explain = self._explain = opened.comparison.tell
         self.communicator.watch(self.explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self.explain)

@@ -7,8 +7,8 @@ first member on each other host (a *leader*) reads them, and compares its own at
     member 0 (host A) at call 300 writes   the digests of the calls since it has last written
     member 4 (host B) at call 280 compares those up to 280, and the others once it is there
 
-One request of each, whatever the number of hosts, at every 256th call and a second after others.
-Members also compare before a failure is explained, and as they leave. No call waits for it.
+That is one request of each, whatever the number of hosts, at every 256th call and a second after
+others. Members also compare before a failure is explained, and as they leave. No call waits for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..errors import MeshdistError, StoreError
 from ..wires.failures import MembersDisagree, WireFailure
 from .signal_thread import ask
 
-__all__ = ["ComparingThread", "HostComparison"]
+__all__ = ["NUM_DIGESTS", "ComparingThread", "HostComparison"]
 
 _log = logging.getLogger("meshdist.groups")
 
 NUM_DIGESTS = 1024
 """How many calls and digests a member keeps."""
-_NUM_TOLD = 768
+_NUM_TOLD = 768  # of these; calls that go on meanwhile overwrite the oldest
 _EVERY = 256
 _INTERVAL_S = 1.0
 _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server busy for 0.05 of it
@@ -42,44 +42,39 @@ _UNSET = "[0]"
 
 
 class HostComparison:
-    """One member's part in comparing the calls on a communicator with those of other hosts.
+    """One member's part in comparing a communicator's calls with those of other hosts.
 
     Args:
-        label: of the communicator.
         wake: lets the thread look within an interval, or at once where it waits for that already.
         is_leader: whether this member compares for its host.
     """
 
-    explain: Callable[[WireFailure], MeshdistError]
-    """Makes the error that all members raise; of a group that uses the communicator."""
+    explain: Callable[..., MeshdistError]
+    """Makes the error that all members raise; that of a group which uses the communicator."""
+    is_told = False
+    """Whether the program has seen an error of the communicator."""
+    last = 0
+    """The number of the last call."""
+    _digest = _equal = _before = 0  # _equal: the last call compared, or written; _before: before it
+    _read: tuple[int, ...] = (0,)
+    _is_ahead = _differs = False
 
     def __init__(
         self,
         world: World,
         label: str,
-        ranks: Sequence[int],
+        ranks: tuple[int, ...],
         wake: Callable[[], None],
-        *,
         is_leader: bool,
     ) -> None:
         self.label = label
         self.ranks = ranks
-        self.last = 0
-        """The number of the last call."""
         self.wake_at = 1 if is_leader else sys.maxsize
-        """The number of the next call that wakes the thread."""
-        self.is_explained = threading.Event()
-        """Set once all members can raise the error of calls that differ."""
-        self.is_told = False
-        """Whether the program has seen an error of the communicator."""
         self._world = world
         self._wake = wake
         self._is_leader = is_leader
-        self._digest = 0
+        self.is_explained = threading.Event()
         self._digests = [0] * NUM_DIGESTS
-        self._equal = self._before = 0  # up to which call it has compared, or written; once before
-        self._read = [0]
-        self._differs = False
 
     def enter(self, number: int, fingerprint: int) -> None:
         """Add the next call, with the fingerprint of its header."""
@@ -94,60 +89,55 @@ class HostComparison:
 
     def digests(self, number: int, after: int) -> list[int]:
         """The first call behind ``after`` that is kept, its digest, and so on up to ``number``."""
-        first = max(after + 1, self.last - _NUM_TOLD)  # calls may go on, and overwrite older ones
-        return [
-            first,
-            *(self._digests[n % NUM_DIGESTS] for n in range(first, min(number, self.last) + 1)),
-        ]
+        first = max(after + 1, self.last - _NUM_TOLD)
+        kept = range(first, min(number, self.last) + 1)
+        return [first, *(self._digests[n % NUM_DIGESTS] for n in kept)]
 
-    def tell(
-        self, explain: Callable[..., MeshdistError], failure: WireFailure, note: int | None = None
-    ) -> MeshdistError:
-        """The error for the program, which ``explain`` makes of a failure."""
+    def tell(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
+        """As ``explain``, of a failure in the program's call."""
         self.is_told = True
         try:
-            return explain(failure, note)
+            return self.explain(failure, note)
         finally:
             self.is_explained.set()
 
     def look(self) -> None:
-        """Compare as far as this member has come; set which later call wakes the thread."""
+        """Compare as far as this member has come; then a later call wakes the thread again."""
         number, store, key = self.last, self._world.store, f"{self.label}/calls"
         if self._equal < number and self._world.rank == self.ranks[0]:
             store.set(key, json.dumps(self.digests(number, self._before)))
             self._before, self._equal = self._equal, number
         elif self._equal < number:
-            self.compare(self._read)
-            if self._read[0] + len(self._read) - 2 <= number:
+            if not self._is_ahead:
                 # It expects what no member writes: so it sets nothing, reads, and does not wait.
-                self._read = json.loads(store.compare_set(key, _UNSET, _UNSET))
-                self.compare(self._read)
+                self._read = tuple(json.loads(store.compare_set(key, _UNSET, _UNSET)))
+            self._is_ahead = self._read[0] + len(self._read) - 2 > number
+            self._compare(self._read)
         self.wake_at = max(self._equal + 1, self._read[0])
         if self.last >= self.wake_at:  # set before, since a call may have come meanwhile
             self._wake()
 
     def compare_now(self) -> None:
-        """Compare with what members on other hosts answer, leaders or not: these may have ended."""
+        """Compare with what members on other hosts answer, leaders or not: these may have ended.
+
+        Raises:
+            MembersDisagree: calls differ; ``look`` and ``compare_last`` raise it, too.
+        """
         hosts, here = self._world.hosts, self._world.hosts[self._world.rank]
         others = tuple(rank for rank in self.ranks if hosts[rank] != here)
         about = {"label": self.label, "digests": [self.last, self._equal]}
         for answer in ask(self._world, others, about, patience_s=_ANSWER_S).values():
-            self.compare(json.loads(answer["about"] or _UNSET))
+            self._compare(json.loads(answer["about"] or _UNSET))
 
     def compare_last(self) -> None:
         """Compare with the leader that has come here first, as this member leaves."""
         if self._is_leader:
             mine = json.dumps(self.digests(self.last, self._before))
-            self.compare(json.loads(self._world.store.compare_set(f"{self.label}/last", "", mine)))
+            self._compare(json.loads(self._world.store.compare_set(f"{self.label}/last", "", mine)))
 
-    def compare(self, theirs: list[int]) -> None:
-        """Compare with the digests of another member, at the calls that both have made.
-
-        Raises:
-            MembersDisagree: calls differ.
-        """
+    def _compare(self, theirs: Sequence[int]) -> None:
         for number, digest in enumerate(theirs[1:], theirs[0]):
-            mine = self._digests[number % NUM_DIGESTS]
+            mine = self._digests[number % NUM_DIGESTS]  # a call that comes now may overwrite it
             if not max(self._equal, self.last - NUM_DIGESTS + 1) < number <= self.last:
                 continue
             if mine != digest:
@@ -167,7 +157,7 @@ class ComparingThread:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, label: str, ranks: tuple[int, ...], *, is_alone: bool) -> HostComparison | None:
+    def add(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
         """Compare the calls of a new communicator, where its members are on several hosts.
 
         Args:
@@ -177,12 +167,14 @@ class ComparingThread:
         if not (self._world.has_processes and self._world.spans_hosts(ranks)):
             return None
         is_leader = is_alone or rank == next(one for one in ranks if hosts[one] == hosts[rank])
-        made = HostComparison(self._world, label, ranks, self._woken.set, is_leader=is_leader)
+        made = HostComparison(self._world, label, ranks, self._woken.set, is_leader)
         if is_leader:
             self._comparisons.add(made)
-        if is_leader and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="meshdist-hosts", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="meshdist-hosts", daemon=True
+                )
+                self._thread.start()
         return made
 
     def stop(self) -> None:

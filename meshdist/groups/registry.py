@@ -203,7 +203,7 @@ class Registry:
                 table.close()
             raise
         sees_all_calls = communicator.on_stream and self._all_see_all(label, ranks, table)
-        comparison = self._comparing.add(label, ranks, is_alone=table is None)
+        comparison = self._comparing.add(label, ranks, table is None)
         recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
         matching = None
         if table is not None and communicator.wants_senders:
@@ -395,7 +395,7 @@ class Registry:
                 self.find_abort(one.label)
         for one in compared:
             if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
-                return one.tell(one.explain, WireAborted("the group is broken"))
+                return one.tell(WireAborted("the group is broken"))
         return None
 
     def _count(

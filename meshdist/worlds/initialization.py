@@ -173,13 +173,15 @@ def init_process_group(
 def destroy_process_group(group: GroupLike = None) -> None:
     """Afterwards ``group``, or with None the whole world, is closed on this rank.
 
-    Does not wait for the other ranks. A new world may be made afterwards, at the same address too.
+    Does not wait for the other ranks, but for a second at most where hosts compare their last
+    calls. A new world may be made afterwards, at the same address too.
 
     Args:
         group: one group, for example from ``new_group``; other groups are not harmed. Ignored
             where it is ``GroupMember.NON_GROUP_MEMBER``.
 
     Raises:
+        AgreementError: calls of two hosts differed, and no call has said so yet; it is closed.
         NotInitializedError: there is no world; it was closed before, or never made.
         GroupClosedError: the group was destroyed before.
     """

@@ -272,7 +272,7 @@ def pair(store: Counting) -> list[HostComparison]:
             "label",
             (0, 1),
             lambda: None,
-            is_leader=True,
+            True,
         )
         for rank in range(2)
     ]
