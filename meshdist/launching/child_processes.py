@@ -31,7 +31,7 @@ GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
 
 _POLL_S = 0.02
-_ANSWER_S = 1.0  # ranks look for questions four times a second
+_ANSWER_S = 1.0  # ranks look for questions eight times a second
 
 
 @dataclass(frozen=True)

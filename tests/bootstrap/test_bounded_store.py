@@ -20,7 +20,14 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import meshdist as md
 from meshdist.bootstrap import bounded_store
-from meshdist.bootstrap.bounded_store import BoundedStore, read_json, read_number, within
+from meshdist.bootstrap.bounded_store import (
+    BoundedStore,
+    KeyAlarm,
+    read_json,
+    read_number,
+    within,
+)
+from meshdist.bootstrap.server_watch import find_readable
 from meshdist.bootstrap.stores import connect_store
 from meshdist.runtime.deadlines import Deadline
 from tests.load import is_within
@@ -222,3 +229,36 @@ def test_junk_is_named_with_its_key(value: bytes) -> None:
         read_number(store, "key")
     store.set("key", json.dumps({"a": 1}))
     assert read_json(store, "key", lambda found: found["a"]) == 1
+
+
+def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends() -> None:
+    with served() as (server, store):
+        below = BoundedStore(PrefixStore("prefix", store.raw_clone()), LONG)
+        address = store.set_bare("known")
+        assert address is not None
+        assert store.check(["known"])
+        alarm = KeyAlarm(address, "known")
+        assert find_readable([alarm.connection], 10.0)
+        assert alarm.has_rung()
+        assert not alarm.has_rung()
+        alarm.reset("next")
+        below.set("next", "")  # which is another key
+        assert not find_readable([alarm.connection], 0.1)
+        assert below.set_bare("next") == address
+        assert find_readable([alarm.connection], 10.0)
+        assert alarm.has_rung()
+        alarm.reset("never")
+        below.close()
+        store.close()
+        server.kill()
+        assert find_readable([alarm.connection], 10.0)
+        with pytest.raises(OSError):  # noqa: PT011 # its kind is the system's affair
+            alarm.has_rung()
+        alarm.connection.close()
+
+
+def test_a_store_without_a_server_has_no_alarm() -> None:
+    store = BoundedStore(HashStore(), LONG)
+    assert store.set_bare("known") is None
+    assert not store.check(["known"])
+    store.close()

@@ -18,6 +18,7 @@ from meshdist.checking.shared_words import (
     Regions,
     SharedWords,
     SharedWordsView,
+    SignsOfLife,
     WordsAddress,
     find_view,
     make_shared_words,
@@ -281,3 +282,40 @@ def test_regions_are_found_once_they_are_known(words: SharedWords) -> None:
     assert regions.is_current(0) and regions.is_alive(0)
     words.release(5)
     assert not regions.is_current(0) and not regions.is_alive(0)
+
+
+def test_the_lowest_that_is_alive_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    num = 512
+    words = [memoryview(bytearray(8 * num)).cast("Q") for _ in range(3)]
+    gone = {0, 1}
+
+    class Found(Regions):
+        def find(self, member: int, num_words: int) -> memoryview | None:
+            assert num_words == num
+            return None if member in gone else words[member]
+
+        def is_alive(self, member: int) -> bool:
+            return member not in gone
+
+    signs = [SignsOfLife(words[rank], Found(lambda _: None), rank) for rank in range(3)]
+    assert [one.find_told() for one in signs] == [None, None, None]  # the others are not there yet
+    gone.clear()
+    signs[0].beat(7)
+    signs[1].beat(5)
+    assert [one.find_told() for one in signs] == [None, 7, 7]
+    gone.add(0)  # it ends
+    assert [one.find_told() for one in signs[1:]] == [None, 5]
+    gone.clear()  # as if it were there still, but stopped
+    monkeypatch.setattr(shared_words, "_SILENT_S", 0.0)
+    signs[1].beat(6)
+    assert [signs[2].find_told(), signs[2].find_told()] == [7, 7]  # for a second from its last beat
+    signs[0].beat(8)
+    signs[1].beat(8)
+    assert signs[1].find_told() is None
+    assert signs[2].find_told() is None
+    monkeypatch.undo()
+    signs[0].beat(9)
+    assert [one.find_told() for one in signs] == [None, 9, 9]
+    nothing = SignsOfLife(None, Found(lambda _: None), 0)
+    nothing.beat(3)
+    assert nothing.find_told() is None

@@ -11,11 +11,13 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.checking.shared_words import Regions, SignsOfLife
+from meshdist.groups import signal_thread
+from meshdist.groups.endings import Endings
 from meshdist.groups.signal_thread import (
     SignalThread,
     ask,
@@ -238,3 +240,71 @@ def test_a_signal_thread_watches_the_store_by_descriptors_of_any_number() -> Non
         for number in opened:
             os.close(number)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+class Counting(Store):
+    """A store in this process that counts the requests to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HashStore()
+        self.num_requests = 0
+
+    def __getattribute__(self, name: str):
+        if name in ("set", "add", "check", "multi_get", "get", "compare_set"):
+            self.num_requests += 1
+            return getattr(self.inner, name)
+        return super().__getattribute__(name)
+
+
+def test_a_question_takes_as_many_requests_whatever_the_number_of_ranks() -> None:
+    found = []
+    for size in (4, 400):
+        store = Counting()
+        for rank in range(size):
+            answer = {"calls": [call_of(rank)], "about": None, "now": ""}
+            store.set(f"signal/1/answer/{rank}", json.dumps(answer))
+        store.add(receipts_key(1), size)
+        before = store.num_requests
+        answers = ask(World(0, size, store, {}), tuple(range(size)))
+        assert [answers[rank]["calls"] for rank in range(size)] == [[call_of(r)] for r in answers]
+        assert ("ranks" in json.loads(store.get("signal/1"))) == (size == 4)
+        found.append(store.num_requests - before)
+        endings = Endings(World(0, size, store, {}, hosts=tuple(range(size))))
+        before = store.num_requests
+        assert endings.find_all(range(1, size)) == {}
+        assert store.num_requests - before == 1
+    assert found[0] == found[1] < 10
+
+
+def test_ranks_that_are_not_asked_do_not_answer() -> None:
+    store = HashStore()
+    threads = [thread_of(store, rank, lambda about: 1 / 0, list) for rank in (0, 1)]
+    try:
+        assert ask(World(0, 2, store, {}), ()) == {}
+        post(World(0, 2, store, {}), {"kind": "ask", "about": {}, "ranks": [7]})
+    finally:
+        for thread in threads:
+            thread.stop()
+    assert not store.check([receipts_key(1)])
+
+
+def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signal_thread, "_SURE_S", 0.5)
+    monkeypatch.setattr(signal_thread, "_SETTLE_S", 0.0)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    aborted: list[str] = []
+    thread = thread_of(server.clone(), 0, list, lambda message: aborted.append(message["reason"]))
+    try:
+        assert until(lambda: thread._alarm is not None and not thread._next_look.is_over)
+        post(World(1, 2, server, {}), {"kind": "abort", "reason": "no ring"})
+        assert until(lambda: aborted == ["no ring"])
+        assert until(lambda: thread._alarm is not None and not thread._next_look.is_over)
+        handle = BoundedStore(server.clone(), LONG)
+        post(World(1, 2, server, {}, handle=handle), {"kind": "abort", "reason": "rung"})
+        assert until(lambda: aborted == ["no ring", "rung"])
+        handle.close()
+    finally:
+        thread.stop()
