@@ -1,10 +1,13 @@
-"""Mesh creation: ours against torch's init_device_mesh, and the Python cost without a wire.
+"""Mesh creation: ours against torch's init_device_mesh, over processes; and its arithmetic alone.
 
-    python benchmarks/mesh_creation.py [REPORT.json]
+    python benchmarks/mesh_creation.py [REPORT.json] [--sizes 4,8,16,64]
 
 Processes are forked after import. In each, torch's world comes first and meshdist adopts it; then
 both make a mesh in turn, and close it, for several rounds. A round's time is the slowest rank's. A
 second world of ours meets in a file, as under `meshdist run` on one host.
+
+Where more ranks stand in a row than processes can be started, one process computes what its rank's
+groups are, and opens nothing: that is arithmetic of layouts, and says nothing about starting.
 """
 
 from __future__ import annotations
@@ -37,8 +40,11 @@ SHAPES = {
     4: [(4,), (2, 2), (2, 1, 2)],
     8: [(8,), (2, 4), (2, 2, 2)],
     16: [(16,), (4, 4), (2, 2, 4)],
+    64: [(64,), (8, 8), (2, 4, 8)],
 }
 ROUNDS = 7
+ROUNDS_OF_MANY = 3  # of more than 16 processes, which wait for the machine's cores most of the time
+PATIENCE = timedelta(seconds=300)
 PLANNED = {
     64: [(64,), (8, 8), (2, 4, 8)],
     1024: [(1024,), (128, 8), (32, 4, 8)],
@@ -58,19 +64,23 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
     return (time.perf_counter() - start) * 1e3, result
 
 
+def num_rounds(size: int) -> int:
+    return ROUNDS if size <= 16 else ROUNDS_OF_MANY
+
+
 def worker(rank: int, size: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, size, False, timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store = dist.TCPStore("127.0.0.1", port, size, False, PATIENCE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     dist.barrier()
     times: dict[str, list[float]] = {}
     file = md.FileStore(str(Path(folder, "store")), size)
     for side, of_file in (("ours", None), ("ours, file", file)):
         if of_file is None:
-            md.init_process_group()
+            md.init_process_group(timeout=PATIENCE)
         else:
-            md.init_process_group("gloo", store=of_file, rank=rank, world_size=size)
-        for number in range(ROUNDS + 1):
+            md.init_process_group("gloo", None, PATIENCE, size, rank, of_file)
+        for number in range(num_rounds(size) + 1):
             for shape in SHAPES[size]:
                 took, theirs = timed(
                     lambda shape=shape: torch_init_device_mesh(
@@ -124,6 +134,7 @@ def over_processes(size: int) -> list[dict[str, Any]]:
     rows = []
     for shape in SHAPES[size]:
         row: dict[str, Any] = {"ranks": size, "shape": str(shape), "what": "gloo, ms"}
+        row["rounds"] = num_rounds(size)
         for side in ("torch", "ours", "ours, file"):
             slowest = [
                 max(times) for times in zip(*(r[f"{side} {shape}"] for r in per_rank), strict=True)
@@ -135,7 +146,7 @@ def over_processes(size: int) -> list[dict[str, Any]]:
 
 
 def planned(size: int) -> list[dict[str, Any]]:
-    """The Python cost alone, in one process, on the rank in the middle of the world."""
+    """The arithmetic of layouts, in one process, on the rank in the middle of the world."""
     rows = []
     world = World(size // 2 + 1, size, dist.HashStore(), {"cpu": "gloo"})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -159,7 +170,7 @@ def planned(size: int) -> list[dict[str, Any]]:
                 "fake", store=dist.HashStore(), rank=size // 2 + 1, world_size=size
             )
         for what, mine, other in (
-            ("no wire, ms", ours, theirs),
+            ("arithmetic of layouts, ms", ours, theirs),
             ("slice, us", ours_slice, theirs_slice),
         ):
             row = {"ranks": math.prod(shape), "shape": str(shape), "what": what}
@@ -180,8 +191,10 @@ def slice_us(mesh: Any, count: int) -> float:
 
 
 def main() -> None:
-    options = parser_of(__doc__).parse_args()
-    rows = [row for size in SHAPES for row in over_processes(size)]
+    parser = parser_of(__doc__)
+    parser.add_argument("--sizes", default=",".join(map(str, SHAPES)), help="how many processes")
+    options = parser.parse_args()
+    rows = [row for size in map(int, options.sizes.split(",")) for row in over_processes(size)]
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401  registers it
 
     rows += [row for size in PLANNED for row in planned(size)]
@@ -189,7 +202,8 @@ def main() -> None:
         "mesh_creation",
         rows,
         "Medians over interleaved rounds. gloo: the slowest rank of processes that share the "
-        "machine's cores. no wire: one process plans its groups, torch on its fake backend.",
+        "machine's cores: 64 on two cores wait for a core most of the time. arithmetic of layouts: "
+        "one process computes its groups, which opens nothing; torch on its fake backend.",
         options.report,
     )
 

@@ -1,0 +1,88 @@
+"""The numbers of docs/scale.md that can be counted here: descriptors and threads of an axis."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshdist as md
+from tests.pool import Pool
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+IN_THE_PAGE: dict[str, Any] = {}
+for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
+    exec(block, IN_THE_PAGE)
+NUM_MESHES = 4
+GROUPS = [("shm", "AAAAA"), ("gloo", "AA"), ("hierarchical", "ABC"), ("hierarchical", "AABB")]
+
+
+def take_from_opening() -> tuple[int, int]:
+    """How many descriptors and threads one more axis over all ranks takes from this process."""
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    options = {"dp": md.AxisOptions(private=True)}
+
+    def make() -> md.DeviceMesh:
+        return md.init_device_mesh("cpu", (-1,), mesh_dim_names=("dp",), axis_options=options)
+
+    meshes = [make()]
+    md.barrier()  # what groups of a process have in common is there
+    before = held()
+    meshes += [make() for _ in range(NUM_MESHES)]
+    # Another thread of the process may have a file open just now.
+    files, threads = (new - old for new, old in zip(held(), before, strict=True))
+    return round(files / NUM_MESHES), round(threads / NUM_MESHES)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="there is no /proc")
+@pytest.mark.parametrize(("wire", "hosts"), GROUPS)
+def test_what_an_axis_takes_is_what_the_page_says(pool: Pool, wire: str, hosts: str) -> None:
+    counted = pool.run(take_from_opening, len(hosts), backend=wire, hosts=hosts)
+    for host, found in zip(hosts, counted, strict=True):
+        of_others = [hosts.count(other) for other in sorted(set(hosts) - {host})]
+        assert found == IN_THE_PAGE["taken"](wire, [hosts.count(host), *of_others]), host
+
+
+def rows_of_meshes() -> list[tuple[str, str, list[str]]]:
+    """The rows of the table of worlds: mesh, axis, and the other columns."""
+    table = TEXT.split("| ranks, mesh |")[1].split("\n\n")[0].splitlines()[2:]
+    rows, mesh = [], ""
+    for line in table:
+        first, axis, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        mesh = first or mesh
+        rows.append((mesh, axis, columns))
+    return rows
+
+
+@pytest.mark.parametrize(("mesh", "axis", "columns"), rows_of_meshes())
+def test_the_table_of_worlds_follows_from_the_formulas(
+    mesh: str, axis: str, columns: list[str]
+) -> None:
+    size = int(mesh.split(", ")[0].replace(",", ""))
+    sizes = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", mesh)}
+    layout = md.Layout.from_shape(tuple(sizes.values()), names=tuple(sizes))
+    for name in sizes if axis == "each" else [axis]:
+        hosts = [rank // 8 for rank in layout.ranks_of_axis(name, 0)]
+        by_host = [hosts.count(host) for host in dict.fromkeys(hosts)]
+        wire = "shm" if len(by_host) == 1 else "hierarchical"
+        descriptors, threads = IN_THE_PAGE["taken"](wire, by_host)
+        requests, num_bytes = IN_THE_PAGE["of_gloo"](wire, by_host)
+        assert columns[:3] == [f"{number:,}" for number in (descriptors, threads, requests)]
+        assert columns[3] == in_words(num_bytes)
+    assert layout.num_ranks == size
+
+
+def in_words(num_bytes: int) -> str:
+    """Bytes as the page writes them: two digits at least."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "KB")):
+        if num_bytes >= 10**power:
+            number = num_bytes / 10**power
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return str(num_bytes)
