@@ -178,7 +178,8 @@ def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wi
         with few:
             with pytest.raises(md.BackendError) as caught:
                 md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
-            assert len(os.listdir("/dev/fd")) == before
+            # Three at least would be open; other threads have a file open for a moment.
+            assert abs(len(os.listdir("/dev/fd")) - before) < 3
             flat = md.init_device_mesh("cpu", (6,))  # has the world's communicator
         with room_for(8, num_hard=40):  # the limit is raised, and the mesh opened
             mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
