@@ -136,15 +136,14 @@ class HostComparison:
             self._compare(json.loads(self._world.store.compare_set(f"{self.label}/last", "", mine)))
 
     def _compare(self, theirs: Sequence[int]) -> None:
-        for number, digest in enumerate(theirs[1:], theirs[0]):
-            mine = self._digests[number % NUM_DIGESTS]  # a call that comes now may overwrite it
-            if not max(self._equal, self.last - NUM_DIGESTS + 1) < number <= self.last:
-                continue
-            if mine != digest:
+        first, end = theirs[0], min(theirs[0] + len(theirs) - 2, self.last)
+        for number in range(max(first, self._equal + 1), end + 1):
+            if self._digests[number % NUM_DIGESTS] == theirs[number - first + 1]:
+                self._equal = number
+            elif number > self.last - NUM_DIGESTS + 1:  # else a later call has overwritten it
                 self._differs, self.wake_at = True, 0
                 late = (self._equal + 1, self.last)
                 raise MembersDisagree("calls of two hosts differ", number, late=late)
-            self._equal = number
 
 
 class ComparingThread:
@@ -202,4 +201,5 @@ class ComparingThread:
                     one.is_explained.set()
                 except (StoreError, ValueError, TypeError) as error:  # it may answer later
                     _log.debug("calls are not compared across hosts now: %s", error)
+                    self._woken.set()
             self._stopped.wait(interval_s * _PAUSE)
