@@ -50,7 +50,8 @@ _DONE = timedelta(seconds=30)
 _SLICE_S = 0.5
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_LAST_S = 1.0
+_LAST_S = 2.0
+_DIFFERS_S = 10.0
 
 
 class User(Protocol):
@@ -374,25 +375,27 @@ class Registry:
             raise error
 
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare the last calls across hosts, with all members that come here within a second.
+        """Compare the last calls across hosts, with all members that come within two seconds.
 
         Returns an error that the program has not seen.
         """
         compared = [one.comparison for one in opened if one.comparison and one.comparison.last]
         if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
             return None
-        fresh = [one for one in compared if one.label not in self.aborts]
+        store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
         with suppress(StoreError, ValueError, TypeError):  # then no member can compare
             for one in fresh:
                 try:
                     one.compare_last()
                 except MembersDisagree as failure:
+                    store.set(f"{one.label}/differs", "")  # others wait until all is explained
                     one.explain(failure)
                 self._count(f"{one.label}/compared", one.ranks)
             keys = [_all_key(f"{one.label}/compared") for one in fresh]
-            wait_until(partial(self.world.store.check, keys), Grace(_LAST_S))
+            wait_until(partial(store.check, keys), Grace(_LAST_S))
             for one in fresh:
-                self.find_abort(one.label)
+                limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
+                wait_until(partial(self.find_abort, one.label), limit)
         for one in compared:
             if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
                 return one.tell(WireAborted("the group is broken"))

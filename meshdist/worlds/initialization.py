@@ -173,7 +173,7 @@ def init_process_group(
 def destroy_process_group(group: GroupLike = None) -> None:
     """Afterwards ``group``, or with None the whole world, is closed on this rank.
 
-    Does not wait for the other ranks, but for a second at most where hosts compare their last
+    Does not wait for the other ranks, but for two seconds at most where hosts compare their last
     calls. A new world may be made afterwards, at the same address too.
 
     Args:
