@@ -22,11 +22,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests over MPI first: one worker takes them all, and starts their jobs once."""
+    """Put the tests over MPI first: one worker takes them all, and starts their jobs once.
+
+    Tests of every wire over two hosts are soaked: what ordinary runs sample has a file of its own.
+    """
     for item in items:
         parameters = getattr(item, "callspec", None)
-        if parameters is not None and parameters.params.get("wire") == "mpi":
+        wire = parameters.params.get("wire") if parameters is not None else None
+        if wire == "mpi":
             item.add_marker("mpi")
+        elif isinstance(wire, str) and wire.endswith("two hosts"):
+            item.add_marker("soak")
     items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
 
 

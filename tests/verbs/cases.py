@@ -21,6 +21,7 @@ import torch
 
 import meshdist as md
 from tests.mpi_job import job_of
+from tests.two_hosts import two_hosts_of
 from tests.verbs import oracle
 from tests.verbs.plans import VERBS, Call, Case, plan
 
@@ -368,14 +369,28 @@ def on_mpi_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -
     return job_of(pool, size).run_in_world(fn, *args)
 
 
+def on_two_hosts(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    return two_hosts_of(pool).run(fn, size, *args, timeout_s=120.0)
+
+
+def on_two_hosts_by_gloo(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+    hosts = "ABBAABBA"[:size]
+    return two_hosts_of(pool).run(fn, size, *args, timeout_s=120.0, backend="gloo", hosts=hosts)
+
+
 WIRES: dict[str, OnRanks] = {
     "simulated": on_simulated_ranks,
     "gloo": on_gloo_processes,
     "shm": on_shm_processes,
     "hierarchical": on_several_hosts,
     "mpi": on_mpi_processes,
+    "two hosts": on_two_hosts,
+    "gloo on two hosts": on_two_hosts_by_gloo,
 }
-"""wire -> runs ``fn(*args)`` on ``size`` ranks over it; a new wire is one more line."""
+"""wire -> runs ``fn(*args)`` on ``size`` ranks over it; a new wire is one more line.
+
+Tests over two hosts are marked ``soak``; tests/test_over_two_hosts.py has a sample of them.
+"""
 
 
 def run_cases(wire: str, cases: Sequence[Case], pool: Any) -> None:
