@@ -195,12 +195,8 @@ class Join:
     def _leave(self, error: BaseException | None) -> bool:
         """Join, unless there is an error; return whether this rank was among the last."""
         try:
-            return error is None and self._shadowing.join()
-        except BaseException as caught:
-            error = caught
-            raise
+            return self._shadowing.leave(error)
         finally:
-            self._shadowing.end(error)
             for one, hook in zip(self._joinables, self._hooks, strict=True):
                 one._join_config = _OUTSIDE
                 if isinstance(hook, ReplicaHook):

@@ -54,7 +54,7 @@ class Uneven(Generic[T]):
         except BaseException as error:
             self._shadowing.end(error)
             raise
-        self._join()
+        self._shadowing.leave()
 
     def __enter__(self) -> Uneven[T]:
         self._begin()
@@ -68,10 +68,7 @@ class Uneven(Generic[T]):
         traceback: TracebackType | None,
     ) -> None:
         self._is_entered = False
-        if error is None:
-            self._join()
-        else:
-            self._shadowing.end(error)
+        self._shadowing.leave(error)
 
     @leave_untraced
     def _begin(self) -> None:
@@ -85,17 +82,6 @@ class Uneven(Generic[T]):
             )
         self._shadowing = self._new_shadowing()
         self._shadowing.begin()
-
-    @leave_untraced
-    def _join(self) -> None:
-        error: BaseException | None = None
-        try:
-            self._shadowing.join()
-        except BaseException as caught:
-            error = caught
-            raise
-        finally:
-            self._shadowing.end(error)
 
 
 def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:

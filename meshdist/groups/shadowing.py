@@ -53,6 +53,7 @@ from ..errors import (
     JoinError,
     MeshdistError,
 )
+from ..runtime.untraced import leave_untraced
 from ..wires.failures import WireTimeout
 from ..wires.work import Work
 from .announcements import Announcement, Round
@@ -152,6 +153,17 @@ class Shadowing:
             labels = [one.opened.label for one in whole]
             self._whereabouts.leave(labels, self._refusal or error)
         self._waits.leave(tuple(self._places))
+
+    @leave_untraced
+    def leave(self, error: BaseException | None = None) -> bool:
+        """Join, unless there is an error, and ``end``; whether this rank was among the last."""
+        try:
+            return error is None and self.join()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            self.end(error)
 
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise where an optimizer that sends by torch's groups steps unannounced."""
