@@ -4,6 +4,10 @@ Two groups with equal ranks in equal order, on the same wire with the same optio
 communicator; private groups never share. Whether one can be shared depends on all members, since
 one of them may have closed it, or seen it fail, before the others: each offers what it has when
 they agree on what they make, and the agreement gives the communicator its label.
+
+Groups that the program drops are collected in any thread at any time, and on other ranks later. So
+this rank's part is closed at the end of its next opening together with all members, which have then
+gone past the verbs before it: none waits there for a part that is gone.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
@@ -77,10 +82,16 @@ class OpenCommunicator:
     sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
-    users: set[User] = field(default_factory=set)
+    users: WeakSet[User] = field(default_factory=WeakSet)
+    ranks: tuple[int, ...] = ()
     is_closed: bool = False
+    is_kept: bool = False  # until the world ends: a verb may be in flight for which nothing waits
     announcements: AnnouncementTable | None = None  # from the first join context on
     comparison: HostComparison | None = None  # where members are on several hosts
+
+    def keep(self) -> None:
+        """Leave it open until the world ends, since its end would wait for what is in flight."""
+        self.is_kept = True
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -122,6 +133,7 @@ class Registry:
         self._comparing = ComparingThread(world)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
+        self._num_openings = 0
         self._signals: SignalThread | None = None
 
     def start(self) -> None:
@@ -148,12 +160,32 @@ class Registry:
             return made[-1]
 
         has_failed = True
+        with self._lock:
+            self._num_openings += 1
         try:
             yield agree
             has_failed = False
         finally:
             for agreement in made:
                 self.finish(agreement.name, agreement.offers.keys(), waits=not has_failed)
+            with self._lock:
+                self._num_openings -= 1
+            if not has_failed:
+                self._close_dropped({rank for one in made for rank in one.offers})
+
+    def _close_dropped(self, here: set[int]) -> None:
+        """Close what no group uses any more, where all members are ``here``, past its last verb."""
+        unused = [one for one in self.all_opened() if not (one.users or one.is_kept)]
+        dropped = [one for one in unused if here.issuperset(one.ranks)]
+        error = self._compare_last(dropped)
+        for one in dropped:
+            with self._lock:
+                if one.users or self._num_openings:  # one under way may have offered it
+                    continue
+                self._by_label.pop(one.label, None)
+            one.close()
+        if error is not None:
+            raise error
 
     def finish(self, call: str, members: Collection[int], *, waits: bool = True) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.
@@ -220,7 +252,8 @@ class Registry:
             sees_all_calls,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
-            {user},
+            WeakSet([user]),
+            ranks,
             comparison=comparison,
         )
         with self._lock:
@@ -429,6 +462,7 @@ class Registry:
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
                 entry.share_key = None  # no group that is made later shares a broken one
+                entry.keep()
         by_kind: dict[type[Communicator], list[Communicator]] = {}
         for entry in opened:
             by_kind.setdefault(type(entry.communicator), []).append(entry.communicator)

@@ -183,12 +183,12 @@ class DeviceMesh:
         members = tuple(definition.layout.ranks().ravel().tolist())
         offer: dict[str, str] = {}
         needs = {}
-        for axis, group in enumerate(self._groups):
-            offer |= group.offer(definition.device_type, f"{axis}/")
-            name = definition.layout.names[axis] if definition.layout.names else axis
-            needs[f"axis {name!r}"] = group.needs(definition.device_type)
         registry, entries = get_registry(definition.world), definition.entries()
         with registry.opening() as agree:
+            for axis, group in enumerate(self._groups):
+                offer |= group.offer(definition.device_type, f"{axis}/")
+                name = definition.layout.names[axis] if definition.layout.names else axis
+                needs[f"axis {name!r}"] = group.needs(definition.device_type)
             told = definition.timeout, offer, find_lack(needs)
             agreement = agree(members, "mesh", entries, *told)
             for axis, group in enumerate(self._groups):
