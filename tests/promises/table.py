@@ -25,12 +25,14 @@ COLUMNS = {
     "mpi": "MPI",
     "simulated": "simulated",
     "hierarchical": "two hosts, feigned",
+    "namespaces": "two hosts (network namespaces)",
     "nccl": "NCCL, stand-in",
 }
 """wire -> the head of its column."""
 
 OF_PROCESSES = tuple(wire for wire in COLUMNS if wire != "nccl")
 OWN = "tests/promises/test_promises.py::test_it_is_kept"
+OVER_HOSTS = "tests/promises/test_promises.py::test_over_two_hosts"
 NOT_COMPUTED = "what NCCL computes [shows on GPUs alone](cuda.md#what-has-run-where)"
 NOT_SEEN = "not tried: the stand-in has one rank ([what has run](cuda.md#what-has-run-where))"
 OF_THE_GROUP = "above every wire; the stand-in [has one rank](cuda.md#what-has-run-where)"
@@ -69,17 +71,27 @@ class Promise:
     def ways(self, wire: str) -> dict[str, bool]:
         """The tests that keep it on ``wire``, and whether only ``make soak`` runs them."""
         found = {test: soaks[wire] for test in self.tests if wire in (soaks := wires_of(test))}
+        if wire == "namespaces":  # where soak runs what runs on feigned hosts
+            found = {f"{OVER_HOSTS}[{test}]": True for test in self.on_feigned_hosts()}
         if wire in self.others:
             found[self.others[wire]] = is_soak(self.others[wire])
-        if self.program is not None and wire in OF_PROCESSES and wire not in self.differs:
+        if self.program is not None and wire in OF_PROCESSES and self.differs_on(wire) is None:
             found[f"{OWN}[{wire}-{self.name}]"] = wire in self.soak
         return found
+
+    def on_feigned_hosts(self) -> list[str]:
+        """The tests elsewhere that run on ranks which take themselves to be on two hosts."""
+        return [test for test in self.tests if "hierarchical" in wires_of(test)]
+
+    def differs_on(self, wire: str) -> str | None:
+        """What is otherwise there on ``wire``; two hosts differ alike, feigned or not."""
+        return self.differs.get("hierarchical" if wire == "namespaces" else wire)
 
     def cell(self, wire: str) -> str:
         """What stands in the column of ``wire``."""
         ways = self.ways(wire)
-        if wire in self.differs:
-            return f"differs{', tested' if ways else ''}: {self.differs[wire]}"
+        if differs := self.differs_on(wire):
+            return f"differs{', tested' if ways else ''}: {differs}"
         return "" if not ways else "tested in `make soak`" if all(ways.values()) else "tested"
 
 
@@ -341,6 +353,7 @@ FAULTS = [
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
             "hierarchical": "tests/wires/hierarchical/test_communicator.py::"
             "test_a_killed_rank_is_an_error_on_all_others",
+            "namespaces": "tests/promises/test_deaths.py::test_a_rank_that_dies_on_two_hosts",
         },
         differs={
             "mpi": "mpiexec [ends all ranks](mpi.md#when-a-rank-fails), which say who died",
@@ -422,8 +435,9 @@ HEAD = """# What holds on which wire
 Each promise of the pages on [verbs](verbs.md), [debugging](debugging.md) and [worlds](worlds.md),
 and what shows on each wire that it is kept. *tested*: the suite runs it over that wire on each
 change; *tested in `make soak`*: the long run does. *differs* says what is otherwise there. Ranks
-are processes of one host; *two hosts, feigned* are ranks of one host that take themselves to be on
-two (`MESHDIST_HOST_ID`), which talk by the wire `hierarchical`. *NCCL, stand-in* is a class that
+are processes of one host. *Two hosts, feigned* are ranks of one host that take themselves to be on
+two (`MESHDIST_HOST_ID`); *network namespaces* have networks of their own, and no memory in common,
+where the system allows them. Both talk by the wire `hierarchical`. *NCCL, stand-in* is a class that
 does what torch's does, without a GPU; [what has run on GPUs](cuda.md#what-has-run-where).
 
 Written by `python -m tests.promises.table`; the tests of each row stand at the end.

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
 import pytest
+from _pytest.mark import ParameterSet
 
 from tests.pool import Pool
 from tests.promises.table import COLUMNS, PAGE, PROMISES, Promise, function_of, page, wires_of
+from tests.two_hosts import two_hosts_of
 from tests.verbs.cases import WIRES
 
 ALL = [promise for promises in PROMISES.values() for promise in promises]
+
+
+def on_two_hosts(pool: Pool, fn: Any, size: int, *args: Any) -> list[Any]:
+    hosts = "ABBAABBA"[:size]
+    return two_hosts_of(pool).run(
+        fn, size, *args, timeout_s=120.0, backend="hierarchical", hosts=hosts
+    )
+
+
+ON = {**WIRES, "namespaces": on_two_hosts}
 RUNS = [
     pytest.param(
         wire,
@@ -17,7 +34,7 @@ RUNS = [
         marks=[pytest.mark.soak] if wire in promise.soak else [],
     )
     for promise in ALL
-    for wire in WIRES
+    for wire in ON
     if any(f"test_it_is_kept[{wire}-" in way for way in promise.ways(wire))
 ]
 
@@ -25,8 +42,46 @@ RUNS = [
 @pytest.mark.parametrize(("wire", "promise"), RUNS)
 def test_it_is_kept(wire: str, promise: Promise, pool: Pool) -> None:
     assert promise.program is not None
-    found = WIRES[wire](pool, promise.program, promise.size)
+    found = ON[wire](pool, promise.program, promise.size)
     assert promise.judge(found), found
+
+
+def arguments_of(test: str) -> list[dict[str, Any]]:
+    """What a test of feigned hosts is called with, for each of its cases there."""
+    cases: list[dict[str, Any]] = [{}]
+    for mark in function_of(test).pytestmark:
+        if mark.name != "parametrize":
+            continue
+        names = (
+            [one.strip() for one in mark.args[0].split(",")]
+            if isinstance(mark.args[0], str)
+            else list(mark.args[0])
+        )
+        rows = []
+        for value in mark.args[1]:
+            given = value.values if isinstance(value, ParameterSet) else value
+            row = dict(zip(names, given if len(names) > 1 else [given], strict=True))
+            if isinstance(value, ParameterSet) and len(names) == 1:
+                row = {names[0]: value.values[0]}
+            if row.get("wire", "hierarchical") == "hierarchical":
+                rows.append(row)
+        cases = [{**case, **row} for case in cases for row in rows]
+    return cases
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("test", dict.fromkeys(t for one in ALL for t in one.on_feigned_hosts()))
+def test_over_two_hosts(test: str, pool: Pool, tmp_path: Path) -> None:
+    """What runs on feigned hosts elsewhere runs here on those of namespaces."""
+    function = function_of(test)
+    wanted = inspect.signature(function).parameters
+    for number, case in enumerate(arguments_of(test)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        fixtures = {"pool": pool, "tmp_path": folder}
+        more = {name: one for name, one in fixtures.items() if name in wanted}
+        with mock.patch.dict(WIRES, hierarchical=on_two_hosts):
+            function(**case, **more)
 
 
 def test_the_page_is_that_of_the_table() -> None:
