@@ -81,7 +81,8 @@ class Promise:
 
     def on_feigned_hosts(self) -> list[str]:
         """The tests elsewhere that run on ranks which take themselves to be on two hosts."""
-        return [test for test in self.tests if "hierarchical" in wires_of(test)]
+        named = [test for test in self.tests if not is_soak(test)]
+        return [test for test in named if "hierarchical" in wires_of(test)]
 
     def differs_on(self, wire: str) -> str | None:
         """What is otherwise there on ``wire``; two hosts differ alike, feigned or not."""
