@@ -308,8 +308,8 @@ FAULTS = [
         "tests/verbs/test_checks.py::test_members_that_call_different_things_all_raise",
         program=programs.mismatches_move_nothing,
         differs={
-            "hierarchical": "across hosts [at debug level DETAIL](debugging.md#debug-levels), "
-            "which is tested",
+            "hierarchical": "between hosts [a little later](debugging.md#between-hosts); before "
+            "data move at level DETAIL",
         },
         nccl=f"{NCCL}test_members_that_disagree",
     ),

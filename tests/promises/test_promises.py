@@ -70,7 +70,9 @@ def arguments_of(test: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("test", dict.fromkeys(t for one in ALL for t in one.on_feigned_hosts()))
+@pytest.mark.parametrize(
+    "test", dict.fromkeys(test for one in ALL for test in one.on_feigned_hosts()), ids=str
+)
 def test_over_two_hosts(test: str, pool: Pool, tmp_path: Path) -> None:
     """What runs on feigned hosts elsewhere runs here on those of namespaces."""
     function = function_of(test)
