@@ -55,7 +55,7 @@ class HostComparison:
     """Whether the program has seen an error of the communicator."""
     last = 0
     """The number of the last call."""
-    _digest = _equal = _before = 0  # _equal: the last call compared, or written; _before: before it
+    _digest = _equal = _written = _before = 0  # up to which call; _before: written before
     _read: tuple[int, ...] = (0,)
     _is_ahead = _differs = False
 
@@ -104,16 +104,17 @@ class HostComparison:
     def look(self) -> None:
         """Compare as far as this member has come; then a later call wakes the thread again."""
         number, store, key = self.last, self._world.store, f"{self.label}/calls"
-        if self._equal < number and self._world.rank == self.ranks[0]:
-            store.set(key, json.dumps(self.digests(number, self._before)))
-            self._before, self._equal = self._equal, number
+        if self._world.rank == self.ranks[0]:
+            if self._written < number:
+                store.set(key, json.dumps(self.digests(number, self._before)))
+                self._before, self._written = self._written, number
         elif self._equal < number:
             if not self._is_ahead:
                 # It expects what no member writes: so it sets nothing, reads, and does not wait.
                 self._read = tuple(json.loads(store.compare_set(key, _UNSET, _UNSET)))
             self._is_ahead = self._read[0] + len(self._read) - 2 > number
             self._compare(self._read)
-        self.wake_at = max(self._equal + 1, self._read[0])
+        self.wake_at = max(self._equal + 1, self._written + 1, self._read[0])
         if self.last >= self.wake_at:  # set before, since a call may have come meanwhile
             self._wake()
 
@@ -132,7 +133,7 @@ class HostComparison:
     def compare_last(self) -> None:
         """Compare with the leader that has come here first, as this member leaves."""
         if self._is_leader:
-            mine = json.dumps(self.digests(self.last, self._before))
+            mine = json.dumps(self.digests(self.last, 0))
             self._compare(json.loads(self._world.store.compare_set(f"{self.label}/last", "", mine)))
 
     def _compare(self, theirs: Sequence[int]) -> None:

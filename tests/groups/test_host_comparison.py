@@ -376,3 +376,17 @@ def test_calls_wait_once_a_difference_is_found(pair: list[HostComparison]) -> No
     pair[1].is_explained.set()
     pair[1].enter(2, 7)  # it would wait otherwise
     assert pair[1].wake_at == sys.maxsize
+
+
+def test_what_the_first_member_has_only_written_it_still_compares(
+    pair: list[HostComparison],
+) -> None:
+    for one, fingerprint in zip(pair, (8, 9), strict=True):
+        enter(one, 1, 1)
+        enter(one, 2, 2, fingerprint)
+        enter(one, 3, 600)
+    pair[0].look()
+    pair[1].compare_last()
+    with pytest.raises(MembersDisagree) as caught:
+        pair[0].compare_last()
+    assert caught.value.number == 2 and caught.value.late == (2, 600)
