@@ -137,6 +137,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "groups": (
             "signal_thread",
             "endings",
+            "head_counts",
             "agreement",
             "matching",
             "announcement_table",

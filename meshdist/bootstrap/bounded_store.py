@@ -2,8 +2,8 @@
 
 Torch's clients wait for an answer without a limit, report a lost server on stderr with a stack, and
 keep every other thread waiting that uses the same connection. A BoundedStore looks first whether
-the server lives, waits for a key by asking for it, and leaves requests to another process to a
-thread of its own, so that the caller can give up. Requests to a file, or to a server in this
+the server lives, waits for a key on a connection of its own, and leaves requests to another process
+to a thread of its own, so that the caller can give up. Requests to a file, or to a server in this
 process, need no thread, and end by themselves; where another process is stopped while it keeps the
 file locked, that is seen before. What is read is checked: other processes may have written it.
 """
@@ -33,9 +33,19 @@ from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import name_locker
 from .server_watch import ServerWatch, accept_clients, find_readable
-from .stores import cloned, root_of
+from .stores import NamedPrefixStore, cloned, root_of
 
-__all__ = ["BoundedStore", "KeyAlarm", "read_json", "read_jsons", "read_number", "within"]
+__all__ = [
+    "BoundedStore",
+    "KeyAlarm",
+    "await_key",
+    "find_value",
+    "parse_value",
+    "read_json",
+    "read_jsons",
+    "read_number",
+    "within",
+]
 
 T = TypeVar("T")
 
@@ -50,12 +60,20 @@ _CLOSING_S = 1.0
 _VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), b"\0"
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
+_NO_VALUE = b"?"
+"""A value that no rank writes."""
 
 _silent_since: dict[tuple[str, int] | None, float] = {}
 """Since when a server, by host and port, leaves a request unanswered that was given up."""
 os.register_at_fork(after_in_child=_silent_since.clear)
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
+_look: ContextVar[Callable[[], object] | None] = ContextVar("meshdist_store_look", default=None)
+"""What a wait of this thread for a key calls now and then; it may raise."""
+
+
+class _NotInTime(StoreError):
+    """No process has set a key in time."""
 
 
 @contextmanager
@@ -108,6 +126,8 @@ class BoundedStore(Store):
         self._busy_since: float | None = None
         root = root_of(raw)
         self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
+        self._alarms: list[KeyAlarm] = []  # idle: to accept one may make a server ask for names
+        self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
         self._thread: threading.Thread | None = None
         if self._file is None and not is_served_here:
             self._thread = threading.Thread(target=self._run, name="meshdist-store", daemon=True)
@@ -149,13 +169,53 @@ class BoundedStore(Store):
 
         That counts for C++ as well, which hands over a limit of its own.
         """
-        deadline = _deadline.get() or Deadline(timeout or self._patience)
-        if not wait_until(lambda: self.check(keys), deadline):
-            raise StoreError(
+        deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
+
+        def slice_s() -> float:
+            self._check_served()
+            if look is not None:
+                look()
+            return 0.0 if deadline.is_over else deadline.slice_s(_POLL_S)
+
+        is_set = self._await_alarm(keys[0], slice_s) if len(keys) == 1 else None
+        if is_set is None:
+            is_set = wait_until(lambda: self.check(keys), deadline, look)
+        if not is_set and not self.check(keys):
+            raise _NotInTime(
                 "a wait for the store ended: wait timeout",  # as torch words it
                 expected=f"the keys {', '.join(keys)}",
                 found="no process has set them in time",
             )
+
+    def _await_alarm(self, key: str, slice_s: Callable[[], float]) -> bool | None:
+        """Whether ``key`` was set while ``slice_s`` gave time; None where the server does not tell.
+
+        ``slice_s`` gives the seconds until it is asked again, 0 for an end of the wait.
+        """
+        raw = self._check_usable()
+        if self._address is None or not isinstance(raw, (TCPStore, NamedPrefixStore)):
+            return None
+        alarm = None
+        try:
+            alarm = self._alarms.pop() if self._alarms else KeyAlarm(self._address)
+            alarm.reset(self._prefix + key)
+        except OSError:
+            return None
+        try:
+            while (seconds := slice_s()) > 0:
+                if find_readable([alarm.connection, *self.ends], seconds):
+                    try:
+                        has_rung = alarm.has_rung()
+                    except OSError:
+                        return None
+                    if has_rung:
+                        self._alarms.append(alarm)
+                        alarm = None
+                        return True
+            return False
+        finally:
+            if alarm is not None:
+                alarm.connection.close()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
@@ -224,6 +284,7 @@ class BoundedStore(Store):
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(0.0 if self._busy_s() > _ANSWER_S else _END_S)
+        self.rest()
         if self._watch is not None:
             self._watch.close()
         if self._file is not None:
@@ -235,11 +296,8 @@ class BoundedStore(Store):
 
     def ask(self, request: Callable[[Store], T]) -> T:
         """Return what ``request`` returns, given the store that serves it, or of another client."""
-        raw = self._raw
-        if raw is None or self._is_closed or self._process_id != os.getpid():
-            raise StoreError("the store of this world is closed in this process")
-        if not self.is_served:
-            raise self._lost("has ended")
+        raw = self._check_usable()
+        self._check_served()
         if self._thread is None:
             self._await_unlocked()
             return request(raw)
@@ -257,6 +315,15 @@ class BoundedStore(Store):
                     raise self._lost("does not answer") from None
             except DistNetworkError:
                 raise (self._refused() if self.is_served else self._lost("has ended")) from None
+
+    def _check_usable(self) -> Store:
+        if self._raw is None or self._is_closed or self._process_id != os.getpid():
+            raise StoreError("the store of this world is closed in this process")
+        return self._raw
+
+    def _check_served(self) -> None:
+        if not self.is_served:
+            raise self._lost("has ended")
 
     def _await_unlocked(self) -> None:
         """Return when no process keeps the store's file locked."""
@@ -318,21 +385,23 @@ class BoundedStore(Store):
 
 
 class KeyAlarm:
-    """A connection to a TCPStore's server that becomes readable when a key is set; then ``reset``.
+    """A connection to a TCPStore's server that becomes readable when the key of ``reset`` is set.
 
     torch's own wait cannot be called off, and its expiry is reported on stderr: here its request
     travels over a socket that can be polled. Where the server does not know it no alarm rings.
     """
 
-    def __init__(self, address: tuple[str, int], key: str) -> None:
-        self.connection = socket.create_connection(address, timeout=_CLOSING_S)
-        self.connection.sendall(_VALIDATE)
-        self.reset(key)
+    def __init__(self, to: tuple[str, int] | socket.socket) -> None:
+        if not isinstance(to, socket.socket):
+            to = socket.create_connection(to, timeout=_CLOSING_S)
+        self.connection = to
+        self._greeting = _VALIDATE
 
     def reset(self, key: str) -> None:
         """Ring when ``key`` is set."""
         name = f"/{key}".encode()  # torch begins each key with "/"
-        self.connection.sendall(_WAIT + struct.pack("=Q", len(name)) + name)
+        self.connection.sendall(self._greeting + _WAIT + struct.pack("=Q", len(name)) + name)
+        self._greeting = b""
 
     def has_rung(self) -> bool:
         """Whether the key is set; says so once. OSError where the connection is lost."""
@@ -362,24 +431,49 @@ def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
     """``read_json`` of several keys, in one request."""
-    found = []
-    for key, value in zip(keys, store.multi_get(list(keys)), strict=True):
-        try:
-            found.append(parse(json.loads(value)))
-        except _NOT_PARSED:
-            raise _junk(key, value) from None
-    return found
+    values = zip(keys, store.multi_get(list(keys)), strict=True)
+    return [parse_value(key, value, parse) for key, value in values]
+
+
+def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
+    """Return what ``parse`` makes of the JSON ``value`` of ``key``; raises as ``read_json``."""
+    try:
+        return parse(json.loads(value))
+    except _NOT_PARSED:
+        raise _junk(key, value) from None
 
 
 def read_number(store: Store, key: str) -> int:
     """Return the number under ``key``, 0 where it is not set; unlike ``add``, write nothing."""
-    if not store.check([key]):
-        return 0
-    value = store.get(key)
+    value = find_value(store, key)
     try:
-        return int(value)
+        return 0 if value is None else int(value)
     except ValueError:
+        assert value is not None
         raise _junk(key, value) from None
+
+
+def find_value(store: Store, key: str) -> bytes | None:
+    """Return the value of ``key``, None where it is not set; one request, unlike check and get."""
+    value = store.compare_set(key, _NO_VALUE.decode(), _NO_VALUE.decode())
+    return None if value == _NO_VALUE else value
+
+
+def await_key(
+    store: Store, key: str, deadline: Deadline, look: Callable[[], object] | None = None
+) -> bool:
+    """Wait for ``key`` until ``deadline``; whether it is set. ``look`` is called now and then."""
+    if not isinstance(root_of(store), BoundedStore):
+        return bool(wait_until(lambda: store.check([key]), deadline, look))
+    token = _look.set(look)
+    try:
+        with within(deadline):
+            store.wait([key])
+        return True
+    except _NotInTime:
+        return False
+    finally:
+        _look.reset(token)
 
 
 def _junk(key: str, value: bytes) -> StoreError:

@@ -1,36 +1,46 @@
 """How the ranks of one world find each other in a store that may have served worlds before.
 
-A store counts generations. In each, every rank claims its number, leaves its card and is counted.
-When all have come, each confirms that it is still there; the last one closes the generation as
-complete, and says on which hosts the ranks are and which wires all of them can use. (Without the
-second step a world could begin with the claim of a process that has died.) A generation that cannot
-become complete (a rank is missing at the timeout, two processes claim one rank, ranks disagree
-about the size) is closed as failed, and every rank in it raises the same error. What comes later
-begins the next generation, so that a world can be made again and again at one address, and nothing
-of an earlier one is taken for its own.
+A store counts generations: ``open`` holds the number of the open one, and the size of its world. In
+each, every rank claims its number with its card and is counted. When all have come, each confirms
+that it is still there; the last one closes the generation as complete, and says on which hosts the
+ranks are and which wires all of them can use. (Without the second step a world could begin with the
+claim of a process that has died.) A generation that cannot become complete (a rank is missing at
+the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed, and
+every rank in it raises the same error. What comes later begins the next generation, so that a world
+can be made again and again at one address, and nothing of an earlier one is taken for its own.
 
-Keys of a generation, below its number: ``size``, ``arrived``, ``claim/RANK``, ``card/RANK``,
-``joined``, ``joined/NUMBER`` (the rank that was counted), ``full``, ``confirmed``,
-``confirmed/NUMBER``, ``state``; the world's own keys lie below ``world``.
+Ranks are counted by blocks of 60, each by its bit in the number of its block, which so tells who is
+missing: when ranks 0 and 2 of 3 have joined, ``joined/0`` holds 0b101. Whoever completes a block
+counts it under ``joined``; whoever completes the last block sets ``full``.
+
+Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined``, ``joined/BLOCK``,
+``full``, ``confirmed``, ``confirmed/BLOCK``, ``gave up``, ``state``; the world's own keys lie below
+``world``. However many ranks there are, each makes as many requests.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 from ..error_text import fields_among, first_line, ranks_text
 from ..errors import RendezvousError
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import ProcessCard, is_alive, my_card
-from ..runtime.whole_numbers import find_whole_number
-from .bounded_store import BoundedStore, read_json, read_jsons, read_number, within
+from ..runtime.whole_numbers import from_runs, to_runs
+from .bounded_store import (
+    BoundedStore,
+    await_key,
+    find_value,
+    parse_value,
+    read_jsons,
+    read_number,
+    within,
+)
 from .stores import PrefixStore, Store
 
 __all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
@@ -38,8 +48,9 @@ __all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
 SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
 
-_CARD_S = 2.0
-"""How long a process that has claimed a rank may take to leave its card."""
+_TELLING_S = 5.0
+"""How long the first rank that gives up may take to say so for all."""
+_BLOCK = 60  # bits that any store can add
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout)
         self._card = my_card()
+        self._terms = ""
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Joined:
@@ -124,98 +136,115 @@ class Attempt:
         """
         try:
             with within(self._deadline):
-                generation = read_number(self.store, "resolved")
-                while (joined := self.try_generation(generation)) is None:
-                    generation += 1
+                while (joined := self.try_generation(generation := self._enter())) is None:
+                    self._pass_over(generation)
         except RendezvousError:
             raise
         except RuntimeError as error:  # torch's store errors
             raise lost_while_joining(self.origin, error) from error
         return joined
 
+    def _enter(self) -> int:
+        """Return the number of the open generation, which has its size from the first rank."""
+        held = self.store.compare_set("open", "", f"[0, {self.size}]")
+        while len(terms := parse_value("open", held, lambda it: list(map(int, it)))) < 2:
+            held = self.store.compare_set("open", held.decode(), f"[{terms[0]}, {self.size}]")
+        self._terms = held.decode()
+        generation, agreed = terms[:2]
+        if agreed != self.size:
+            keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
+            self._fail(keys, generation, self._disagreement(agreed), agreed)
+            self._pass_over(generation)
+            return self._enter()
+        return generation
+
+    def _pass_over(self, generation: int) -> None:
+        """Let the processes that come later begin the next generation."""
+        self.store.compare_set("open", self._terms, f"[{generation + 1}]")
+
     def try_generation(self, generation: int) -> Joined | None:
         """Return the world of this generation; None where the next one has to be tried."""
         keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
-        if keys.check(["state"]):
-            return None
-        keys.compare_set("size", "", str(self.size))
-        agreed = read_number(keys, "size")
-        if agreed != self.size:
-            return self._conclude(keys, generation, -1, self._disagreement(agreed))
-        mine = self._claim_next(keys) if self.rank is None else self._claim(keys, self.rank)
+        mine = self._claim(keys, generation)
         if mine is None:
             return None
         try:
-            about = {
-                "local_rank": self.local_rank,
-                "wires": sorted(self.wires),
-                "serves": self.serves,
-            }
-            card = {**self._card.to_json(), **about}
-            keys.set(f"card/{mine}", json.dumps(card))
-            number = keys.add("joined", 1)
-            keys.set(f"joined/{number}", str(mine))
-            if number == self.size:
-                keys.set("full", "1")
             outcome = None
-            if not self._wait_for(keys, "full"):
-                outcome = self._missing(keys)
-            elif not keys.check(["state"]):
-                number = keys.add("confirmed", 1)
-                keys.set(f"confirmed/{number}", str(mine))
-                if number == self.size:
-                    outcome = self._layout(keys)
-                elif not self._wait_for(keys, "state"):
-                    outcome = self._silent(keys)
+            is_last = self._count(keys, "joined", mine)
+            if is_last:
+                keys.set("full", "1")
+            if not is_last and not self._wait_for(keys, "full"):
+                outcome = self._give_up(keys, self._missing)
+            elif self._count(keys, "confirmed", mine):
+                outcome = self._layout(keys)
+            elif not self._wait_for(keys, "state"):
+                outcome = self._give_up(keys, self._silent)
             return self._conclude(keys, generation, mine, outcome)
         except KeyboardInterrupt:
             self._resolve(keys, _failure(f"rank {mine} was interrupted", where=str(self._card)))
+            self._pass_over(generation)
             raise
 
-    def _claim(self, keys: Store, rank: int) -> int | None:
-        if keys.add(f"claim/{rank}", 1) == 1:
-            return rank
-        other = self._card_of(keys, rank)
-        if keys.check(["state"]):
-            return None
-        if self.is_unique or (other is not None and is_alive(other) is False):
-            # Left by a process that has ended: this generation can never be complete.
-            self._resolve(keys, {"kind": "stale"})
-            return None
-        self._resolve(
-            keys,
-            _failure(
-                f"rank {rank} was claimed by two processes",
-                where=self.origin,
-                expected=f"every rank from 0 to {self.size - 1} once",
-                found=f"{other or 'a process that left no card'}; {self._card}",
-                fix="give each process its own rank; or, if a job that has crashed used this "
-                "store, start with a new address, file or store",
-            ),
-        )
-        self._raise(_state(keys, self.size))
-        return None
-
-    def _claim_next(self, keys: Store) -> int | None:
+    def _claim(self, keys: Store, generation: int) -> int | None:
+        """Claim this process's rank, or the next one, with its card; None where all is decided."""
+        about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
+        text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
         while True:
-            rank = keys.add("arrived", 1) - 1
+            rank = keys.add("arrived", 1) - 1 if self.rank is None else self.rank
             if rank >= self.size:
                 if not self._wait_for(keys, "state"):
                     self._raise(self._missing(keys))
                 return None
-            if keys.add(f"claim/{rank}", 1) == 1:
+            found = keys.compare_set(f"card/{rank}", "", text)
+            if found == text.encode():
                 return rank
+            if self.rank is not None:
+                break
+        other = parse_value(f"card/{rank}", found, ProcessCard.from_json)
+        if find_value(keys, "state") is not None:
+            return None
+        if self.is_unique or is_alive(other) is False:
+            # Left by a process that has ended: this generation can never be complete.
+            self._resolve(keys, {"kind": "stale"})
+            return None
+        failure = _failure(
+            f"rank {rank} was claimed by two processes",
+            where=self.origin,
+            expected=f"every rank from 0 to {self.size - 1} once",
+            found=f"{other}; {self._card}",
+            fix="give each process its own rank; or, if a job that has crashed used this "
+            "store, start with a new address, file or store",
+        )
+        self._fail(keys, generation, failure, self.size)
+        return None
+
+    def _count(self, keys: Store, counter: str, rank: int) -> bool:
+        """Count this rank; whether it was the last."""
+        block, place = divmod(rank, _BLOCK)
+        whole = (1 << min(_BLOCK, self.size - block * _BLOCK)) - 1
+        if keys.add(f"{counter}/{block}", 1 << place) != whole:
+            return False
+        return keys.add(counter, 1) == self._num_blocks
+
+    @property
+    def _num_blocks(self) -> int:
+        return -(-self.size // _BLOCK)
 
     def _wait_for(self, keys: Store, key: str) -> bool:
         """Wait until the key is there; return whether it came in time."""
-        # Store.wait would write to stderr where no time is left, and let no Ctrl-C through.
-        return bool(wait_until(lambda: keys.check([key]), self._deadline))
+        return await_key(keys, key, self._deadline)
+
+    def _give_up(
+        self, keys: Store, story: Callable[[Store], dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """The outcome where this is the first rank that gives up; None where another told it."""
+        is_told = keys.add("gave up", 1) > 1 and await_key(keys, "state", Grace(_TELLING_S))
+        return None if is_told else story(keys)
 
     def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
         if keys.compare_set("state", "", text) == text.encode():
-            self.store.add("resolved", 1)
             keys.set("full", "1")  # ranks that wait for the others look at the state now
 
     def _conclude(
@@ -224,9 +253,12 @@ class Attempt:
         if outcome is not None:
             self._resolve(keys, outcome)
         state = _state(keys, self.size)
+        if outcome is not None or state["kind"] != "complete":
+            self._pass_over(generation)
         if state["kind"] == "stale":
             return None
         self._raise(state)
+        hosts = tuple(state["hosts"])
         below = f"{self.prefix}/{generation}/world"
         server = state["server"]
         self.handle.client = f"rank {rank} of {self.size}"
@@ -240,21 +272,32 @@ class Attempt:
             lambda: PrefixStore(below, self.handle.raw_clone()),
             self.handle,
             server,
-            tuple(state["hosts"]),
-            state["local_ranks"][rank],
+            hosts,
+            self._number_on_host(hosts, rank, state["is_numbered"]),
             frozenset(state["wires"]),
             self.origin,
         )
+
+    def _number_on_host(self, hosts: tuple[int, ...], rank: int, is_numbered: bool) -> int:
+        if is_numbered and self.local_rank is not None:
+            return self.local_rank
+        return hosts[:rank].count(hosts[rank])
+
+    def _fail(self, keys: Store, generation: int, failure: dict[str, Any], size: int) -> None:
+        """Close the generation as failed, and raise, unless another rank has closed it."""
+        self._resolve(keys, failure)
+        self._pass_over(generation)
+        self._raise(_state(keys, size))
 
     def _raise(self, state: dict[str, Any]) -> None:
         if state["kind"] == "failed":
             raise RendezvousError(state["summary"], **state["fields"])
 
     def _card_of(self, keys: Store, rank: int) -> ProcessCard | None:
-        key = f"card/{rank}"
-        grace = Grace(min(_CARD_S, self._deadline.left_s))
-        wait_until(lambda: keys.check([key]) or keys.check(["state"]), grace)
-        return read_json(keys, key, ProcessCard.from_json) if keys.check([key]) else None
+        value = find_value(keys, f"card/{rank}")
+        if value is None:
+            return None
+        return parse_value(f"card/{rank}", value, ProcessCard.from_json)
 
     def _layout(self, keys: Store) -> dict[str, Any]:
         """Return the outcome of a generation in which every rank has left its card."""
@@ -267,14 +310,11 @@ class Attempt:
         hosts = [numbers.setdefault(card.host, len(numbers)) for card in cards]
         local_ranks = [value["local_rank"] for value in values]
         places = set(zip(hosts, local_ranks, strict=True))
-        if None in local_ranks or len(places) < self.size:
-            # Not every launcher numbers them, or several launchers of one host do, each from 0.
-            numbering: defaultdict[int, count[int]] = defaultdict(count)
-            local_ranks = [next(numbering[host]) for host in hosts]
         return {
             "kind": "complete",
-            "hosts": hosts,
-            "local_ranks": local_ranks,
+            "hosts": to_runs(hosts),
+            # Not every launcher numbers them, or several launchers of one host do, each from 0.
+            "is_numbered": None not in local_ranks and len(places) == self.size,
             "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
             "server": next((rank for rank, value in enumerate(values) if value["serves"]), None),
         }
@@ -316,14 +356,13 @@ class Attempt:
         )
 
     def _with_and_without(self, keys: Store, counter: str) -> tuple[list[int], list[int]]:
-        """The ranks that were counted, and the others; asks nothing for those, who may be many."""
-        count = min(read_number(keys, counter), self.size)
-        names = [f"{counter}/{number}" for number in range(1, count + 1)]
-        texts = [keys.get(name).decode() for name in names if keys.check([name])]
-        present = {find_whole_number(text, most=self.size - 1) for text in texts}
+        """The ranks that were counted, and the others."""
+        blocks = range(self._num_blocks)
+        masks = [read_number(keys, f"{counter}/{block}") for block in blocks]
         ranks = range(self.size)
-        return [rank for rank in ranks if rank in present], [
-            rank for rank in ranks if rank not in present
+        has_come = [masks[rank // _BLOCK] >> rank % _BLOCK & 1 for rank in ranks]
+        return [rank for rank in ranks if has_come[rank]], [
+            rank for rank in ranks if not has_come[rank]
         ]
 
     def _disagreement(self, agreed: int) -> dict[str, Any]:
@@ -368,13 +407,19 @@ def _state(keys: Store, size: int) -> dict[str, Any]:
             return {"kind": kind, "summary": summary, "fields": fields}
         return {
             "kind": "complete",
-            "hosts": [int(value["hosts"][rank]) for rank in range(size)],
-            "local_ranks": [int(value["local_ranks"][rank]) for rank in range(size)],
+            "hosts": _exactly(size, from_runs(value["hosts"], size)),
+            "is_numbered": bool(value["is_numbered"]),
             "wires": [str(wire) for wire in value["wires"]],
             "server": None if server is None else int(server),
         }
 
-    return read_json(keys, "state", parse)
+    return parse_value("state", find_value(keys, "state") or b"", parse)
+
+
+def _exactly(size: int, numbers: list[int]) -> list[int]:
+    if len(numbers) != size:
+        raise ValueError(f"not {size} numbers")
+    return numbers
 
 
 def _failure(summary: str, **fields: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from .generations import SERVER, Attempt, Joined, lost_while_joining
 from .mpi_address import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
+    NamedPrefixStore,
     ServedStore,
     Store,
     TCPStore,
@@ -360,17 +361,19 @@ def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
 
 
 def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
-    # Torch finds the store of torchrun's agent, which no rank serves.
+    # Torch finds the store of torchrun's agent, which no rank serves, below a prefix that counts
+    # restarts, and that it does not tell.
     found = torch.distributed.rendezvous("env://", timeout=timeout)
     try:
-        store: Store = next(found)[0]
+        store: Store = root_of(next(found)[0])
     except (RuntimeError, ValueError) as error:
         raise RendezvousError(
             f"torchrun's store does not answer: {first_line(error)}",
             where=f"env://, started by torchrun, store at {address}, port {port}",
             fix="look at the output of torchrun on its first host",
         ) from error
-    return store
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return NamedPrefixStore(f"attempt {restarts}", store)
 
 
 def _listener_at(address: str, port: int) -> Any:

@@ -33,6 +33,7 @@ __all__ = [
     "LEAST_STORE_TIMEOUT",
     "FileStore",
     "HashStore",
+    "NamedPrefixStore",
     "PrefixStore",
     "ServedStore",
     "Store",
@@ -153,6 +154,14 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
             return inherited
     inherited.close()
     return None
+
+
+class NamedPrefixStore(PrefixStore):
+    """A PrefixStore that tells its prefix."""
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(prefix, store)
+        self.prefix = prefix
 
 
 class ServedStore(TCPStore):

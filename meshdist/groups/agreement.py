@@ -1,8 +1,11 @@
 """Members compare what they are about to make before anything is opened.
 
-Every member publishes its definition in the store and waits for the others'. Where two differ,
-every member raises the same error, which shows both. A member that waits for this rank in another
-agreement can never come: that is found too, and raised on every rank that waits.
+Every member counts itself in the store, under a digest of its definition, and waits for one key,
+the outcome, which the last member writes. Where digests differ, that member reads the definitions,
+and every member raises the same error, which shows both. While members wait, the first to come look
+for those that are missing, more and more seldom: one that has ended, or that waits for this rank in
+another agreement, can never come, and the outcome says so. All members make equally many requests,
+however many there are.
 """
 
 from __future__ import annotations
@@ -10,78 +13,67 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import Store
-
-from ..bootstrap.bounded_store import read_json, read_jsons, within
+from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_number, within
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import MORE_DESCRIPTORS
+from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.simulated.store import SimulatedStore
 from .endings import Endings
+from .head_counts import Block, blocks_of
 from .signal_thread import ask, last_call_text
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks", "lack_error"]
 
-_SLICE_S = 1.0
-_SURE_AFTER_SLICES = 3
+_LOOK_S = 1.0
+_MOST_DOUBLINGS = 20
+_REST_PER_LOOK = 20
+"""How much longer than a look for missing members is the rest before the next."""
+_TELLING_S = 5.0
+"""How long the first member that gives up may take to tell the others what is missing."""
+_SURE_AFTER_LOOKS = 3
 _SURE_AMONG_THREADS = 20
-_ALL_HAVE_COME = "all have come"
-_LACK = "lack"
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
     """A short name for a list of ranks, equal on all of them."""
-    return hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+    return _digest(repr(tuple(ranks)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """One agreement of the members of a group, and what they offered there.
+    """One agreement of the members of a group.
 
     Args:
         name: its name in the store, equal on all members, and no other agreement's.
-        offers: for each member the communicators that it has open and could share, by slot.
+        members: the ranks that have agreed.
+        shared: by slot, the labels of communicators that all ranks of the slot's group have open.
+        opened: the communicators that this rank has opened by it.
     """
 
     name: str
-    offers: Mapping[int, Mapping[str, str]]
+    members: tuple[int, ...]
+    shared: Mapping[str, str] = field(default_factory=dict)
+    opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
         """The label of the communicator that ``ranks`` will use, equal on all of them.
 
         That of the one they have open already, if all of them have it open still; else a new one.
         """
-        offered = {self.offers[rank].get(slot, "") for rank in ranks}
-        if len(offered) == 1 and "" not in offered:
-            return offered.pop()
-        return f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """One agreement in the making; ``text`` is this rank's definition, for messages."""
-
-    name: str
-    kind: str
-    text: str
-    members: tuple[int, ...]
-    timeout: timedelta
-
-    def key(self, rank: int) -> str:
-        """Under which ``rank`` publishes its definition."""
-        return f"{self.name}/{rank}"
-
-    @property
-    def outcome_key(self) -> str:
-        """Under which the first member to find out writes how the meeting ended."""
-        return f"{self.name}/outcome"
+        return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
 class Agreements:
@@ -98,8 +90,6 @@ class Agreements:
     ) -> None:
         self._world = world
         self._find_joined = find_joined
-        self._endings = Endings(world)
-        self._has_notice = False  # whether the store shows what this rank waits for
 
     def agree(
         self,
@@ -107,7 +97,7 @@ class Agreements:
         kind: str,
         definition: Mapping[str, Any],
         timeout: timedelta,
-        offer: Mapping[str, str] | None = None,
+        offers: Mapping[str, tuple[str, Sequence[int]]] | None = None,
         lack: str = "",
     ) -> Agreement:
         """Return when all of ``ranks`` have come with an equal ``definition``.
@@ -117,7 +107,8 @@ class Agreements:
             kind: what is being made, for messages and keys ("mesh", "group").
             definition: plain values; its "text" entry is shown where members differ.
             timeout: how long to wait for the last member.
-            offer: what this rank could share with the others, by slot; may differ between members.
+            offers: the labels of communicators that this rank could share, by slot, each with the
+                ranks of the slot's group; may differ between members.
             lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
@@ -130,204 +121,372 @@ class Agreements:
         world, members = self._world, tuple(sorted(ranks))
         count = world.next_number((kind, members))
         name = f"agree/{kind}/{digest_of_ranks(members)}/{count}"
-        offer = dict(offer or {})
+        offered = {slot: offer for slot, offer in (offers or {}).items() if offer[0]}
         if len(members) == 1:
-            return Agreement(name, {world.rank: offer})
-        if lack:
-            offer[_LACK] = lack
-        meeting = _Meeting(name, kind, definition["text"], members, timeout)
-        store, deadline = world.store, Deadline(timeout)
-        with within(deadline):
-            store.set(meeting.key(world.rank), json.dumps([definition, offer]))
+            return Agreement(name, members, {slot: label for slot, (label, _) in offered.items()})
+        keys = {
+            slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(group)}')}"
+            for slot, (label, group) in offered.items()
+        }
+        meeting = _Meeting(world, self._find_joined, name, kind, definition, members, timeout)
+        with within(meeting.deadline):
             try:
-                self._await_all(meeting, deadline)
+                meeting.come(keys.values(), lack)
+                meeting.await_outcome()
             except JoinError:  # on all members that come, so that they count alike
                 world.take_back_number((kind, members))
-                store.delete_key(meeting.key(world.rank))
+                meeting.take_back()
                 raise
-            outcome = _first(store, meeting, _ALL_HAVE_COME)
-            if outcome != _ALL_HAVE_COME:
-                raise CollectiveTimeoutError(
-                    f"others gave up to wait before rank {world.rank} came to make a {kind}",
-                    where=f"rank {world.rank}, {meeting.text}, for {ranks_text(members)}",
-                    expected=f"the same call on {ranks_text(members)}, at about the same time",
-                    found=outcome,
-                    fix=f"look at what kept rank {world.rank}, or raise the timeout",
-                )
-            entries = read_jsons(store, [meeting.key(rank) for rank in members], _entry)
-        mine = entries[members.index(world.rank)][0]
-        if any(one != mine for one, _ in entries):
-            raise AgreementError(
-                f"the ranks do not define the same {kind}",
-                where=f"rank {world.rank}, among {ranks_text(members)}",
-                expected=f"one and the same {kind} on every rank",
-                found=_grouped(members, [one for one, _ in entries]),
-                fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
-            )
-        found = dict(zip(members, [offer for _, offer in entries], strict=True))
-        if lacks := [(rank, offer[_LACK]) for rank, offer in found.items() if _LACK in offer]:
-            raise lack_error(world, meeting.text, members, lacks)
-        return Agreement(name, found)
-
-    def _await_all(self, meeting: _Meeting, deadline: Deadline) -> None:
-        """Return when all members have published their definitions."""
-        world, members = self._world, meeting.members
-        store = world.store
-        keys = list(map(meeting.key, members))
-        if isinstance(store, SimulatedStore):
-            store.wait_unless(keys, lambda: bool(self._joined_before(meeting, store.has)))
-            self._refuse_joined(meeting, store.has)
-            return
-        self._show_notice(None)
-        suspicion, times = "", 0
-
-        def check() -> None:
-            self._refuse_joined(meeting, lambda keys: store.check(list(keys)))
-
-        # Not store.wait, whose expiry torch reports on stderr.
-        while not wait_until(lambda: store.check(keys), Grace(deadline.slice_s(_SLICE_S)), check):
-            missing = [rank for rank in members if not store.check([meeting.key(rank)])]
-            if not missing:
-                break
-            self._check_alive(meeting, missing)
-            if deadline.is_over:
-                seconds = meeting.timeout.total_seconds()
-                outcome = f"rank {world.rank} waited {seconds:g} s for {meeting.text}"
-                if _first(store, meeting, outcome) == _ALL_HAVE_COME:
-                    break
-                raise self._late(meeting, missing)
-            self._show_notice(meeting)
-            found, patience = self._find_crossing(meeting, missing)
-            times = times + 1 if found == suspicion else 1
-            suspicion = found
-            if found and times >= patience:
-                # The notice stays in the store, so that the ranks that it names see it too.
-                raise AgreementError(
-                    f"the ranks do not define the same {meeting.kind}: they wait for each other",
-                    where=f"rank {world.rank}, among {ranks_text(members)}",
-                    expected="one and the same definition on every rank, in the same order",
-                    found=f"rank {world.rank}: {meeting.text}, for {ranks_text(members)}\n{found}",
-                    fix="make meshes and groups from equal arguments on all of their ranks",
-                )
-        self._show_notice(None)
-
-    def _joined_before(self, meeting: _Meeting, has: Callable[[Sequence[str]], bool]) -> list[int]:
-        """The members that have no data left and had not come before; ``has`` looks for keys."""
-        joined = self._find_joined(meeting.members)  # first: one may come and then join meanwhile
-        return [rank for rank in joined if not has([meeting.key(rank)])]
-
-    def _refuse_joined(self, meeting: _Meeting, has: Callable[[Sequence[str]], bool]) -> None:
-        """Raise where members do not come since they have no data left."""
-        joined = self._joined_before(meeting, has)
-        if not joined:
-            return
-        self._show_notice(None)
-        raise JoinError(
-            f"a {meeting.kind} cannot be made with {ranks_text(joined)}, which "
-            f"{'has' if len(joined) == 1 else 'have'} no data left",
-            where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
-            expected=f"the same call on {ranks_text(meeting.members)}",
-            fix="make meshes and groups, and use each once, before the loop",
-        )
-
-    def _check_alive(self, meeting: _Meeting, missing: list[int]) -> None:
-        """Raise where some of the ``missing`` have ended, before they came."""
-        store, ended = self._world.store, {rank: self._endings.find(rank) for rank in missing}
-        # In this order: one may come and end meanwhile.
-        lost = [rank for rank in missing if ended[rank] and not store.check([meeting.key(rank)])]
-        if lost:
-            raise BackendError(
-                f"{ranks_text(lost)} cannot come to make a {meeting.kind}",
-                where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
-                expected=f"the same call on {ranks_text(meeting.members)}",
-                found="\n".join(f"rank {rank} {ended[rank]}" for rank in lost),
-                fix=f"look at what ended {ranks_text(lost)}; make it on the ranks that are left",
-            )
-
-    def _show_notice(self, meeting: _Meeting | None) -> None:
-        """Show in the store what this rank waits for; None takes an older notice away."""
-        if self._has_notice == (meeting is not None):
-            return
-        notice = meeting and {
-            "name": meeting.name,
-            "ranks": meeting.members,
-            "text": meeting.text,
-            "has_threads": _has_other_threads(),
+            meeting.raise_unless_agreed()
+            if not keys:
+                return Agreement(name, members)
+            counts = dict(zip(keys, world.store.multi_get(list(keys.values())), strict=True))
+        shared = {
+            slot: label
+            for slot, (label, group) in offered.items()
+            if counts[slot] == str(len(group)).encode()
         }
-        self._world.store.set(_notice_key(self._world.rank), json.dumps(notice))
-        self._has_notice = meeting is not None
+        return Agreement(name, members, shared)
 
-    def _find_crossing(self, meeting: _Meeting, missing: list[int]) -> tuple[str, int]:
-        """Describe a missing rank that waits, elsewhere, for a rank that waits here; or "".
 
-        Returns as well how many equal findings in a row are proof: a rank with several threads may
-        yet come by another one.
+class _Meeting:
+    """One agreement in the making.
+
+    The keys below its ``name``: ``DIGEST/BLOCK`` counts members by definition, ``came`` all of
+    them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        find_joined: Callable[[Collection[int]], list[int]],
+        name: str,
+        kind: str,
+        definition: Mapping[str, Any],
+        members: tuple[int, ...],
+        timeout: timedelta,
+    ) -> None:
+        self._world = world
+        self._store = world.store
+        self._rank = world.rank
+        self._find_joined = find_joined
+        self._endings = Endings(world)
+        self._name = name
+        self._kind = kind
+        self._members = members
+        self._timeout = timeout
+        self.deadline = Deadline(timeout)
+        self._text = str(definition["text"])
+        self._about = json.dumps([definition, to_runs(members)])
+        self._digest = _digest(self._about)
+        self._blocks = blocks_of(members, world.hosts)
+        self._block = next(block for block in self._blocks if self._rank in block.ranks)
+        self._counted: list[tuple[str, int]] = []
+        self._is_last = False
+        self._periods_s = (0.0, 0.0)
+        self._next_looks: list[Grace] = []
+        self._notice_due: Grace | None = Grace(_LOOK_S)
+        self._suspicion, self._num_findings = "", 0
+
+    # -- coming ------------------------------------------------------------------------------------
+
+    def come(self, offers: Iterable[str], lack: str) -> None:
+        """Count this rank, its ``offers`` before; the last member writes the outcome."""
+        store, name, below = self._store, self._name, f"{self._name}/{self._digest}"
+        if lack:
+            store.set(f"{name}/lack/{self._rank}", lack)
+            store.set(f"{name}/lack", "")
+        for key in offers:
+            self._count(key, 1)
+        place = self._count(f"{below}/{self._block.name}", self._block.bit(self._rank)).bit_count()
+        if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
+            store.set(f"{below}/about", self._about)
+            store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
+        number = self._count(f"{name}/came", 1)
+        self._is_last = number == len(self._members) and self._is_first_to("conclude")
+        if self._is_last:
+            self._conclude()
+        # The first member of a block looks for those of its block each second, and the first of all
+        # for all; the second ones half as often, and so on: members that end are replaced, and many
+        # members cost no more than two.
+        first, second = (_LOOK_S * 2 ** min(k - 1, _MOST_DOUBLINGS) for k in (place, number))
+        self._periods_s = first, second
+        self._next_looks = [Grace(first), Grace(second)]
+
+    def take_back(self) -> None:
+        """Undo ``come``."""
+        while self._counted:
+            key, amount = self._counted.pop()
+            self._store.add(key, -amount)
+
+    def _count(self, key: str, amount: int) -> int:
+        number = int(self._store.add(key, amount))
+        self._counted.append((key, amount))
+        return number
+
+    def _is_first_to(self, end: str) -> bool:
+        """Whether this rank is the one that writes the outcome, which may take a while."""
+        return self._store.compare_set(f"{self._name}/end", "", end) == end.encode()
+
+    def _conclude(self) -> None:
+        """Write the outcome, now that all members have come."""
+        name, found = self._name, dict[int, dict[str, Any]]()
+        digests = self._digests(name, self._digest)
+        for digest in digests if len(digests) > 1 else ():
+            definition, _ = self._read_about(name, digest)
+            for block in self._blocks:
+                absent = block.find_absent(self._read, [f"{name}/{digest}"])
+                found |= dict.fromkeys(set(block.ranks).difference(absent), definition)
+        if len({json.dumps(definition) for definition in found.values()}) > 1:
+            self._decide("differ", found=_grouped(self._members, [found[r] for r in self._members]))
+            return
+        lacks: list[tuple[int, str]] = []
+        for rank in self._members if self._peek(f"{name}/lack") is not None else ():
+            if lack := self._peek(f"{name}/lack/{rank}"):
+                lacks.append((rank, lack.decode(errors="replace")))
+        self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
+
+    def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
+        """Write the outcome of this agreement, or of ``name``, unless it has one."""
+        text = json.dumps({"how": how, "by": self._rank, **more})
+        self._store.compare_set(f"{name or self._name}/outcome", "", text)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def await_outcome(self) -> None:
+        """Return when the outcome is written; raise where a missing member has no data left."""
+        store, key = self._store, f"{self._name}/outcome"
+        if self._is_last:
+            return
+        if isinstance(store, SimulatedStore):
+            store.wait_unless([key], lambda: bool(self._find_joined_before()))
+            self._refuse_joined()
+            return
+        try:
+            if await_key(store, key, self.deadline, self._look):
+                return
+            # In few words first: a member that comes now must not go on alone.
+            is_mine = self._is_first_to(f"give up by {self._rank}")
+            if is_mine or not await_key(store, key, Grace(_TELLING_S)):
+                self._give_up()
+        except BaseException:
+            if self._notice_due is None:  # others would take this rank for one that waits
+                store.delete_key(_notice_key(self._rank))
+            raise
+
+    def _look(self) -> None:
+        """Look for missing members where it is due; raise where they have no data left."""
+        self._refuse_joined()
+        if self._notice_due is not None and self._notice_due.is_over:
+            self._notice_due = None
+            notice = [self._name, self._digest, _has_other_threads()]
+            self._store.set(_notice_key(self._rank), json.dumps(notice))
+        for which, blocks in enumerate(((self._block,), self._blocks)):
+            if self._next_looks[which].is_over:
+                begin = time.monotonic()
+                missing = self._find_missing(blocks)
+                self._end_if_lost(missing, blocks)
+                if which == 1:
+                    self._end_if_crossing(missing)
+                rest_s = _REST_PER_LOOK * (time.monotonic() - begin)
+                self._next_looks[which] = Grace(max(self._periods_s[which], rest_s))
+
+    def _find_missing(self, blocks: Iterable[Block]) -> list[int]:
+        """The members in ``blocks`` that have not come."""
+        keys = [f"{self._name}/{digest}" for digest in self._digests(self._name, self._digest)]
+        return [rank for block in blocks for rank in block.find_absent(self._read, keys)]
+
+    def _end_if_lost(self, missing: list[int], blocks: Iterable[Block]) -> None:
+        """Write the outcome where some of the ``missing`` have ended, before they came."""
+        ended = self._endings.find_all(missing)
+        # In this order: one may come and end meanwhile.
+        if ended and (lost := [rank for rank in self._find_missing(blocks) if rank in ended]):
+            found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
+            self._decide("ended", missing=lost, found=found)
+
+    def _end_if_crossing(self, missing: list[int]) -> None:
+        """Write the outcome of two agreements whose members surely wait for each other."""
+        found = self._find_crossing(missing)
+        name, text, has_threads = found or ("", "", False)
+        self._num_findings = self._num_findings + 1 if text == self._suspicion else 1
+        self._suspicion = text
+        patience = _SURE_AMONG_THREADS if has_threads else _SURE_AFTER_LOOKS
+        if found and self._num_findings >= patience:
+            self._decide("crossed", found=text)
+            self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
+
+    def _find_crossing(self, missing: list[int]) -> tuple[str, str, bool] | None:
+        """A missing rank that waits, elsewhere, for a rank that waits here.
+
+        Returns:
+            The name of the agreement for which it waits; the rank and that agreement as text;
+            whether one of both has other threads, by which it may yet come.
         """
-        store = self._world.store
-        arrived = set(meeting.members) - set(missing)
+        arrived = set(self._members) - set(missing)
         for rank in missing:
             key = _notice_key(rank)
-            other = read_json(store, key, _notice) if store.check([key]) else None
-            if other is None or other["name"] == meeting.name:
+            if (value := self._peek(key)) is None:
                 continue
-            for awaited in arrived.intersection(other["ranks"]):
-                if not store.check([f"{other['name']}/{awaited}"]):
-                    text = f"rank {rank}: {other['text']}, for {ranks_text(other['ranks'])}"
-                    has_threads = other["has_threads"] or _has_other_threads()
-                    return text, _SURE_AMONG_THREADS if has_threads else _SURE_AFTER_SLICES
-        return "", 1
+            name, digest, has_threads = parse_value(key, value, _notice)
+            if name == self._name or self._peek(f"{name}/outcome") is not None:
+                continue
+            definition, ranks = self._read_about(name, digest)
+            keys = [f"{name}/{each}" for each in self._digests(name, digest)]
+            for block in blocks_of(ranks, self._world.hosts):
+                awaited = arrived.intersection(block.ranks)
+                if awaited and awaited.intersection(block.find_absent(self._read, keys)):
+                    text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
+                    return name, text, has_threads or _has_other_threads()
+        return None
 
-    def _late(self, meeting: _Meeting, missing: list[int]) -> CollectiveTimeoutError:
-        answers = ask(self._world, tuple(missing))
-        lines = []
+    def _give_up(self) -> None:
+        """Write as the outcome which members are missing, and what they do instead."""
+        missing = self._find_missing(self._blocks)
+        if not missing:
+            self._conclude()
+            return
+        answers, lines = ask(self._world, tuple(missing)), []
         for rank in missing:
             text = "gives no answer; it has not opened a group, or has ended"
             if (answer := answers.get(rank)) is not None:
                 text = last_call_text(answer).removeprefix("last ")
             lines.append(f"rank {rank}: {text}")
-        return CollectiveTimeoutError(
-            f"{ranks_text(missing)} did not come within {meeting.timeout.total_seconds():g} s "
-            f"to make a {meeting.kind}",
-            where=f"rank {self._world.rank}, {meeting.text}, for {ranks_text(meeting.members)}",
-            expected=f"the same call on {ranks_text(meeting.members)}",
-            found="\n".join(lines),
+        self._decide("late", missing=missing, found="\n".join(lines))
+
+    def _find_joined_before(self) -> list[int]:
+        """The members that have no data left and had not come before."""
+        joined = self._find_joined(self._members)  # first: one may come and then join meanwhile
+        blocks = [block for block in self._blocks if not set(block.ranks).isdisjoint(joined)]
+        return [rank for rank in self._find_missing(blocks) if rank in joined] if blocks else []
+
+    def _refuse_joined(self) -> None:
+        """Raise where members do not come since they have no data left."""
+        joined = self._find_joined_before()
+        if not joined:
+            return
+        raise JoinError(
+            f"a {self._kind} cannot be made with {ranks_text(joined)}, which "
+            f"{'has' if len(joined) == 1 else 'have'} no data left",
+            where=f"rank {self._rank}, {self._whom}",
+            expected=f"the same call on {ranks_text(self._members)}",
+            fix="make meshes and groups, and use each once, before the loop",
+        )
+
+    # -- the outcome -------------------------------------------------------------------------------
+
+    @property
+    def _whom(self) -> str:
+        return f"{self._text}, for {ranks_text(self._members)}"
+
+    def raise_unless_agreed(self) -> None:
+        """Raise what the outcome says, on every member alike."""
+        key, kind, rank = f"{self._name}/outcome", self._kind, self._rank
+        outcome = parse_value(key, self._peek(key) or b"", _outcome)
+        how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
+        if how == "agreed":
+            return
+        among = f"rank {rank}, among {ranks_text(self._members)}"
+        where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self._members)}"
+        seconds = f"{self._timeout.total_seconds():g} s"
+        if how == "differ":
+            raise AgreementError(
+                f"the ranks do not define the same {kind}",
+                where=among,
+                expected=f"one and the same {kind} on every rank",
+                found=found,
+                fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
+            )
+        if how == "crossed":
+            raise AgreementError(
+                f"the ranks do not define the same {kind}: they wait for each other",
+                where=among,
+                expected="one and the same definition on every rank, in the same order",
+                found=f"rank {rank}: {self._whom}\n{found}",
+                fix="make meshes and groups from equal arguments on all of their ranks",
+            )
+        if how == "lack":
+            raise lack_error(self._world, self._text, self._members, found)
+        if how == "ended":
+            raise BackendError(
+                f"{ranks_text(missing)} cannot come to make a {kind}",
+                where=where,
+                expected=same,
+                found=found,
+                fix=f"look at what ended {ranks_text(missing)}; make it on the ranks that are left",
+            )
+        if rank in missing:
+            raise CollectiveTimeoutError(
+                f"others gave up to wait before rank {rank} came to make a {kind}",
+                where=where,
+                expected=f"{same}, at about the same time",
+                found=f"rank {outcome['by']} waited {seconds} for {self._text}",
+                fix=f"look at what kept rank {rank}, or raise the timeout",
+            )
+        raise CollectiveTimeoutError(
+            f"{ranks_text(missing)} did not come within {seconds} to make a {kind}",
+            where=where,
+            expected=same,
+            found=found,
             fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
         )
 
+    # -- the store ---------------------------------------------------------------------------------
 
-def lack_error(
-    world: World, text: str, members: Sequence[int], lacks: list[tuple[int, str]]
-) -> BackendError:
-    """The error where ``lacks`` keep some of the members from opening what ``text`` names."""
+    def _peek(self, key: str) -> bytes | None:
+        """The value of ``key``, None where it is not set; no simulated rank runs meanwhile."""
+        store = self._store
+        return store.peek(key) if isinstance(store, SimulatedStore) else find_value(store, key)
+
+    def _read(self, key: str) -> int:
+        if isinstance(self._store, SimulatedStore):
+            return int(self._store.peek(key) or 0)
+        return read_number(self._store, key)
+
+    def _digests(self, name: str, digest: str) -> list[str]:
+        """The digests of all definitions with which members came to ``name``; ``digest`` is one."""
+        keys = [f"{name}/digest/{k + 1}" for k in range(self._read(f"{name}/digests"))]
+        if len(keys) < 2:
+            return [digest]
+        return [value.decode() for key in keys if (value := self._peek(key)) is not None]
+
+    def _read_about(self, name: str, digest: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """The definition with a digest, and its members."""
+
+        def parse(value: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+            definition, runs = value
+            size = self._world.size
+            ranks = tuple(rank for rank in from_runs(runs, size) if 0 <= rank < size)
+            return {**definition, "text": str(definition["text"])}, ranks
+
+        key = f"{name}/{digest}/about"
+        return parse_value(key, self._peek(key) or b"", parse)
+
+
+def lack_error(world: World, text: str, members: Sequence[int], found: str) -> BackendError:
+    """The error where some members lack what opening ``text`` takes, as ``found`` tells."""
     return BackendError(
         f"{text} cannot be opened: a member can open too few files and sockets, or threads",
         where=f"rank {world.rank}, among {ranks_text(members)}",
-        found=grouped_text(lacks),
+        found=found,
         fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
         "Docker); or close groups that are not needed any more",
     )
 
 
-def _first(store: Store, meeting: _Meeting, outcome: str) -> str:
-    """How the meeting ended, as the first member says that does; this one says ``outcome``."""
-    return store.compare_set(meeting.outcome_key, "", outcome).decode(errors="replace")
-
-
-def _entry(value: tuple[dict[str, Any], dict[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A member's definition and its offer."""
-    definition, offer = value
-    return {**definition, "text": str(definition["text"])}, {
-        slot: str(label) for slot, label in offer.items()
+def _outcome(value: dict[str, Any]) -> dict[str, Any]:
+    """How an agreement ended."""
+    return {
+        "how": str(value["how"]),
+        "by": int(value["by"]),
+        "found": str(value["found"]),
+        "missing": [int(rank) for rank in value.get("missing", ())],
     }
 
 
-def _notice(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The agreement for which a member waits, in words; None where it waits for none."""
-    if value is None:
-        return None
-    ranks = [int(rank) for rank in value["ranks"]]
-    texts = {name: str(value[name]) for name in ("name", "text")}
-    return {**texts, "ranks": ranks, "has_threads": bool(value["has_threads"])}
+def _notice(value: Any) -> tuple[str, str, bool]:
+    """For which agreement a member waits, by its name and digest; whether it has other threads."""
+    name, digest, has_threads = value
+    return str(name), str(digest), bool(has_threads)
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from contextlib import suppress
+from typing import Any
 
 from ..bootstrap.bounded_store import read_json, read_number
 from ..bootstrap.world import World
@@ -16,7 +17,7 @@ from ..errors import StoreError
 from ..runtime.endings import IN_GOOD_ORDER
 from ..runtime.hosts import ProcessCard, is_alive, is_stopped, my_card
 
-__all__ = ["Endings"]
+__all__ = ["Endings", "card_key"]
 
 _NUM_LEFT = "ended"
 
@@ -29,9 +30,10 @@ class Endings:
         self._cards: dict[int, ProcessCard] = {}
         self._left: dict[int, tuple[str, dict[str, int]]] = {}
 
-    def announce(self) -> None:
-        """Show the others of this host which process this rank is."""
-        self._world.store.set(_card_key(self._world.rank), json.dumps(my_card().to_json()))
+    def announce(self, **more: Any) -> None:
+        """Show the others of this host which process this rank is, and what else they need."""
+        card = {**my_card().to_json(), **more}
+        self._world.store.set(card_key(self._world.rank), json.dumps(card))
 
     def leave(self, how: str, num_calls: dict[str, int]) -> None:
         """Tell the others how this rank leaves, and its collectives by communicator's label."""
@@ -77,8 +79,8 @@ class Endings:
         world = self._world
         if world.hosts[rank] != world.hosts[world.rank]:
             return None
-        if rank not in self._cards and world.store.check([_card_key(rank)]):
-            self._cards[rank] = read_json(world.store, _card_key(rank), ProcessCard.from_json)
+        if rank not in self._cards and world.store.check([card_key(rank)]):
+            self._cards[rank] = read_json(world.store, card_key(rank), ProcessCard.from_json)
         return self._cards.get(rank)
 
 
@@ -86,5 +88,6 @@ def _ending_key(rank: int) -> str:
     return f"ended/{rank}"
 
 
-def _card_key(rank: int) -> str:
+def card_key(rank: int) -> str:
+    """Under which ``announce`` writes."""
     return f"process/{rank}"

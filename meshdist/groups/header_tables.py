@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import suppress
 from typing import Any
 
-from ..bootstrap.bounded_store import read_json
+from ..bootstrap.bounded_store import read_jsons
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.shared_words import (
@@ -22,6 +21,7 @@ from ..checking.shared_words import (
 from ..errors import StoreError
 from ..wires.core import core
 from .announcement_table import AnnouncementTable
+from .endings import card_key
 
 __all__ = ["HeaderTables"]
 
@@ -34,11 +34,10 @@ class HeaderTables:
         self._words: SharedWords | None = None
         self._views: dict[int, SharedWordsView | None] = {}
 
-    def publish(self) -> None:
-        """Make this rank's shared words, and show the others where they lie."""
+    def make_words(self) -> WordsAddress | None:
+        """Make this rank's shared words; return where they lie, for its announcement."""
         self._words = make_shared_words()
-        address = None if self._words is None else self._words.address
-        self._world.store.set(_address_key(self._world.rank), json.dumps(address))
+        return None if self._words is None else self._words.address
 
     def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
         """The table of a new communicator; None where no other member is on this host."""
@@ -80,15 +79,25 @@ class HeaderTables:
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
         """The region under ``key`` of a rank of this host; None while it is not known yet."""
         if rank not in self._views:
-            store, key_of_rank = self._world.store, _address_key(rank)
+            store, hosts = self._world.store, self._world.hosts
+            # All of the host at once, which have announced themselves as the world began.
+            ranks = [one for one in range(len(hosts)) if hosts[one] == hosts[rank]]
             try:
-                if not store.check([key_of_rank]):
-                    return None
-                address = read_json(store, key_of_rank, _parse)
+                if not store.check(list(map(card_key, ranks))):
+                    ranks = [rank]
+                    if not store.check([card_key(rank)]):
+                        return None
+                addresses = read_jsons(store, list(map(card_key, ranks)), _parse)
             except StoreError:  # a group that needs the store for nothing else goes on
                 return None
-            self._views[rank] = address and find_view(address)
+            for one, address in zip(ranks, addresses, strict=True):
+                self._views.setdefault(one, address and find_view(address))
         return self._views[rank], key
+
+    def reaches(self, ranks: tuple[int, ...]) -> bool:
+        """Whether this rank could read the words of all the others of ``ranks``, on this host."""
+        others = [rank for rank in ranks if rank != self._world.rank]
+        return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
 
 
 def _key_of(label: str) -> int:
@@ -97,9 +106,6 @@ def _key_of(label: str) -> int:
     return int.from_bytes(digest[:8], "little") | 1
 
 
-def _parse(value: list[Any] | None) -> WordsAddress | None:
-    return None if value is None else WordsAddress(*map(int, value))
-
-
-def _address_key(rank: int) -> str:
-    return f"shared words/{rank}"
+def _parse(card: dict[str, Any]) -> WordsAddress | None:
+    address = card["words"]
+    return None if address is None else WordsAddress(*map(int, address))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -193,18 +194,20 @@ class ProcessGroup(VerbMethods):
                 return channel
         return self._open_channel(device_type, agreement, slot)
 
-    def offer(self, device_type: str, slot: str = "") -> dict[str, str]:
+    def offer(self, device_type: str, slot: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
         """The communicators that this member could share for ``device_type``, for an agreement."""
         wire = get_wire(self.wire_name(device_type))
         label = ""
         if not self.is_private:
             label = get_registry(self.world).find_label(wire, self.ranks, self.options)
-        return {f"{slot}{wire.name}": label}
+        return {f"{slot}{wire.name}": (label, self.ranks)}
 
     def needs(self, device_type: str) -> Needs:
         """What opening the channel for ``device_type`` takes; nothing where one may be shared."""
         wire = get_wire(self.wire_name(device_type))
-        if device_type in self._channels or any(self.offer(device_type).values()):
+        if device_type in self._channels or any(
+            label for label, _ in self.offer(device_type).values()
+        ):
             return Needs(0, 0)
         opening = self._opening("", device_type, self._timeout_on(wire))
         descriptors, threads = wire.needs(opening)
@@ -352,19 +355,23 @@ class ProcessGroup(VerbMethods):
                 self._connect(channel, device_type)
                 return channel
         lack = "" if agreement else find_lack({f"{device_type} tensors": self.needs(device_type)})
-        agreement = agreement or self._agreement
+        if agreement is None and self._agreement is not None:
+            if lack:  # of the world, whose ranks have not agreed upon anything
+                found = f"rank {self.world.rank}: {lack}"
+                raise lack_error(self.world, self.name, self.ranks, found)
+            known = replace(self._agreement, name=f"{self._agreement.name}/{wire.name}", opened=[])
+            with registry.opening(known):
+                return self._open_channel(device_type, known, slot)
         if agreement is None:
             definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             with registry.opening() as agree:
                 offer = self.offer(device_type)
                 agreed = agree(self.ranks, "group", definition, timeout, offer, lack)
                 return self._open_channel(device_type, agreed, slot)
-        if lack:  # of the world, whose ranks have not agreed upon anything
-            raise lack_error(self.world, self.name, self.ranks, [(self.world.rank, lack)])
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)
         try:
-            opened = registry.acquire(wire, opening, label, self)
+            opened = registry.acquire(wire, opening, agreement, label, self)
         except WireRefused as refusal:
             if not (self._chooses_wires and wire.replacement):
                 raise self._not_opened(wire, refusal) from None
@@ -446,7 +453,7 @@ def world_group(world: World | None = None) -> ProcessGroup:
             options=world.options,
             desc="default_pg",
             # A world is all of its ranks by nature; there is nothing to agree upon.
-            agreement=Agreement("world", {rank: {} for rank in range(world.size)}),
+            agreement=Agreement("world", tuple(range(world.size))),
         )
     return found
 

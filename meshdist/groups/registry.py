@@ -17,7 +17,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from ..bootstrap.bounded_store import read_json, read_number, within
+from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.program_stacks import find_place, stack_text
@@ -41,6 +41,7 @@ from ..wires.registry import Wire
 from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
 from .endings import Endings
+from .head_counts import blocks_of
 from .header_tables import HeaderTables
 from .host_comparison import NUM_DIGESTS, ComparingThread, HostComparison
 from .matching import Matching
@@ -63,6 +64,10 @@ class User(Protocol):
     """A group, as far as its communicators are concerned."""
 
     is_private: bool
+
+    @property
+    def channels(self) -> Sequence[Any]:
+        """Those that are open."""
 
     def forget_channels(self) -> None:
         """Drop the references to all communicators."""
@@ -142,8 +147,7 @@ class Registry:
         if world.is_simulated:
             return
         if world.has_processes and world.handle is not None:
-            self.endings.announce()
-            self.header_tables.publish()
+            self.endings.announce(words=self.header_tables.make_words())
             abort, look = self._abort_as_told, self._look
             self._answerer = Answerer(self.where)
             signs = self.header_tables.signs_of_life()
@@ -151,9 +155,14 @@ class Registry:
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
-    def opening(self) -> Iterator[Callable[..., Agreement]]:
-        """Agree in the context on what is made, by what it gives, and open it there."""
-        made: list[Agreement] = []
+    def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
+        """Agree in the context on what is made, by what it gives, and open it there.
+
+        ``agreement`` is what the members are known to agree on. When all is open, wait shortly for
+        the other members, and longer on the rank whose process serves the store: a member that
+        ended now would fail others that still connect to it.
+        """
+        made = [] if agreement is None else [agreement]
 
         def agree(*definition: Any) -> Agreement:
             made.append(self._agreements.agree(*definition))
@@ -166,12 +175,13 @@ class Registry:
             yield agree
             has_failed = False
         finally:
-            for agreement in made:
-                self.finish(agreement.name, agreement.offers.keys(), waits=not has_failed)
+            for each in made:
+                patience = timedelta(0) if has_failed or not each.opened else _PATIENCE
+                self._finish_opening(each, self._patience_of_server(has_failed) or patience)
             with self._lock:
                 self._num_openings -= 1
             if not has_failed:
-                self._close_dropped({rank for one in made for rank in one.offers})
+                self._close_dropped({rank for one in made for rank in one.members})
 
     def _close_dropped(self, here: set[int]) -> None:
         """Close what no group uses any more, where all members are ``here``, past its last verb."""
@@ -187,27 +197,51 @@ class Registry:
         if error is not None:
             raise error
 
-    def finish(self, call: str, members: Collection[int], *, waits: bool = True) -> None:
+    def _patience_of_server(self, has_failed: bool = False) -> timedelta | None:
+        """How long this rank waits for others that need the store; None where it does not."""
+        world = self.world
+        if world.server != world.rank or has_failed:
+            return None
+        return min(_DONE, world.timeout or _DONE)
+
+    def _finish_opening(self, agreement: Agreement, patience: timedelta) -> None:
+        """Wait for the other members; find which communicators are seen by all of theirs."""
+        world, members = self.world, agreement.members
+        if not world.has_processes or len(members) < 2:
+            return
+        with suppress(StoreError):  # the next call that needs it says so
+            are_open = self._count(f"{agreement.name}/opened", members, patience)
+            for opened in agreement.opened if are_open else ():
+                table = opened.header_table
+                if opened.communicator.on_stream and table is not None and table.sees_all():
+                    is_blind = find_value(world.store, f"{opened.label}/blind") is not None
+                    opened.sees_all_calls = not is_blind
+                    for channel in (one for user in opened.users for one in user.channels):
+                        channel.demands_layouts = (
+                            opened.sees_all_calls and not channel.is_intercepted
+                        )
+
+    def finish(self, call: str, members: Collection[int]) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.
 
         On the rank whose process serves the store this returns once all have come here, or cannot
-        come any more: it may end right after the call. Without ``waits``, since the call has failed
-        here, it only tells the others that they need not wait for this rank.
+        come any more: it may end right after the call.
         """
-        world = self.world
+        world, key = self.world, f"{call}/finished"
         if world.server is None or not world.has_processes or len(members) < 2:
             return
-        key = f"{call}/finished"
         with suppress(StoreError):  # the next call that needs it says so
-            if world.server != world.rank or not waits:
-                self._count(key, members)
-            else:
-                self._count(key, members, min(_DONE, world.timeout or _DONE))
-                for old in (key, _all_key(key)):
+            patience = self._patience_of_server()
+            self._count(key, tuple(sorted(members)), patience or timedelta(0))
+            if patience is not None:
+                blocks = blocks_of(tuple(sorted(members)), world.hosts)
+                for old in (key, _all_key(key), *(f"{key}/{block.name}" for block in blocks)):
                     world.store.delete_key(old)
 
-    def acquire(self, wire: Wire, opening: Opening, label: str, user: User) -> OpenCommunicator:
-        """Return the communicator called ``label``; opening a new one waits for all members.
+    def acquire(
+        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: User
+    ) -> OpenCommunicator:
+        """Return the communicator called ``label``; opening a new one, by the agreement.
 
         Where the group that asks, ``user``, is private, no other may share it.
         """
@@ -217,25 +251,19 @@ class Registry:
                 shared.users.add(user)
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
-        opened_key = f"{label}/opened"
         # The table comes first, so that members that have opened their side find it.
         table = None if wire.compares_calls else self.header_tables.make(label, ranks)
         communicator = None
         try:
             with within(Deadline(opening.timeout)):
                 communicator = wire.open(opening)
-                if world.has_processes and len(ranks) > 1:
-                    # A member that ended now would fail others that still connect to each other.
-                    self._count(opened_key, ranks, _PATIENCE)
+                if communicator.on_stream and self._is_blind(ranks, table):
+                    world.store.set(f"{label}/blind", "")  # all of its members read this
         except BaseException:
-            with suppress(StoreError):
-                world.store.set(_all_key(opened_key), "")  # the others need not wait
-            if communicator is not None:
-                communicator.close()
-            if table is not None:
-                table.close()
+            for each in (communicator, table):
+                if each is not None:
+                    each.close()
             raise
-        sees_all_calls = communicator.on_stream and self._all_see_all(label, ranks, table)
         comparison = self._comparing.add(label, ranks, table is None)
         recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
         matching = None
@@ -249,26 +277,23 @@ class Registry:
             table,
             matching,
             world.spans_hosts(ranks),
-            sees_all_calls,
+            communicator.on_stream and len(ranks) == 1,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
             WeakSet([user]),
             ranks,
             comparison=comparison,
         )
+        agreement.opened.append(opened)
         with self._lock:
             self._by_label[label] = opened
         return opened
 
-    def _all_see_all(self, label: str, ranks: tuple[int, ...], table: HeaderTable | None) -> bool:
-        """Whether every member sees the words of all; the same on all that come in time."""
-        if len(ranks) == 1:
-            return True
-        store, blind, looked = self.world.store, f"{label}/blind", f"{label}/looked"
-        if table is None or not table.sees_all():
-            store.set(blind, "")
-        self._count(looked, ranks, _PATIENCE)
-        return store.check([_all_key(looked)]) and not store.check([blind])
+    def _is_blind(self, ranks: tuple[int, ...], table: HeaderTable | None) -> bool:
+        """Whether this rank will not see the words of all ``ranks``, though they share a host."""
+        if len(ranks) == 1 or self.world.spans_hosts(ranks):
+            return False
+        return table is None or not self.header_tables.reaches(ranks)
 
     def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
         """The label of the communicator that a new group could share, or ""."""
@@ -435,22 +460,33 @@ class Registry:
         return None
 
     def _count(
-        self, key: str, members: Collection[int], patience: timedelta = timedelta(0)
-    ) -> None:
-        """Count this rank in the store, and wait until all ``members`` have come.
+        self, key: str, members: tuple[int, ...], patience: timedelta = timedelta(0)
+    ) -> bool:
+        """Count this rank; whether all ``members`` come within ``patience``.
 
-        Wait at most ``patience``, and shortly once one of them has ended.
+        Where a member of this host is seen to have ended, none waits any more.
         """
-        store, all_key = self.world.store, _all_key(key)
-        if store.add(key, 1) == len(members):
+        store, all_key, rank = self.world.store, _all_key(key), self.world.rank
+        blocks = blocks_of(members, self.world.hosts)
+        mine = next(block for block in blocks if rank in block.ranks)
+        count = int(store.add(f"{key}/{mine.name}", mine.bit(rank)))
+        if count == mine.whole and (len(blocks) == 1 or store.add(key, 1) == len(blocks)):
             store.set(all_key, "")
-            return
-        grace, have_come = Grace(patience), partial(store.check, [all_key])
-        has_one_ended = False
-        while not (grace.is_over or wait_until(have_come, Grace(grace.slice_s(_SLICE_S)))):
-            if has_one_ended:
-                return
-            has_one_ended = bool(self.endings.find_all(members))
+            return True
+        if not patience:
+            return False
+        period_s = _SLICE_S * 2 ** (count.bit_count() - 1)  # the first looks most often
+        due = Grace(period_s)
+
+        def look() -> None:
+            nonlocal due
+            if due.is_over:
+                absent = mine.find_absent(partial(read_number, store), [key])
+                if self.endings.find_all(absent):
+                    store.set(all_key, "")
+                due = Grace(period_s)
+
+        return await_key(store, all_key, Grace(patience), look)
 
     def _abort_as_told(self, message: dict[str, Any]) -> None:
         self._abort_here(_abort_message(message))

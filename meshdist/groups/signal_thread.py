@@ -180,7 +180,8 @@ class SignalThread:
             self._next_alarm = Grace(_SURE_S)
             known = _alarm_key(self._store, 0)
             if address := self._handle.set_bare(known):
-                self._alarm = KeyAlarm(address, known)  # rings at once if the server knows it
+                self._alarm = KeyAlarm(address)
+                self._alarm.reset(known)  # rings at once if the server knows it
         return latest
 
     def _drop_alarm(self, pause_s: float) -> None:

@@ -181,7 +181,7 @@ class DeviceMesh:
         definition = self._definition
         device = select_device(definition.device_type, definition.world)
         members = tuple(definition.layout.ranks().ravel().tolist())
-        offer: dict[str, str] = {}
+        offer: dict[str, tuple[str, tuple[int, ...]]] = {}
         needs = {}
         registry, entries = get_registry(definition.world), definition.entries()
         with registry.opening() as agree:

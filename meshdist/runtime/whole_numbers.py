@@ -6,8 +6,10 @@ Imports the standard library only.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
-__all__ = ["find_whole_number"]
+__all__ = ["find_whole_number", "from_runs", "to_runs"]
 
 _DIGITS = re.compile(r"[0-9]{1,19}")  # int() takes other alphabets' digits, signs and underscores
 _MOST = (1 << 63) - 1
@@ -27,3 +29,37 @@ def find_whole_number(text: str, most: int = _MOST) -> int | None:
         return None
     number = int(digits)
     return number if number <= most else None
+
+
+def to_runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ``numbers`` as runs: the first, how often each stands there, how many follow on.
+
+    Short where numbers grow in order, as hosts and members do; ``from_runs`` is the way back.
+
+    Example:
+        >>> to_runs([0, 0, 1, 1, 2, 2]), to_runs([0, 1, 2, 0, 1, 2])
+        ([[0, 2, 3]], [[0, 1, 3], [0, 1, 3]])
+    """
+    runs: list[list[int]] = []
+    for number, equal in groupby(numbers):
+        length = sum(1 for _ in equal)
+        if runs and runs[-1][1] == length and number == sum(runs[-1][::2]):
+            runs[-1][2] += 1
+        else:
+            runs.append([number, length, 1])
+    return runs
+
+
+def from_runs(runs: Iterable[Iterable[int]], most: int) -> list[int]:
+    """Return the numbers that ``to_runs`` was given; ValueError where they are more than ``most``.
+
+    Example:
+        >>> from_runs([[0, 2, 3]], most=6)
+        [0, 0, 1, 1, 2, 2]
+    """
+    numbers: list[int] = []
+    for first, length, count in runs:
+        if len(numbers) + length * count > most:
+            raise ValueError(f"more than {most} numbers")
+        numbers += [first + step for step in range(count) for _ in range(length)]
+    return numbers

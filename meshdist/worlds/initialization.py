@@ -31,7 +31,6 @@ from ..checking.tracebacks import one_frame
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
-from ..groups.registry import get_registry
 from ..runtime import buffer_pool
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.untraced import leave_untraced
@@ -163,7 +162,6 @@ def init_process_group(
     install_world(world)
     try:
         world_group(world).open_all()
-        get_registry(world).finish("the world", range(world.size))
     except BaseException:
         world.close()
         remove_world(world)

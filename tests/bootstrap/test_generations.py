@@ -120,9 +120,8 @@ def test_after_a_failure_the_next_generation_begins() -> None:
 
 def test_one_rank_claimed_twice() -> None:
     def latecomer(store: md.Store) -> Joined:
-        while (
-            md.PrefixStore("meshdist/0", store).add("joined", 0) < 2
-        ):  # when the others wait for it
+        keys = md.PrefixStore("meshdist/0", store)
+        while keys.add("joined/0", 0) != 0b11:  # when the others wait for it
             time.sleep(0.01)
         return as_rank(1, 3)(store)
 
@@ -150,7 +149,7 @@ def test_more_processes_than_ranks() -> None:
 
 def test_a_lost_store_is_told_as_such() -> None:
     class Lost(md.Store):
-        def check(self, keys: list[str]) -> bool:
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
             raise md.DistNetworkError("connection reset by peer")
 
     with pytest.raises(md.RendezvousError, match="the store was lost while the ranks were joining"):
@@ -170,16 +169,15 @@ def test_a_missing_rank_of_a_large_world_is_told_in_time() -> None:
 def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     """Write what a process that died before its world was complete has written."""
     card = dataclasses.replace(my_card(), **changes)
+    md.PrefixStore("meshdist", store).compare_set("open", "", "[0, 2]")
     keys = md.PrefixStore("meshdist/0", store)
-    keys.compare_set("size", "", "2")
-    keys.add(f"claim/{rank}", 1)
     keys.set(f"card/{rank}", json.dumps({**card.to_json(), "local_rank": None}))
-    keys.set(f"joined/{keys.add('joined', 1)}", str(rank))
+    keys.add("joined/0", 1 << rank)
 
 
 def test_a_rank_that_comes_when_others_give_up() -> None:
     def come_late(store: md.Store) -> None:
-        while not md.PrefixStore("meshdist/0", store).check(["joined/1"]):
+        while not md.PrefixStore("meshdist/0", store).check(["joined/0"]):
             time.sleep(0.01)
         leave_claim(store, 1)  # and does not say that all are there
 

@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
-from meshdist.groups.agreement import Agreement, Agreements, digest_of_ranks
+from meshdist.groups.agreement import Agreements, digest_of_ranks
 from tests.few_files import room_for
 from tests.pool import Pool
 
@@ -32,7 +32,7 @@ def together(size: int, body: Callable[[World], Any]) -> list[Any]:
     def run(rank: int) -> None:
         store = TCPStore("127.0.0.1", server.port, is_master=False)
         try:
-            found[rank] = body(World(rank, size, store, {"cpu": "gloo"}))
+            found[rank] = body(World(rank, max(size, 2), store, {"cpu": "gloo"}))
         except Exception as error:
             found[rank] = error
 
@@ -115,13 +115,26 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
     assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
 
 
-def test_a_communicator_is_shared_only_where_all_members_have_it_still() -> None:
-    offers = {0: {"a": "group/1", "b": "group/2"}, 1: {"a": "group/1", "b": ""}, 2: {}}
-    agreement = Agreement("agree/mesh/7", offers)
-    assert agreement.label_for((0, 1), "a") == "group/1"
-    new = {agreement.label_for((0, 1), "b"), agreement.label_for((0, 1, 2), "a")}
-    assert len(new | {"group/1", "group/2"}) == 4
-    assert agreement.label_for((0, 1), "b") != Agreement("8", offers).label_for((0, 1), "b")
+def test_a_communicator_is_shared_only_where_all_members_of_its_group_have_it_still() -> None:
+    def body(world: World) -> list[str]:
+        pair = (0, 1) if world.rank < 2 else (2, 3)
+        offers = {
+            "a": ("group/1", pair),
+            "b": ("group/2" if world.rank else "", pair),
+            "c": (f"group/{world.rank}", pair),
+            "d": ("group/4", (0, 1, 2, 3)),
+        }
+        agreement = Agreements(world).agree(range(4), "mesh", {"text": "a mesh"}, LONG, offers)
+        return [agreement.label_for(ranks, slot) for slot, (_, ranks) in offers.items()]
+
+    first, second, third, fourth = together(4, body)
+    assert first[0] == second[0] == third[0] == fourth[0] == "group/1"
+    assert first[1] == second[1] != "group/2" == third[1] == fourth[1]
+    assert first[2] == second[2] != third[2] == fourth[2]
+    assert {labels[3] for labels in (first, second, third, fourth)} == {"group/4"}
+    new = {first[1], first[2], third[2]}
+    assert len(new) == 3
+    assert all(label.startswith("group/") and "/agree/mesh/" in label for label in new)
 
 
 def test_a_lost_store_is_reported_as_such() -> None:
@@ -134,10 +147,10 @@ def test_a_lost_store_is_reported_as_such() -> None:
     assert isinstance(error, md.StoreError)
 
 
-@pytest.mark.parametrize("junk", [b"", b"\xff", b"{}", b"[1, 2]", b'[{"text": "a mesh"}]', b"null"])
-def test_a_definition_that_no_rank_has_written_is_named(junk: bytes) -> None:
+@pytest.mark.parametrize("junk", [b"-", b"\xff", b"{}", b"[1, 2]", b'{"how": "late"}', b"null"])
+def test_an_outcome_that_no_rank_has_written_is_named(junk: bytes) -> None:
     def body(world: World) -> None:
-        key = f"agree/mesh/{digest_of_ranks((0, 1))}/1/1"
+        key = f"agree/mesh/{digest_of_ranks((0, 1))}/1/outcome"
         world.store.set(key, junk)
         Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 

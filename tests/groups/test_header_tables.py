@@ -15,6 +15,6 @@ from meshdist.groups.header_tables import HeaderTables
 @pytest.mark.parametrize("junk", [["\0", 1, 2], [1e400, 1, 2], [1, 2], "none", {}])
 def test_an_address_that_no_rank_wrote_leads_nowhere(junk: object) -> None:
     store = HashStore()
-    store.set("shared words/1", json.dumps(junk))
-    world: Any = SimpleNamespace(store=store)
+    store.set("process/1", json.dumps({"words": junk}))
+    world: Any = SimpleNamespace(store=store, hosts=(0, 0))
     assert HeaderTables(world)._find_region(1, 7) is None

@@ -80,7 +80,7 @@ class SimulatedStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` are set; if not, the other ranks have run before."""
-        return self._poll(lambda: self.has(keys), f"store.check({list(keys)!r})")
+        return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all ``keys`` are set; ``timeout`` never expires."""
@@ -88,11 +88,11 @@ class SimulatedStore(Store):
 
     def wait_unless(self, keys: Sequence[str], is_in_vain: Callable[[], bool]) -> None:
         """Wait until all ``keys`` are set, or until ``is_in_vain()``."""
-        self._wait(lambda: self.has(keys) or is_in_vain(), f"store.wait({list(keys)!r})")
+        self._wait(lambda: self._has(keys) or is_in_vain(), f"store.wait({list(keys)!r})")
 
-    def has(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are set; no other rank runs meanwhile."""
-        return all(key in self._values for key in keys)
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key``, None where it is not set; no other rank runs meanwhile."""
+        return self._values.get(key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
@@ -160,7 +160,7 @@ class SimulatedStore(Store):
     getNumKeys = num_keys
 
     def _wait_for(self, keys: Sequence[str], call: str) -> None:
-        self._wait(lambda: self.has(keys), call)
+        self._wait(lambda: self._has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
         """Wait until ``is_ready()``, while other ranks run; returns True."""
@@ -176,6 +176,9 @@ class SimulatedStore(Store):
             )
         rank.wait(CallWait(call, call_site(), is_ready))
         return True
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
 
     def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
         """Whether ``is_ready()``; if not, the other ranks have run before."""
