@@ -195,10 +195,15 @@ class BoundedStore(Store):
         raw = self._check_usable()
         if self._address is None or not isinstance(raw, (TCPStore, NamedPrefixStore)):
             return None
+        return self._await_alarm_at(self._address, self._prefix + key, slice_s)
+
+    def _await_alarm_at(
+        self, address: tuple[str, int], key: str, slice_s: Callable[[], float]
+    ) -> bool | None:
         alarm = None
         try:
-            alarm = self._alarms.pop() if self._alarms else KeyAlarm(self._address)
-            alarm.reset(self._prefix + key)
+            alarm = self._alarms.pop() if self._alarms else KeyAlarm(address)
+            alarm.reset(key)
         except OSError:
             return None
         try:

@@ -70,7 +70,7 @@ class ServerWatch:
             return
         self._connect(store.host, store.port, _CONNECT_S)
         try:
-            offer = find_offer(store.get(_KEY)) if store.check([_KEY]) else None
+            offer = find_offer(store.compare_set(_KEY, "?", "?"))  # "?" where there is none
         except BaseException:
             self.close()
             raise
@@ -80,6 +80,11 @@ class ServerWatch:
         if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
             with suppress(OSError):
                 connection.sendall(offer.word)
+
+    def give_spare(self) -> list[socket.socket]:
+        """Give away the connection to the store, where the other one tells of the end alone."""
+        spare, self.connections = self.connections[:-1], self.connections[-1:]
+        return spare
 
     def _connect(self, host: str, port: int, limit_s: float) -> socket.socket | None:
         with suppress(OSError):

@@ -282,7 +282,7 @@ class _Meeting:
             notice = [self._name, self._digest, _has_other_threads()]
             self._store.set(_notice_key(self._rank), json.dumps(notice))
         for which, blocks in enumerate(((self._block,), self._blocks)):
-            if self._next_looks[which].is_over:
+            if self._next_looks[which].is_over and (which == 1 or len(self._blocks) > 1):
                 begin = time.monotonic()
                 missing = self._find_missing(blocks)
                 self._end_if_lost(missing, blocks)

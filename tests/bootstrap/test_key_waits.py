@@ -1,0 +1,155 @@
+"""Waits for keys that may be given up, against torch's own server and others."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+import meshdist as md
+from meshdist.bootstrap.bounded_store import BoundedStore, await_key, find_value, read_number
+from meshdist.bootstrap.stores import NamedPrefixStore
+from meshdist.runtime.deadlines import Deadline
+
+LONG = timedelta(seconds=30)
+
+
+def serve() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client_of(server: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+def counted(store: Any) -> tuple[BoundedStore, list[str]]:
+    """A handle, and the names of the requests that it makes besides waits."""
+    asked: list[str] = []
+
+    class Counted(md.TCPStore):
+        def check(self, keys: Any) -> bool:
+            asked.append("check")
+            return bool(super().check(keys))
+
+    raw = Counted("127.0.0.1", store.port, is_master=False)
+    return BoundedStore(raw, LONG), asked
+
+
+def test_a_wait_ends_when_the_key_is_set_and_asks_only_once() -> None:
+    server = serve()
+    handle, asked = counted(server)
+    keys = PrefixStore("below", handle)
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 4:  # the wait has gone on over several slices
+            server.set("below/key", "value")
+
+    assert await_key(keys, "key", Deadline(30), look)
+    assert asked == []
+    assert await_key(keys, "key", Deadline(30))  # on the same connection
+    assert len(handle._alarms) == 1
+    handle.close()
+
+
+def test_a_wait_that_is_given_up_reports_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+    assert not await_key(handle, "key", Deadline(0.3))
+    with pytest.raises(md.StoreError, match="wait timeout"):
+        handle.wait(["key"], timedelta(seconds=0.1))
+    handle.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_what_looks_meanwhile_may_raise() -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+
+    def look() -> None:
+        raise md.CollectiveTimeoutError("enough")  # an OSError, too
+
+    with pytest.raises(md.CollectiveTimeoutError, match="enough"):
+        await_key(PrefixStore("below", handle), "key", Deadline(30), look)
+    handle.close()
+
+
+def test_a_key_that_is_set_already_is_found_after_the_deadline() -> None:
+    server = serve()
+    for raw in (client_of(server), HashStore()):
+        handle = BoundedStore(raw, LONG)
+        handle.set("key", "")
+        assert await_key(handle, "key", Deadline(0))
+        handle.close()
+
+
+def test_two_threads_wait_at_once_and_others_go_on() -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+    found: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda key=key: found.append(await_key(handle, key, Deadline(30))))
+        for key in ("a", "b")
+    ]
+    for thread in threads:
+        thread.start()
+    assert handle.add("number", 2) == 2
+    for key in ("b", "a"):
+        server.set(key, "")
+    for thread in threads:
+        thread.join(30)
+    assert found == [True, True]
+    handle.close()
+
+
+def test_waits_know_a_named_prefix_and_look_below_others() -> None:
+    server = serve()
+    for prefix in (NamedPrefixStore, PrefixStore):
+        handle = BoundedStore(prefix("attempt 0", client_of(server)), LONG)
+        assert not await_key(handle, prefix.__name__, Deadline(0.1))
+        server.set(f"attempt 0/{prefix.__name__}", "")
+        assert await_key(handle, prefix.__name__, Deadline(30))
+        assert len(handle._alarms) == (prefix is NamedPrefixStore)
+        handle.close()
+
+
+@pytest.mark.parametrize("answer", [b"\x01", b"junk", b""])
+def test_a_server_that_answers_otherwise_is_looked_at_instead(answer: bytes) -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply() -> None:
+            connection = listener.accept()[0]
+            connection.recv(100)
+            connection.sendall(answer)
+            connection.close()
+            server.set("key", "")
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        handle._address = listener.getsockname()[:2]
+        assert await_key(handle, "key", Deadline(30))
+        thread.join(30)
+    assert handle._alarms == []
+    assert await_key(handle, "key", Deadline(30))  # nobody listens there any more
+    handle.close()
+
+
+def test_values_and_numbers_are_read_by_one_request_and_nothing_is_written() -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+    assert find_value(handle, "key") is None
+    assert read_number(handle, "key") == 0
+    assert not handle.check(["key"])
+    handle.set("key", "7")
+    assert (find_value(handle, "key"), read_number(handle, "key")) == (b"7", 7)
+    handle.set("key", "seven")
+    with pytest.raises(md.StoreError, match="what no rank of this job has written"):
+        read_number(handle, "key")
+    handle.close()
