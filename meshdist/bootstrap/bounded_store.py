@@ -289,7 +289,8 @@ class BoundedStore(Store):
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(0.0 if self._busy_s() > _ANSWER_S else _END_S)
-        self.rest()
+        while self._alarms:
+            self._alarms.pop().connection.close()
         if self._watch is not None:
             self._watch.close()
         if self._file is not None:
