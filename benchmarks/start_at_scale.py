@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import meshdist as md
 from benchmarks._report import parser_of, write_report
+from meshdist.bootstrap import bounded_store
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.world import World, world_here
@@ -236,7 +237,7 @@ def run(
     meeting = threading.Barrier(size, note)
 
     def stand_in(rank: int) -> None:
-        handle = StandInStore(stores[rank], LONG)
+        handle = StandInStore(stores[rank], LONG, is_served_here=True)  # asks without a thread
         attempt = Attempt(handle, rank, size, LONG, "stand-ins", ("stand-in",), rank % PER_HOST)
         host = f"host {rank // PER_HOST}"
         attempt._card = dataclasses.replace(attempt._card, host=host, hostname=host)
@@ -280,10 +281,11 @@ def run(
             meeting.abort()
 
     patches = (
+        mock.patch.object(bounded_store, "_POLL_S", 1.0),  # one process wakes for all of them
         mock.patch.object(registry, "SignalThread", NoSignals),
         mock.patch.object(header_tables, "make_shared_words", return_value=None),
     )
-    with serve() as (connect, cpu_s), patches[0], patches[1]:
+    with serve() as (connect, cpu_s), patches[0], patches[1], patches[2]:
         stores += [CountedStore(connect()) for _ in range(size)]
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(size)]
         for thread in threads:

@@ -60,8 +60,8 @@ class DeviceMesh:
         CollectiveTimeoutError: a rank did not come; the text names it.
         NotInGroupError: of methods that need this rank's place or groups, where it has none.
 
-    Cost: one store round per rank, and one opening per axis: independent of how many groups the
-        mesh has.
+    Cost: at most a dozen requests to the store per rank, and one opening per axis: independent of
+        how many ranks and groups the mesh has.
 
     Example:
         >>> import meshdist as md
