@@ -81,7 +81,8 @@ class HeaderTables:
         if rank not in self._views:
             store, hosts = self._world.store, self._world.hosts
             # All of the host at once, which have announced themselves as the world began.
-            ranks = [one for one in range(len(hosts)) if hosts[one] == hosts[rank]]
+            others = set(range(len(hosts))) - {self._world.rank}
+            ranks = [one for one in sorted(others) if hosts[one] == hosts[rank]]
             try:
                 if not store.check(list(map(card_key, ranks))):
                     ranks = [rank]
