@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch.distributed import Store
@@ -23,6 +24,7 @@ from meshdist.bootstrap.world import World
 from meshdist.checking.barrier_arrivals import MonitoredBarrier
 from meshdist.checking.shared_words import Regions, SignsOfLife
 from meshdist.errors import MeshdistError
+from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.registry import Registry
 from meshdist.groups.signal_thread import SignalThread, collect, last_call_text, parse_answer
@@ -72,7 +74,10 @@ class Memory(Store):
         old = old if isinstance(old, bytes) else old.encode()
         if self.values.get(key, b"") == old:
             self.set(key, new)
-        return self.values[key]
+        return self.values.get(key, old)
+
+    def delete_key(self, key: str) -> bool:
+        return self.values.pop(key, None) is not None
 
     def has_extended_api(self) -> bool:
         return False
@@ -81,7 +86,7 @@ class Memory(Store):
 def joining(key: str) -> Callable[[bytes], object]:
     def read(junk: bytes) -> None:
         store = Memory()
-        store.junk[f"meshdist/0/{key}"] = junk
+        store.junk[f"meshdist/{key}"] = junk
         Attempt(store, 0, 1, SHORT, "a test").join()  # type: ignore[arg-type]
 
     return read
@@ -94,8 +99,17 @@ def found_by(store: Memory) -> World:
 def agreeing(junk: bytes) -> None:
     store = Memory()
     name = f"agree/mesh/{digest_of_ranks((0, 1))}/1"
-    store.values[f"{name}/1"] = junk
+    store.values[f"{name}/outcome"] = junk
     Agreements(found_by(store)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
+
+
+def waiting_elsewhere(junk: bytes) -> None:
+    name, store = f"agree/mesh/{digest_of_ranks((0, 1))}/1", Memory()
+    store.values["agree/waiting/1"] = junk
+    store.values["other/digest/about"] = b'[{"text": "another mesh"}, [[0, 1, 2]]]'
+    with patch.object(agreement, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
+        Agreements(found_by(store)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
+    assert f"{name}/outcome" in store.values
 
 
 def outcome_of_barrier(junk: bytes) -> None:
@@ -158,26 +172,33 @@ ANSWER = {
 MEMBER = {"card": CARD, "rank": 1, "size": 2, "tag": 7, "words": {"key": 5, "address": [1, 2, 3]}}
 Readers = dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object]]]
 READERS: Readers = {
-    "the size of a world": (texts("1"), lambda text: joining("size")(as_bytes(text))),
+    "the size of a world": (texts("[0, 1]"), lambda text: joining("open")(as_bytes(text))),
     "the card of a rank": (
         records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False}),
-        joining("card/0"),
+        joining("0/card/0"),
     ),
     "how a generation was closed": (
         records(
             {
                 "kind": "complete",
-                "hosts": [0],
-                "local_ranks": [0],
+                "hosts": [[0, 1, 1]],
+                "is_numbered": False,
                 "wires": ["gloo"],
                 "server": None,
             },
             {"kind": "failed", "summary": "failed", "fields": {"where": "here"}},
             {"kind": "stale"},
         ),
-        joining("state"),
+        joining("0/state"),
     ),
-    "a definition": (records([{"text": "a mesh"}, {"gloo": ""}]), agreeing),
+    "the outcome of an agreement": (
+        records(
+            {"how": "agreed", "by": 1, "found": ""},
+            {"how": "late", "by": 1, "found": "rank 0: sleeps", "missing": [0]},
+        ),
+        agreeing,
+    ),
+    "what a rank waits for": (records(["other", "digest", False]), waiting_elsewhere),
     "the outcome of a barrier": (
         records({"number": 1, "passed": 1, "by": 0, "failure": "", "absent": []}),
         outcome_of_barrier,

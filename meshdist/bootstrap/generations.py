@@ -51,6 +51,7 @@ SERVER = "rank {}, which serves the store,"
 _TELLING_S = 5.0
 """How long the first rank that gives up may take to say so for all."""
 _BLOCK = 60  # bits that any store can add
+_MOST_TRIES = 8  # generations that end while this process comes
 
 
 @dataclass(frozen=True)
@@ -146,11 +147,15 @@ class Attempt:
 
     def _enter(self) -> int:
         """Return the number of the open generation, which has its size from the first rank."""
-        held = self.store.compare_set("open", "", f"[0, {self.size}]")
-        while len(terms := parse_value("open", held, lambda it: list(map(int, it)))) < 2:
-            held = self.store.compare_set("open", held.decode(), f"[{terms[0]}, {self.size}]")
+        held, terms = b"", [0]
+        for _ in range(_MOST_TRIES):
+            opened = f"[{terms[0]}, {self.size}]"
+            held = self.store.compare_set("open", held.decode(), opened)
+            terms = parse_value("open", held, lambda it: [int(it[0]), *map(int, it[1:2])])
+            if len(terms) == 2:
+                break
+        generation, agreed = parse_value("open", held, lambda it: (int(it[0]), int(it[1])))
         self._terms = held.decode()
-        generation, agreed = terms[:2]
         if agreed != self.size:
             keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
             self._fail(keys, generation, self._disagreement(agreed), agreed)

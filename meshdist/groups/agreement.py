@@ -15,6 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -271,7 +272,8 @@ class _Meeting:
                 self._give_up()
         except BaseException:
             if self._notice_due is None:  # others would take this rank for one that waits
-                store.delete_key(_notice_key(self._rank))
+                with suppress(RuntimeError):  # the store may be lost
+                    store.delete_key(_notice_key(self._rank))
             raise
 
     def _look(self) -> None:
