@@ -230,6 +230,8 @@ class Registry:
         world, key = self.world, f"{call}/finished"
         if world.server is None or not world.has_processes or len(members) < 2:
             return
+        if world.rank not in members:  # it came too late, when the call had ended for them
+            return
         with suppress(StoreError):  # the next call that needs it says so
             patience = self._patience_of_server()
             self._count(key, tuple(sorted(members)), patience or timedelta(0))
