@@ -262,16 +262,22 @@ def run(
         with world_here(world):
             world_group(world).open_all()
             meeting.wait()
+            meshes = []
             for private in is_private:
                 options = {axis: AxisOptions(private=private) for axis in range(num_axes)}
                 if late_s and rank == size - 1:
                     time.sleep(late_s)
                 shape = shape_of(size, num_axes)
                 names_of_axes = tuple("abcde"[:num_axes])
-                md.init_device_mesh(
+                mesh = md.init_device_mesh(
                     "cpu", shape, mesh_dim_names=names_of_axes, axis_options=options
                 )
+                meshes.append(mesh)
                 meeting.wait()
+
+            for mesh in meshes:
+                mesh.close()
+            world.close()
 
     def guarded(rank: int) -> None:
         try:
