@@ -132,7 +132,7 @@ from .groups.group_calls import (
     new_subgroups_by_enumeration as new_subgroups_by_enumeration,
     split_group as split_group,
 )
-from .groups.late_members import wait_notice as wait_notice
+from .groups.other_members import wait_notice as wait_notice
 from .groups.process_group import (
     GroupMember as GroupMember,
     ProcessGroup as ProcessGroup,
@@ -149,8 +149,13 @@ from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make
 from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
 from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+from .sharding.dtensors import (
+    from_dtensor as from_dtensor,
+    from_placements as from_placements,
+    to_dtensor as to_dtensor,
+    to_placements as to_placements,
+)
 from .sharding.from_whole import device_put as device_put
-from .sharding.links import Link as Link
 from .sharding.making_arrays import (
     empty as empty,
     full as full,
@@ -163,12 +168,8 @@ from .sharding.making_arrays import (
 from .sharding.metadata import ArrayMetadata as ArrayMetadata
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.planning import plan as plan
+from .sharding.routes import Link as Link
 from .sharding.sharded_array import ShardedArray as ShardedArray
-from .sharding.torch_arrays import from_dtensor as from_dtensor, to_dtensor as to_dtensor
-from .sharding.torch_placements import (
-    from_placements as from_placements,
-    to_placements as to_placements,
-)
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
 from .worlds.initialization import (

@@ -28,7 +28,7 @@ from meshdist.bootstrap.stores import open_file
 from meshdist.bootstrap.world import World
 from meshdist.checking.header_table import HeaderTable
 from meshdist.checking.shared_words import Regions, SharedWords, SharedWordsView
-from meshdist.collectives.parcels import Parcel, unpack
+from meshdist.collectives.object_rounds import Parcel, unpack
 from meshdist.groups.header_tables import HeaderTables
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.core import core

@@ -20,7 +20,7 @@ import torch
 import meshdist as md
 from meshdist import lax
 from meshdist.collectives import functional
-from meshdist.collectives.verb_kinds import GRADIENT_KINDS, KINDS, find_result_kind
+from meshdist.collectives.axis_types import GRADIENT_KINDS, KINDS, find_result_kind
 from tests.collectives.verb_cases import groups_of
 from tests.make_jax_answers import CASES, SIZES, TUTORIAL, keywords, named, numbers
 

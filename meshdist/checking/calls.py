@@ -20,7 +20,7 @@ import torch
 from ..dtypes import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import OBJECT_VERBS
-from .call_sites import place_text
+from .program import place_text
 
 __all__ = [
     "SUM_NUMBER",
@@ -35,8 +35,8 @@ __all__ = [
     "fingerprint_of",
     "header",
     "header_of",
-    "laid_fingerprint",
     "is_list",
+    "laid_fingerprint",
     "likeness",
     "message_fingerprint",
     "message_fingerprints",

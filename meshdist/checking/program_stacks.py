@@ -8,7 +8,7 @@ import sysconfig
 import traceback
 from types import FrameType
 
-from .call_sites import is_between, place_text, program_frame
+from .program import is_between, place_text, program_frame
 
 __all__ = ["find_place", "stack_text"]
 

@@ -12,9 +12,9 @@ import torch
 
 from ..reduce_ops import ReduceKind
 from ..verb_table import SENDING_VERBS
-from .call_sites import is_between, program_frame, stack_above
 from .calls import Call, GroupFacts, Tensors, data_of
 from .debug_levels import shows_stacks
+from .program import is_between, program_frame, stack_above
 
 __all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
 

@@ -19,12 +19,12 @@ from ..runtime.deadlines import Grace
 
 __all__ = [
     "Regions",
-    "SignsOfLife",
     "SharedWords",
-    "WordsAddress",
     "SharedWordsView",
-    "make_shared_words",
+    "SignsOfLife",
+    "WordsAddress",
     "find_view",
+    "make_shared_words",
 ]
 
 _TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone

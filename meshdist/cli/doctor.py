@@ -15,6 +15,7 @@ from .checkup import (
     check_wire,
     find_device_types,
     find_gpus,
+    find_install,
     find_machine,
     find_mpi,
     find_shared_words_problem,
@@ -22,8 +23,9 @@ from .checkup import (
     find_versions,
     find_wires,
     network_variables,
+    python,
+    torch_wheel,
 )
-from .installing import find_install, python, torch_wheel
 
 if TYPE_CHECKING:
     from rich.console import Console

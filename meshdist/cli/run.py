@@ -19,7 +19,7 @@ from .arguments import (
     launch,
     report_usage_error,
 )
-from .installing import has_core
+from .checkup import has_core
 from .torchrun_flags import number_of_processes
 
 __all__ = ["SUMMARY", "main"]

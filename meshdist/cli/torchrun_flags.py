@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..launching.launcher import LaunchError
-from ..launching.output import Output
+from ..launching.streams import Output
 from ..runtime.hosts import num_cores
 
 __all__ = ["add_torchrun_flags", "launch_settings", "number_of_processes"]

@@ -27,11 +27,11 @@ from ..wires.layouts import find_layout
 
 __all__ = [
     "SUM",
+    "as_wire_tensor",
     "check_flag",
     "check_not_expanded",
     "check_reducible",
     "check_stored",
-    "as_wire_tensor",
     "find_peer",
     "find_whole_numbers",
     "first_cuda_device",

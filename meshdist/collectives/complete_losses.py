@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checking.call_sites import call_site, show_site
+from ..checking.program import call_site, show_site
 from ..groups.process_group import ProcessGroup
 
 __all__ = ["keep_line", "note_complete"]

@@ -14,8 +14,8 @@ from zlib import crc32
 import torch
 
 from ..arrays import describe
-from ..checking.call_sites import call_site, show_site
 from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..checking.program import call_site, show_site
 from ..dtypes import DTYPES
 from ..error_text import grouped_text, ranks_text
 from ..errors import GradientError, UnequalError

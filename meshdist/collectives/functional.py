@@ -38,15 +38,14 @@ from ..errors import ArgumentError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.buffer_pool import new_like
-from .blocks import cut, get_dim, joined
+from .axis_types import CASTS, GATHERED, KINDS
 from .checks import check_reducible
 from .complete_losses import keep_line, note_complete
 from .equal_values import check_invariant
 from .leaf_gradients import note_leaves
-from .linear_function import LinearFunction
+from .linear_function import LinearFunction, cut, get_dim, joined
 from .titled import all_gather_into_tensor, all_reduce, lax_title, reduce_scatter_tensor
 from .torch_private import call_function
-from .verb_kinds import CASTS, GATHERED, KINDS
 
 __all__ = [
     "all_gather",

@@ -16,8 +16,7 @@ import torch
 import torch.autograd.profiler as profiler
 from torch.autograd import forward_ad
 
-from ..checking.nesting import run_unnested
-from ..checking.tracebacks import end_here
+from ..checking.program import end_here, run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import leave_untraced

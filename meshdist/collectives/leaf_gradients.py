@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
-from ..checking.call_sites import call_site, program_frame, show_site
+from ..checking.program import call_site, program_frame, show_site
 from ..error_text import first_texts, grouped_text
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup

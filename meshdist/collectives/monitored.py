@@ -12,8 +12,8 @@ from datetime import timedelta
 
 from ..bootstrap.world import World
 from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
-from ..checking.call_sites import call_site, show_site
 from ..checking.calls import Call, GroupFacts
+from ..checking.program import call_site, show_site
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group

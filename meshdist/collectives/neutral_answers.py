@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checking.nesting import run_unnested
+from ..checking.program import run_unnested
 from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs

@@ -21,9 +21,9 @@ from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from .checks import find_peer, get_peer, get_root
 from .instruments import verb
-from .object_rounds import Rounds
-from .parcels import (
+from .object_rounds import (
     Parcel,
+    Rounds,
     check_is_list,
     entries,
     find_device,

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..checking.call_sites import Site, program_frame, show_site
+from ..checking.program import Site, program_frame, show_site
 from ..errors import AxisTypeError
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import axes_of_kind, shown

@@ -20,10 +20,9 @@ import torch
 from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.buffer_pool import new_like
-from .blocks import cut, get_dim, joined
 from .checks import find_whole_numbers
 from .functional import check_gradient
-from .linear_function import LinearFunction
+from .linear_function import LinearFunction, cut, get_dim, joined
 from .titled import all_to_all_single, broadcast, lax_title
 from .torch_private import call_function
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..checking.call_sites import is_between
+from ..checking.program import is_between
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checking.nesting import never_nested
+from ..checking.program import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, resolve_group

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from ..checking.call_sites import program_frame
+from ..checking.program import program_frame
 from ..dtypes import DTYPES
 from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.autograd.profiler as profiler
 
-from ..checking.nesting import run_unnested
+from ..checking.program import run_unnested
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.untraced import leave_untraced

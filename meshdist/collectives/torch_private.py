@@ -11,7 +11,7 @@ from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction
 
-from ..checking.tracebacks import end_here
+from ..checking.program import end_here
 from ..errors import MeshdistError
 from ..runtime.untraced import leave_untraced
 from .instruments import watchers

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..checking.call_sites import call_site, program_frame, show_site
+from ..checking.program import call_site, program_frame, show_site
 from ..dtypes import dtype_name
 from ..errors import AxisTypeError, JoinError, KindError, MeshdistError
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, axes_of_kind, kinds_in, shown
+from .axis_types import ATTRIBUTE, KINDS, axes_of_kind, kinds_in, shown
 from .leaf_names import names_of
-from .verb_kinds import KINDS
 
 __all__ = [
     "OPERATORS",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ..checking.call_sites import is_between
+from ..checking.program import is_between
 from ..errors import KindError, MeshdistError, MeshError
 from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in

@@ -10,7 +10,14 @@ import torch
 
 from ..errors import AxisTypeError
 from ..groups.process_group import resolve_group
-from .axis_types import ATTRIBUTE, REDUCED_BY_OWNER, gradient_type, kinds_in, with_kinds
+from .axis_types import (
+    ATTRIBUTE,
+    GRADIENT_KINDS,
+    REDUCED_BY_OWNER,
+    gradient_type,
+    kinds_in,
+    with_kinds,
+)
 from .contexts import ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .leaf_gradients import note_leaves
@@ -18,7 +25,6 @@ from .operation_rules import argument
 from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
 from .typed_hooks import RUNNING
-from .verb_kinds import GRADIENT_KINDS
 
 __all__ = [
     "get_grad",

@@ -10,11 +10,10 @@ import torch
 
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, kinds_in, with_kinds
+from .axis_types import ATTRIBUTE, KINDS, find_result_kind, kinds_in, with_kinds
 from .contexts import ContextMode, find_mode, mark
 from .operation_rules import Operation
 from .type_errors import foreign_mesh, refused_verb
-from .verb_kinds import KINDS, find_result_kind
 
 __all__ = ["TypedVerb", "find_typed_verb"]
 

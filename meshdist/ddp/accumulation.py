@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ..collectives.axis_types import ATTRIBUTE, REDUCED_BY_OWNER, kinds_in, with_kinds
-from ..collectives.leaf_buckets import BUCKET_BYTES
+from ..collectives.axis_types import ATTRIBUTE, KINDS, REDUCED_BY_OWNER, kinds_in, with_kinds
+from ..collectives.casting import BUCKET_BYTES
 from ..collectives.named_axes.axes import AxisName, get_axes
 from ..collectives.sparse_sums import sparse_psum
 from ..collectives.torch_private import unseen
 from ..collectives.type_errors import tensor_text, type_of, where
-from ..collectives.verb_kinds import KINDS
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name

@@ -10,28 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import leave_untraced
 from .buckets import bucket_caps
-from .buffers import Buffers
 from .comm_hooks.registered import hook_name
+from .gradient_hooks import moved
 from .in_backward import InBackward, marked_optimizers, refuse_late_marks
 from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
-from .model_state import WrappedModel
 from .options import ReductionOptions
-from .outputs import moved
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
-from .replicas import broadcast_from, check_equal_lines, tensor_line
+from .replicas import Buffers, broadcast_from, check_equal_lines, tensor_line
 from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import (
+    WrappedModel,
     check_module,
     check_period,
     delayed_indices,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
+import optree
 import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -15,7 +17,33 @@ from .arrivals import Arrivals
 from .bucket_list import AnyBucket
 from .graph_tasks import current_task
 
-__all__ = ["Backward", "GradientHooks", "Hook", "find_reducing_world"]
+__all__ = ["Backward", "GradientHooks", "Hook", "find_reducing_world", "moved", "tensors_in"]
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples, dicts, dataclasses and RRefs of this process."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for entry in tree:
+            yield from tensors_in(entry)
+    elif isinstance(tree, dict):
+        yield from tensors_in(list(tree.values()))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name))
+    elif type(tree).__name__ == "PyRRef" and tree.is_owner():  # type: ignore[attr-defined]
+        yield from tensors_in(tree.local_value())  # type: ignore[attr-defined]
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """``tree`` with its tensors on ``device``."""
+    return optree.tree_map(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
+        tree,
+        none_is_leaf=True,
+    )
+
 
 Hook: TypeAlias = Callable[[torch.Tensor], None]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..checking.tracebacks import end_here
+from ..checking.program import end_here
 from ..errors import ArgumentError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import leave_untraced

@@ -30,8 +30,7 @@ from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .checksums import checksum
-from .flags import reader_for
-from .streams import is_capturing
+from .streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
 
 __all__ = ["Parting"]

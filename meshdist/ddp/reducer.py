@@ -35,10 +35,9 @@ import torch
 
 from ..runtime.untraced import leave_untraced
 from .distributed_autograd import ContextGradients, find_context, is_rpc_on
-from .gradient_hooks import Hook
+from .gradient_hooks import Hook, tensors_in
 from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .logging_data import notes_errors
-from .outputs import tensors_in
 from .reduction_setup import ReductionSetup
 from .settling import Ending
 from .streams import is_capturing

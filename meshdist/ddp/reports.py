@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..error_text import explain, first_line, first_texts, grouped_text, ranks_text
 from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup

@@ -14,7 +14,7 @@ from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..bootstrap.world import find_world
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup

@@ -18,9 +18,9 @@ import torch
 from ..collectives.objects import all_gather_object
 from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
-from .flags import reader_for
 from .options import ReductionOptions
 from .reports import Reports
+from .streams import reader_for
 
 __all__ = ["Ending", "Settling"]
 

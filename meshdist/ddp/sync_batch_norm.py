@@ -24,7 +24,7 @@ from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import leave_untraced
-from .flags import reader_for
+from .streams import reader_for
 
 __all__ = ["SyncBatchNorm"]
 

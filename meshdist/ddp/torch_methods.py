@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..errors import GradientError, KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .comm_hooks.halves import fp16_compress_hook
+from .comm_hooks.compressing import fp16_compress_hook
 from .comm_hooks.reducing import allreduce_hook
 from .in_backward import InBackward
 from .logging_data import DataLogger

@@ -15,6 +15,7 @@ import torch
 
 from ..collectives.axis_types import (
     ATTRIBUTE,
+    KINDS,
     REDUCED_BY_OWNER,
     kinds_in,
     shown,
@@ -24,7 +25,6 @@ from ..collectives.axis_types import (
 from ..collectives.contexts import find_mode, innermost_mode
 from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
 from ..collectives.typed_in_place import kinds_over
-from ..collectives.verb_kinds import KINDS
 from ..error_text import ranks_text
 from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup

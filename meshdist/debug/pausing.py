@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 from ..bootstrap.bounded_store import read_number
 from ..bootstrap.world import World, get_usable_world
-from ..checking.call_sites import call_site, show_site
+from ..checking.program import call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
 from ..groups.registry import get_registry
 from ..groups.signal_thread import ask, clocks_paused, last_call_text

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checking.call_sites import line_of
 from ..checking.calls import (
     SUM_NUMBER,
     Call,
@@ -30,7 +29,7 @@ from ..checking.debug_levels import (
     verbs_log,
 )
 from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.nesting import is_of_handler, under_way
+from ..checking.program import is_of_handler, line_of, under_way
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError

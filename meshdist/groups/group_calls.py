@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..bootstrap.world import World, get_usable_world
-from ..checking.nesting import never_nested
+from ..checking.program import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
 from ..runtime.timeouts import check_timeout

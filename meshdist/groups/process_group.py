@@ -12,8 +12,8 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
 from ..bootstrap.world import World, find_world, get_usable_world, get_world
-from ..checking.call_sites import Site, call_site, show_site
 from ..checking.calls import GroupFacts
+from ..checking.program import Site, call_site, show_site
 from ..error_text import explain, ranks_text
 from ..errors import (
     BackendError,
@@ -30,8 +30,7 @@ from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error
 from .channel import Channel
 from .failures import opening_error
-from .late_members import LateMembers
-from .other_members import MembersOfWorld, silent_ranks
+from .other_members import LateMembers, MembersOfWorld, silent_ranks
 from .registry import get_registry
 from .verb_methods import Asked, VerbMethods, verbs
 

@@ -44,7 +44,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bootstrap.world import World
-from ..checking.nesting import set_aside
+from ..checking.program import set_aside
 from ..errors import (
     AbortedError,
     AgreementError,

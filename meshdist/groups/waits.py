@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ..bootstrap.world import World
-from ..checking.call_sites import call_site
-from ..checking.nesting import set_aside
+from ..checking.program import call_site, set_aside
 from ..errors import JoinError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..wires.failures import MemberLost

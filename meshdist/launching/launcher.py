@@ -19,12 +19,9 @@ from dataclasses import dataclass, field, replace
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
 from .child_processes import GRACE_S, Ending, Launch
-from .output import Output, Sink
 from .rank_environment import LaunchError, rank_environment, reserve_port
-from .reports import Report, grouped, places_text, summary_of, text_of
-from .root_cause import Failure, find_cause
-from .streams import LOOK_S, Console, Stream, show
-from .terminals import open_terminal
+from .reports import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
+from .streams import LOOK_S, Console, Output, Sink, Stream, open_terminal, show
 
 __all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
 

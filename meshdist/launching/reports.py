@@ -9,15 +9,98 @@ text is equal but for the line about the rank's own call.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from ..error_text import ranks_text
 from .child_processes import Ending
-from .root_cause import Failure, quotes_another
 
-__all__ = ["Report", "are_equal", "grouped", "places_text", "summary_of", "text_of", "with_end"]
+__all__ = [
+    "TRACEBACK",
+    "Failure",
+    "Report",
+    "are_equal",
+    "find_cause",
+    "grouped",
+    "is_consequence",
+    "places_text",
+    "quotes_another",
+    "summary_of",
+    "text_of",
+    "with_end",
+]
+
+TRACEBACK = b"Traceback (most recent call last):"
+"""How Python's report of an exception begins."""
+
+# How the text between two tracebacks of one report ends.
+_CHAINED = (b"direct cause of the following exception:", b"another exception occurred:")
+_OF_ANOTHER = re.compile(
+    rb"""
+    AbortedError:                                   # by another rank, as a rule
+    | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
+    | \bcould\ not\ open\ a\ debugger\b
+    | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
+    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
+    | Connection\ (closed|reset)\ by\ peer          # Gloo
+    | remote\ process\ exited                       # NCCL
+    | DistNetworkError: | failed\ to\ recv,\ got\ 0\ bytes | TCPStore.{0,80}Broken\ pipe
+    """,
+    re.VERBOSE,
+)
+_SIGABRT = 6
+_KEPT_WITHOUT_TRACEBACK = 4096
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed by itself.
+
+    Args:
+        ending: how its process ended.
+        at: when it failed, in seconds on a clock that all failures share.
+        text: the end of what it wrote to stderr.
+    """
+
+    ending: Ending
+    at: float
+    text: bytes
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether its report says that another rank failed before it.
+
+    Example:
+        >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
+        >>> is_consequence(Failure(Ending(rank=2, pid=1, code=1), 0.0, text))
+        True
+    """
+    code = failure.ending.code
+    if code < 0 and code != -_SIGABRT:  # C++ ends with SIGABRT where an exception is not caught
+        return False
+    return quotes_another(failure.text)
+
+
+def quotes_another(text: bytes) -> bool:
+    """Whether the last report in ``text`` says that another rank failed before."""
+    return _OF_ANOTHER.search(_last_report(text)) is not None
+
+
+def find_cause(failures: Iterable[Failure]) -> Failure:
+    """The first failure that quotes no other rank; the first of all where every one does."""
+    return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
+
+
+def _last_report(text: bytes) -> bytes:
+    """The last traceback in ``text``, with those that led to it."""
+    *before, report = text.split(TRACEBACK)
+    if not before:
+        return report[-_KEPT_WITHOUT_TRACEBACK:]
+    while before and before[-1].rstrip().endswith(_CHAINED):
+        report = before.pop() + report
+    return report
+
 
 _PLACE = re.compile(rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\bpid \d+\b|\b0x[0-9a-f]+\b)")
 # The text of an error below the last frame, in two parts: around the line about the own call.

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..bootstrap.world import World, get_usable_world
-from ..checking.nesting import run_unnested
-from ..checking.tracebacks import end_here, one_frame
+from ..checking.program import end_here, one_frame, run_unnested
 from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup, world_group

@@ -7,7 +7,7 @@ import warnings
 import torch
 
 from ..bootstrap.world import World
-from ..checking.call_sites import call_site
+from ..checking.program import call_site
 from ..errors import ArgumentError, BackendError, KindError, MeshError
 from ..worlds.initialization import get_node_local_rank
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checking.tracebacks import one_frame
+from ..checking.program import one_frame
 from .definition import AxisOptions, define_mesh
 from .device_mesh import DeviceMesh
 from .layout import Layout

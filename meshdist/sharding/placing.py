@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
-from ..checking.tracebacks import one_frame
+from ..checking.program import one_frame
 from ..collectives.equal_values import check_replicas
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import with_hidden_mesh

@@ -17,9 +17,9 @@ from ..mesh.layout import Layout
 from ..mesh.named_dims import Regrouping, regroup
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
-from .links import DEFAULT_LINK, Link, default_link, links_of
 from .plans import Plan, make_plan
 from .refinement import refine
+from .routes import DEFAULT_LINK, Link, default_link, links_of
 
 __all__ = ["mesh_links", "mesh_rank", "plan", "plan_regrouping", "plan_shardings"]
 

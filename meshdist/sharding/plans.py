@@ -14,8 +14,7 @@ from functools import cached_property, lru_cache
 from ..mesh.layout import Layout
 from ..mesh.splits import Placement, box_text
 from .changes import bare
-from .links import DEFAULT_LINK, Link, slowest
-from .routes import find_route, stage_steps
+from .routes import DEFAULT_LINK, Link, find_route, slowest, stage_steps
 from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, ReduceScatter, Step, Take
 
 __all__ = ["SENDING", "Plan", "bytes_text", "make_plan", "step_text", "step_time_s"]

@@ -18,12 +18,11 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, P
 from ..mesh.splits import Placement, place_along, volume
 from .carrying import Carrier
-from .exchanges import relative
+from .change_steps import group_at, relative
 from .requests import Request, move_request
 from .resharding import Resharding
 from .shardings import cut_further
 from .steps import Exchange
-from .verb_forms import group_at
 
 __all__ = ["RootedGather", "checked_root", "scatter"]
 

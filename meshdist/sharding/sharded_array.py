@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array, as_tensor, shape_text
-from ..checking.tracebacks import one_frame
+from ..checking.program import one_frame
 from ..collectives.axis_types import ATTRIBUTE
 from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name

@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 from ..bootstrap.bounded_store import within
 from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
-from ..checking.nesting import never_nested, run_unnested
+from ..checking.program import never_nested, run_unnested
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
@@ -44,12 +44,10 @@ from ..verb_table import ROOTED_VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
 from ..wires.opening import Opening
-from ..wires.operations import Chain, Terms
+from ..wires.operations import Chain, Terms, WorkerQueue
 from ..wires.registry import Wire
 from ..wires.work import Work
-from ..wires.worker_queue import WorkerQueue
-from .comparing import Comparison
-from .other_members import MembersOfTorchGroup
+from .members import Comparison, MembersOfTorchGroup
 from .requests import Request
 from .works import TorchWork, begin_record
 

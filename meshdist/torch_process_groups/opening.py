@@ -18,7 +18,7 @@ from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import cloned, root_of
-from ..checking.nesting import never_nested
+from ..checking.program import never_nested
 from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves

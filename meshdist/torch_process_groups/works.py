@@ -22,8 +22,8 @@ from torch._C._profiler import _RecordFunctionFast
 
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..errors import BackendError
+from ..wires.operations import WorkerQueue
 from ..wires.work import Work
-from ..wires.worker_queue import WorkerQueue
 
 __all__ = ["TorchWork", "begin_record"]
 

@@ -19,8 +19,7 @@ from ..verb_table import VERBS
 
 # The wires, each of which registers itself.
 from .c10d.gloo import GlooWire as GlooWire
-from .c10d.nccl import C10dWire as C10dWire
-from .c10d.registered import adopt_torch_backends
+from .c10d.torch_classes import C10dWire as C10dWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire
 from .mpi.communicator import MpiWire as MpiWire
 from .registry import Wire, find_wire, wire_names

@@ -13,6 +13,7 @@ import atexit
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -23,7 +24,64 @@ import torch
 from ..error_text import without_frames
 from ..errors import BackendError
 
-__all__ = ["Completion", "Watcher", "WorkFuture", "collecting_by_need", "get_watcher"]
+__all__ = [
+    "Completion",
+    "Deferral",
+    "Watcher",
+    "WorkFuture",
+    "collecting_by_need",
+    "find_deferral",
+    "get_watcher",
+]
+
+_here = threading.local()
+
+
+class Deferral:
+    """The futures of verbs that one piece of code has started, in the order in which it asked.
+
+    On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
+    the thread that starts the verbs, which is one order as well.
+    """
+
+    def __init__(self) -> None:
+        self._futures: deque[torch.futures.Future[Any]] = deque()
+
+    def add(self, future: torch.futures.Future[Any]) -> None:
+        """Leave ``future`` alone until it is waited for, or ``settle`` is called."""
+        self._futures.append(future)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Futures that this thread asks for in this context are deferred."""
+        before = find_deferral()
+        _here.deferral = self
+        try:
+            with collecting_by_need():
+                yield
+        finally:
+            _here.deferral = before
+
+    def settle(self) -> Exception | None:
+        """Wait for all futures, and so run their callbacks, here; return the first error.
+
+        Futures that the callbacks ask for come behind the others.
+        """
+        first: Exception | None = None
+        with self.entered():
+            while self._futures:
+                try:
+                    self._futures.popleft().wait()
+                except Exception as error:  # of a verb; its callbacks have run, and may expect it
+                    first = first or error
+        return first
+
+
+def find_deferral() -> Deferral | None:
+    """The deferral that this thread has entered, or None."""
+    found: Any = getattr(_here, "deferral", None)
+    return found  # type: ignore[no-any-return]
+
 
 _log = logging.getLogger("meshdist.futures")
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 from ..bootstrap.world import World
-from ..checking.call_sites import warn_caller
+from ..checking.program import warn_caller
 from ..errors import ArgumentError, KindError
-from .c10d.registered import RegisteredWire, adopt_torch_backends
+from .c10d.torch_classes import RegisteredWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
 from .mpi.communicator import MpiWire as MpiWire  # registers itself
 from .registry import find_wire, get_wire, register_wire

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from ..bootstrap.environments import find_place
 from ..bootstrap.stores import HashStore
 from ..bootstrap.world import find_unjoined_place, find_world, join_by
-from ..checking.call_sites import call_site, show_site
+from ..checking.program import call_site, show_site
 from ..errors import WorldError
 from .initialization import init_process_group
 

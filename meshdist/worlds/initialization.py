@@ -26,8 +26,7 @@ from ..bootstrap.world import (
     install_world,
     remove_world,
 )
-from ..checking.call_sites import warn_caller
-from ..checking.tracebacks import one_frame
+from ..checking.program import one_frame, warn_caller
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group

@@ -13,7 +13,7 @@ import torch
 import torch.autograd.profiler as profiler
 
 from ..bootstrap.world import World, find_world, world_here
-from ..checking.tracebacks import end_here, enter_program
+from ..checking.program import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.registry import get_registry
 from ..launching.reports import places_text

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import cloudpickle
 
-from ..checking.tracebacks import one_frame
+from ..checking.program import one_frame
 from ..error_text import ranks_text
 from ..errors import (
     ArgumentError,

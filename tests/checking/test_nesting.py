@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from meshdist.checking import nesting
-from meshdist.checking.nesting import check_unnested, is_nested, never_nested, run_unnested
+from meshdist.checking import program as nesting
+from meshdist.checking.program import check_unnested, is_nested, never_nested, run_unnested
 from meshdist.errors import NestedVerbError
 
 

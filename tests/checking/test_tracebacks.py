@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.call_sites import is_between
-from meshdist.checking.tracebacks import end_here, enter_program
+from meshdist.checking.program import end_here, enter_program, is_between
 
 ONE = torch.ones(1)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.cli import installing, run as run_command
+from meshdist.cli import checkup as installing, run as run_command
 
 
 def rows() -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_without_the_native_core_run_says_so_in_one_line(
 
 def test_looking_for_the_core_loads_neither_it_nor_torch() -> None:
     code = (
-        "import sys; from meshdist.cli.installing import has_core; has_core(); "
+        "import sys; from meshdist.cli.checkup import has_core; has_core(); "
         "print('torch' in sys.modules, 'meshdist.wires.native' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.collectives.blocks import cut, get_dim, joined
+from meshdist.collectives.linear_function import cut, get_dim, joined
 from meshdist.errors import ShapeError
 from tests.collectives.verb_cases import on_a_line
 

@@ -17,7 +17,7 @@ from torch.distributed import DebugLevel, set_debug_level
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives import leaf_buckets
+from meshdist.collectives import casting as leaf_buckets
 from meshdist.collectives.contexts import find_mode
 from meshdist.errors import GradientError
 from tests.collectives.typed_cases import F64, in_mesh

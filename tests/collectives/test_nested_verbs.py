@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_distributed
 
 import meshdist as md
-from meshdist.checking import nesting
+from meshdist.checking import program as nesting
 from meshdist.runtime.deadlines import Deadline, wait_until
 from tests.load import is_within
 from tests.pool import Pool

@@ -11,7 +11,7 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives.verb_kinds import CASTS, GATHERED, KINDS, VERB_KINDS
+from meshdist.collectives.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
 from meshdist.errors import ArgumentError, AxisTypeError
 from tests.collectives.typed_cases import in_mesh, kinds, refusal, varying
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from meshdist import lax
-from meshdist.collectives.verb_kinds import (
+from meshdist.collectives.axis_types import (
     CASTS,
     GATHERED,
     GRADIENT_KINDS,

@@ -16,7 +16,7 @@ import torch
 
 import meshdist as md
 from meshdist.collectives import functional, rearranging
-from meshdist.collectives.verb_kinds import CASTS, GATHERED, GRADIENT_KINDS, KINDS, VERB_KINDS
+from meshdist.collectives.axis_types import CASTS, GATHERED, GRADIENT_KINDS, KINDS, VERB_KINDS
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

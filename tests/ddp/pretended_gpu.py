@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from meshdist.ddp import parting, settling
-from meshdist.ddp.flags import ImmediateReader
-from meshdist.wires.simulated import communicator, data_moves, meeting
+from meshdist.ddp.streams import ImmediateReader
+from meshdist.wires.simulated import communicator, meeting
 from tests.wires.c10d.nccl_stand_in import standing_in
 
 __all__ = ["HostTensor", "pretended_gpu"]

@@ -15,8 +15,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp import flat_bucket, sending, settling
-from meshdist.ddp.flags import DeferredReader, FlagReader
-from meshdist.ddp.streams import GradientStreams
+from meshdist.ddp.streams import DeferredReader, FlagReader, GradientStreams
 
 CPU = torch.device("cpu")
 

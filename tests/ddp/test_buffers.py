@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import meshdist as md
-from meshdist.ddp.buffers import Buffers
+from meshdist.ddp.replicas import Buffers
 from meshdist.errors import KindError
 
 

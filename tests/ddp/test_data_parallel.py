@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.ddp import sending
-from meshdist.ddp.outputs import tensors_in
+from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.errors import (
     AgreementError,
     ArgumentError,

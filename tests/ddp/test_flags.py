@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.ddp import flags
-from meshdist.ddp.flags import DeferredReader, FlagReader, ImmediateReader, reader_for
+from meshdist.ddp import streams as flags
+from meshdist.ddp.streams import DeferredReader, FlagReader, ImmediateReader, reader_for
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
 DTYPES = [torch.float32, torch.float16, torch.complex64]

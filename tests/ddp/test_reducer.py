@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.ddp import flat_bucket, reducer, sending, settling
-from meshdist.ddp.flags import FlagReader
+from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.options import ReductionOptions
-from meshdist.ddp.outputs import tensors_in
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.settling import Ending
+from meshdist.ddp.streams import FlagReader
 from meshdist.errors import BackendError, GradientError
 
 ONE_EACH = (1,)

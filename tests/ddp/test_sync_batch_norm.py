@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import flags, sync_batch_norm
-from meshdist.ddp.flags import DeferredReader
+from meshdist.ddp import streams as flags, sync_batch_norm
+from meshdist.ddp.streams import DeferredReader
 from meshdist.errors import ArgumentError, GradientError, KindError, ShapeError
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 from tests.pool import Pool

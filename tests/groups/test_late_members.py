@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 import meshdist as md
 from meshdist.bootstrap.world import World
 from meshdist.errors import ArgumentError
-from meshdist.groups.late_members import VARIABLE, LateMembers
+from meshdist.groups.other_members import VARIABLE, LateMembers
 from tests.pool import Pool
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from meshdist.launching import streams
 from meshdist.launching.launcher import LaunchError, run_processes
-from meshdist.launching.output import Output
+from meshdist.launching.streams import Output
 
 PYTHON = [sys.executable, "-S", "-c"]
 SLEEP = [*PYTHON, "import time; time.sleep(60)"]

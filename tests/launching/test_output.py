@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from meshdist.launching.launcher import run_processes
-from meshdist.launching.output import Output, Sink
 from meshdist.launching.rank_environment import LaunchError
-from meshdist.launching.streams import Console, Stream
+from meshdist.launching.streams import Console, Output, Sink, Stream
 
 PYTHON = [sys.executable, "-S", "-c"]
 

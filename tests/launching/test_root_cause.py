@@ -6,7 +6,7 @@ import pytest
 
 import meshdist as md
 from meshdist.launching.child_processes import Ending
-from meshdist.launching.root_cause import TRACEBACK, Failure, find_cause, is_consequence
+from meshdist.launching.reports import TRACEBACK, Failure, find_cause, is_consequence
 
 CHAIN = b"\n\nThe above exception was the direct cause of the following exception:\n\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.links import Link
 from meshdist.sharding.plans import SENDING, bytes_text, step_text, step_time_s
+from meshdist.sharding.routes import Link
 from meshdist.sharding.steps import (
     AllGather,
     AllReduce,

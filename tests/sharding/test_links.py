@@ -6,7 +6,7 @@ import pytest
 
 from meshdist.errors import ArgumentError, AxisError, KindError
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.links import DEFAULT_LINK, Link, default_link, links_of, slowest
+from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link, links_of, slowest
 
 MESH = Layout.from_shape((2, 4), ("dp", "tp"))
 DEFAULTS = (DEFAULT_LINK, DEFAULT_LINK)

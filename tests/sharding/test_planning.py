@@ -19,8 +19,8 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.links import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.planning import mesh_links, plan_shardings
+from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.steps import AllGather, AllToAll, Exchange
 from tests.sharding.cases import assert_lies, shards, whole_array
 from tests.sharding.interpreter import run

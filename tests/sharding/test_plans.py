@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.splits import Placement, split_dim
 from meshdist.sharding import changes, plans, routes
-from meshdist.sharding.links import Link
 from meshdist.sharding.plans import make_plan
+from meshdist.sharding.routes import Link
 from meshdist.sharding.steps import (
     AllGather,
     AllReduce,

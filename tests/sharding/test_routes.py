@@ -8,9 +8,8 @@ import pytest
 
 import meshdist as md
 from meshdist.sharding.changes import bare, change_between
-from meshdist.sharding.links import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.plans import make_plan
-from meshdist.sharding.routes import Sum, find_route, stage_steps
+from meshdist.sharding.routes import DEFAULT_LINK, Link, Sum, default_link, find_route, stage_steps
 from meshdist.sharding.steps import AllReduce
 from tests.sharding.cases import placed
 from tests.sharding.interpreter import SENDING, coordinates

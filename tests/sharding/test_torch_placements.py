@@ -23,7 +23,7 @@ from meshdist.errors import (
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.spec import NamedSharding
-from meshdist.sharding.torch_placements import as_torch_holds_it, from_placements, to_placements
+from meshdist.sharding.dtensors import as_torch_holds_it, from_placements, to_placements
 
 MESH = Layout.from_shape((2, 4), ("dp", "tp"))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from meshdist.sharding.change_steps import verb_steps
 from meshdist.sharding.changes import change_between
 from meshdist.sharding.steps import AllGather, AllToAll, Arrangement, Pad, ReduceScatter, Take
-from meshdist.sharding.verb_forms import verb_steps
 from tests.sharding.cases import assert_lies, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, run
 

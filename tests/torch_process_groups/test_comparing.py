@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.header_table import CHECK_EVERY
-from meshdist.torch_process_groups.comparing import Comparison
+from meshdist.torch_process_groups.members import Comparison
 from meshdist.wires.failures import MembersDisagree, WireAborted, WireTimeout
 from meshdist.wires.opening import Opening
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts
-from meshdist.torch_process_groups import other_members
-from meshdist.torch_process_groups.other_members import MembersOfTorchGroup
+from meshdist.torch_process_groups import members as other_members
+from meshdist.torch_process_groups.members import MembersOfTorchGroup
 
 RANKS = (4, 6, 7)
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.deferral import Deferral, find_deferral
+from meshdist.wires.futures import Deferral, find_deferral
 from meshdist.wires.operations import Operation
 from meshdist.wires.work import Work
 from tests.pool import Pool

@@ -10,7 +10,7 @@ import torch
 
 from meshdist.errors import AgreementError
 from meshdist.wires.failures import WireAborted, WireTimeout
-from meshdist.wires.mailbox import Mailbox
+from meshdist.wires.messages import Mailbox
 
 SECONDS = timedelta(seconds=5)
 

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.wires import tag_numbers
+from meshdist.wires import messages as tag_numbers
 from meshdist.wires.failures import WireAborted, WireTimeout
-from meshdist.wires.tag_numbers import TagNumbers
+from meshdist.wires.messages import TagNumbers
 from tests.load import is_within
 
 

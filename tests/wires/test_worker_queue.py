@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from meshdist.wires.failures import WireTimeout
-from meshdist.wires.worker_queue import Job, WorkerQueue
+from meshdist.wires.operations import Job, WorkerQueue
 from tests.load import is_within
 
 SECONDS = timedelta(seconds=5)
@@ -107,7 +107,7 @@ def test_the_thread_ends_with_whoever_could_start_something() -> None:
 def test_a_process_ends_while_an_operation_waits() -> None:
     program = """
 import threading
-from meshdist.wires.worker_queue import WorkerQueue
+from meshdist.wires.operations import WorkerQueue
 gate = threading.Event()
 queue = WorkerQueue(gate.set)
 queue.start(lambda: gate.wait(60.0))

@@ -8,8 +8,7 @@ import optree
 import torch
 
 from ...arrays import as_tensor, describe
-from ...checking.call_sites import call_site, show_site
-from ...checking.tracebacks import one_frame
+from ...checking.program import call_site, one_frame, show_site
 from ...error_text import first_texts, grouped_text
 from ...errors import ArgumentError, UnequalError
 from ...groups.process_group import ProcessGroup, resolve_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from ...checking.tracebacks import one_frame
+from ...checking.program import one_frame
 from ...errors import ArgumentError, AxisError, KindError, MeshError
 from ...mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ...mesh.device_mesh import DeviceMesh

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
-from ...checking.tracebacks import one_frame
+from ...checking.program import one_frame
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional
 from .axes import AxisName

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ...arrays import as_tensor, like
-from ...checking.tracebacks import one_frame
+from ...checking.program import one_frame
 from ...groups.process_group import resolve_group
 from ...mesh.device_mesh import DeviceMesh
 from .. import functional, ragged, rearranging
-from ..blocks import get_dim
+from ..linear_function import get_dim
 from ..torch_private import NotSeen
 from ..typed_verbs import find_typed_verb
 from .axes import AxisName, get_axes, refuse_groups

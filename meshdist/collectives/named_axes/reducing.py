@@ -6,7 +6,7 @@ from functools import partial
 from operator import pos
 from typing import Any, TypeVar, overload
 
-from ...checking.tracebacks import one_frame
+from ...checking.program import one_frame
 from ...mesh.device_mesh import DeviceMesh
 from ...reduce_ops import ReduceOp
 from .. import functional

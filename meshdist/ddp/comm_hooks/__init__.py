@@ -7,17 +7,17 @@
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from .bucket import GradBucket
-from .halves import (
+from .bucket import GradBucket, PostLocalSGDState, PowerSGDState
+from .compressing import (
+    batched_powerSGD_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
     fp16_compress_hook,
     fp16_compress_wrapper,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
-from .power_sgd import batched_powerSGD_hook
-from .quantizing import quantization_perchannel_hook, quantization_pertensor_hook
 from .reducing import allreduce_hook, noop_hook, post_localSGD_hook
-from .states import PostLocalSGDState, PowerSGDState
 from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [

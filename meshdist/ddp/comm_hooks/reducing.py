@@ -10,8 +10,7 @@ from ...collectives.verbs import all_reduce
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...torch_process_groups.sparse import sum_sparse
-from .bucket import GradBucket
-from .states import PostLocalSGDState, group_for
+from .bucket import GradBucket, PostLocalSGDState, group_for
 
 __all__ = ["allreduce_hook", "averaged", "done_with", "noop_hook", "post_localSGD_hook", "reduced"]
 

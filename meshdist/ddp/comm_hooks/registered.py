@@ -22,13 +22,75 @@ from ...errors import (
 )
 from ...groups.process_group import ProcessGroup
 from ...runtime.deadlines import Deadline, wait_until
-from ...wires.deferral import Deferral
+from ...wires.futures import Deferral
 from ...wires.simulated.scheduler import find_rank_here
-from .bucket import GradBucket
-from .recognized import ours_for
-from .states import group_in_state
+from .bucket import GradBucket, group_in_state, is_mesh
+from .compressing import (
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from .reducing import allreduce_hook, noop_hook, post_localSGD_hook
 
-__all__ = ["PendingBucket", "RegisteredHook", "hook_name"]
+__all__ = ["PendingBucket", "RegisteredHook", "hook_name", "ours_for"]
+
+_TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
+_IN_ANY_CASE = {
+    hook.__name__: hook
+    for hook in (
+        batched_powerSGD_hook,
+        quantization_perchannel_hook,
+        quantization_pertensor_hook,
+    )
+}
+_WITHOUT_A_GROUP = {
+    hook.__name__: hook
+    for hook in (
+        allreduce_hook,
+        bf16_compress_hook,
+        fp16_compress_hook,
+        noop_hook,
+        post_localSGD_hook,
+    )
+}
+_WRAPPERS = {
+    f"{wrapper.__name__}.<locals>.{wrapper.__name__}_hook": wrapper
+    for wrapper in (bf16_compress_wrapper, fp16_compress_wrapper)
+}
+
+
+def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    """The hook to call in place of ``hook``: itself, unless it is torch's and cannot serve.
+
+    One that torch's wrappers hold is looked at as well.
+    """
+    if not str(getattr(hook, "__module__", "")).startswith(_TORCHS):
+        return hook
+    name = getattr(hook, "__qualname__", "")
+    if name in _IN_ANY_CASE:
+        return _IN_ANY_CASE[name]
+    if name in _WITHOUT_A_GROUP and _names_no_group(state):
+        return _WITHOUT_A_GROUP[name]
+    if name in _WRAPPERS:
+        inner = inspect.getclosurevars(hook).nonlocals["hook"]
+        ours = ours_for(inner, state)
+        return hook if ours is inner else _WRAPPERS[name](ours)
+    return hook
+
+
+def _names_no_group(state: Any) -> bool:
+    """Whether torch's hooks would find no group of ours in the state."""
+    if state is None or is_mesh(state):
+        return True
+    return any(
+        (given := getattr(state, field, state)) is None or is_mesh(given)
+        for field in ("process_group", "subgroup")
+    )
+
 
 _EMPTY = inspect.Parameter.empty
 _FUTURE = torch.futures.Future[torch.Tensor]

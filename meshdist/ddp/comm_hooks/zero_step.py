@@ -19,7 +19,7 @@ from ...collectives.verbs import broadcast
 from ...errors import ArgumentError, GradientError, KindError
 from ...groups.process_group import ProcessGroup
 from .bucket import GradBucket
-from .recognized import ours_for
+from .registered import ours_for
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

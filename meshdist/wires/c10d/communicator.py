@@ -25,7 +25,7 @@ from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
-from ..mailbox import Mailbox
+from ..messages import Mailbox
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Sizes, Tensors, parts
 from ..reductions import find_lack

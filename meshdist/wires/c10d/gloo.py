@@ -32,21 +32,19 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
-from ...checking.nesting import is_of_handler
+from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
-from ...runtime.deadlines import Deadline, clock, wait_until
+from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
-from ...runtime.timers import Timer
 from .. import fallbacks
 from ..communicator import EXCHANGE_TAG, Communicator
 from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
+from ..messages import TagNumbers
 from ..opening import Opening
-from ..operations import Chain, Operation, Terms
+from ..operations import Chain, Operation, Terms, WorkerQueue
 from ..packing import Tensors, cuts, parts, write
 from ..registry import Wire, register_wire
-from ..tag_numbers import TagNumbers
-from ..worker_queue import WorkerQueue
 from .communicator import (
     CLOSED,
     C10dCommunicator,
@@ -54,8 +52,7 @@ from .communicator import (
     is_timeout,
     plain_text,
 )
-from .dropped_messages import DroppedMessages
-from .gloo_devices import agreed_devices, check_interfaces, connects_late
+from .gloo_connections import DroppedMessages, agreed_devices, check_interfaces, connects_late
 from .substitutes import GLOO, Substitute
 
 __all__ = ["GlooCommunicator", "GlooWire"]

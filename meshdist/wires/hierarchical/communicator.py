@@ -37,14 +37,12 @@ from ..failures import (
     WireTimeout,
 )
 from ..opening import Needs, Opening
-from ..operations import DONE, Chain, Operation, Terms
+from ..operations import DONE, Chain, Operation, Terms, WorkerQueue
 from ..packing import Tensors, parts
 from ..registry import Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
-from ..worker_queue import WorkerQueue
 from . import two_level
-from .host_places import HostPlaces
-from .two_level import Stages
+from .two_level import HostPlaces, Stages
 
 __all__ = ["HierarchicalCommunicator", "HierarchicalWire"]
 

@@ -21,26 +21,27 @@ from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, Explain, handed_to
 from ..failures import WireAborted, WireFailure
-from ..mailbox import Mailbox
+from ..messages import Mailbox, TagNumbers
 from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Sizes, Tensors, parts
 from ..registry import Wire, register_wire
-from ..tag_numbers import TagNumbers
 from . import watchdog
 from .arrivals import Arrivals, Turnout
-from .buffers import Buffers, packed, unpacked
-from .fast_path import make_fast_path
-from .link import Link, MpiOperation
-from .opening import open_link
-from .ops import (
+from .datatypes import (
+    Buffers,
     Plan,
     find_plan,
     mpi_type,
     op_of,
+    packed,
     plain_sums,
     plan_of,
+    unpacked,
 )
+from .fast_path import make_fast_path
+from .link import Link, MpiOperation
+from .opening import open_link
 from .staging import StagedCommunicator
 
 if TYPE_CHECKING:

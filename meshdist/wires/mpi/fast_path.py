@@ -11,8 +11,8 @@ from ..communicator import Explain
 from ..core import core
 from ..failures import WireFailure
 from .arrivals import Arrivals, milliseconds
+from .datatypes import plain_reductions
 from .link import Link, MpiOperation
-from .ops import plain_reductions
 
 if TYPE_CHECKING:
     from ..native import FastPath

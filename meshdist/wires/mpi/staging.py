@@ -24,8 +24,7 @@ from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline
 from ..communicator import Communicator, handed_to
 from ..failures import WireAborted, WireFailure
-from ..operations import Chain, Operation, Terms
-from ..worker_queue import Job, WorkerQueue
+from ..operations import Chain, Job, Operation, Terms, WorkerQueue
 
 __all__ = ["StagedCommunicator"]
 

@@ -18,9 +18,8 @@ from functools import cache, partial
 
 from ...error_text import first_line, ranks_text
 from ...errors import CollectiveTimeoutError
-from ...runtime.deadlines import Deadline
+from ...runtime.deadlines import Deadline, Timer
 from ...runtime.hosts import ProcessCard, is_stopped, num_forks
-from ...runtime.timers import Timer
 from ..communicator import Explain
 from ..failures import WireTimeout
 from ..opening import Opening

@@ -23,8 +23,7 @@ from torch.distributed import Store
 from ...error_text import ranks_text
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ..failures import WireFailure, WireRefused, WireTimeout
-from .door import STRANGER, Door, enter
-from .file_messages import close_all, limit, receive, send
+from .door import STRANGER, Door, close_all, enter, limit, receive, send
 
 __all__ = ["Shared", "share"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...checking.call_sites import program_frame
 from ...checking.calls import Call, GroupFacts, data_of
+from ...checking.program import program_frame
 from ...error_text import ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind
@@ -27,8 +27,7 @@ from ..operations import DONE, Operation, Terms
 from ..packing import Sizes, Tensors, parts
 from ..reductions import check_reducible, find_lack
 from ..registry import Wire, register_wire
-from .data_moves import synchronize
-from .meeting import Collective, Meeting, Message, Receive
+from .meeting import Collective, Meeting, Message, Receive, synchronize
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ...checking.call_sites import call_site, is_between, show_site
+from ...checking.program import call_site, is_between, show_site
 from ...error_text import grouped_text
 from ...errors import DeadlockError, RankFailedError, WorldError
 from ..futures import Completion, collecting_by_need

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch.distributed import QueueEmptyError, Store
 
-from ...checking.call_sites import Site, call_site, show_site
+from ...checking.program import Site, call_site, show_site
 from ...errors import ArgumentError, WorldError
 from .scheduler import find_rank_here
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks import halves
+from meshdist.ddp.comm_hooks import compressing as halves
 from tests.ddp.comm_hooks.test_reducing import averaged
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 import meshdist as md
-from meshdist.ddp.comm_hooks.states import group_in_state
+from meshdist.ddp.comm_hooks.bucket import group_in_state
 from tests.ddp.comm_hooks.training import STEPS, are_equal, make_model, steps_of
 
 KEEPERS: list[Callable[[Any], Any]] = [

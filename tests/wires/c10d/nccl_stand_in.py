@@ -29,7 +29,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import WorkResult
 
-from meshdist.wires.c10d.nccl import NcclWire as NcclWire  # registers itself
+from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
 from meshdist.wires.registry import find_wire
 
 WATCHDOG_S = 0.02  # (cpp) kWatchdogThreadSleepMillis: 100 ms

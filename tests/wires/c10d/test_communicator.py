@@ -14,7 +14,7 @@ import meshdist as md
 from meshdist.reduce_ops import ReduceKind, ReduceOp
 from meshdist.wires.c10d.communicator import C10dCommunicator, is_timeout, plain_text
 from meshdist.wires.c10d.gloo import GlooCommunicator
-from meshdist.wires.c10d.nccl import NcclWire as NcclWire  # registers itself
+from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
 from meshdist.wires.failures import WireFailure
 from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms

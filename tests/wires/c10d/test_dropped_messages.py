@@ -14,7 +14,7 @@ import torch
 
 import meshdist as md
 from meshdist.runtime.deadlines import Deadline, wait_until
-from meshdist.wires.c10d.dropped_messages import DroppedMessages
+from meshdist.wires.c10d.gloo_connections import DroppedMessages
 from tests.pool import Pool
 from tests.verbs.cases import WIRES
 

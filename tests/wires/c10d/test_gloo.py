@@ -17,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
 from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _end_within
-from meshdist.wires.c10d.gloo_devices import gloo_devices, gloo_interfaces
+from meshdist.wires.c10d.gloo_connections import gloo_devices, gloo_interfaces
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms

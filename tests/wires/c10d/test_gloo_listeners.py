@@ -17,9 +17,8 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 import meshdist as md
-from meshdist.wires.c10d import gloo_listeners
-from meshdist.wires.c10d.gloo_devices import gloo_devices, gloo_interfaces
-from meshdist.wires.c10d.gloo_listeners import Devices
+from meshdist.wires.c10d import gloo_connections as gloo_listeners
+from meshdist.wires.c10d.gloo_connections import Devices, gloo_devices, gloo_interfaces
 from tests.pool import Pool
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="sockets have no filters here")

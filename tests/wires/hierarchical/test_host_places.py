@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from meshdist.wires.hierarchical.host_places import HostPlaces
+from meshdist.wires.hierarchical.two_level import HostPlaces
 from meshdist.wires.packing import cuts
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshdist.bootstrap.mpi_library import load_mpi
-from meshdist.wires.mpi.buffers import Buffers, packed, unpacked
+from meshdist.wires.mpi.datatypes import Buffers, packed, unpacked
 from meshdist.wires.scratch import Scratch
 
 

@@ -9,7 +9,7 @@ import torch
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.mpi.ops import find_plan, plan_of
+from meshdist.wires.mpi.datatypes import find_plan, plan_of
 from meshdist.wires.scratch import Scratch
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 

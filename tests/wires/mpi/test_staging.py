@@ -18,7 +18,7 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.deadlines import Deadline, wait_until
-from meshdist.wires import worker_queue
+from meshdist.wires import operations as worker_queue
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.mpi import communicator as mpi, staging

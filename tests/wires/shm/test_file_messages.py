@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshdist.wires.shm import file_messages
+from meshdist.wires.shm import door as file_messages
 from meshdist.wires.shm.handshake import Shared
 
 from .circle import Circle, close_shared, num_files

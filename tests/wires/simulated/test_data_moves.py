@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshdist.wires.simulated.data_moves import Round, move, write
+from meshdist.wires.simulated.meeting import Round, move, write
 
 
 def numbers(*values: float) -> torch.Tensor:

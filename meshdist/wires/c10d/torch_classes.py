@@ -1,11 +1,11 @@
-"""torch's wires for accelerators: NCCL, UCC and XCCL."""
+"""NCCL, UCC, XCCL, and backends that were written for torch."""
 
 from __future__ import annotations
 
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,18 +13,80 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
-from torch.distributed import DebugLevel
+from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 
-from ...error_text import ranks_text
+from ...error_text import first_line, ranks_text
 from ..communicator import Communicator
 from ..failures import WireFailure
 from ..opening import Opening
-from ..registry import Wire, register_wire
+from ..registry import Wire, find_wire, register_wire
 from .communicator import C10dCommunicator, plain_text
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
+from .gloo import GlooCommunicator
 from .substitutes import UCC
 
-__all__ = ["C10dWire", "NcclWire", "UccCommunicator", "XcclWire"]
+__all__ = [
+    "C10dWire",
+    "NcclWire",
+    "RegisteredWire",
+    "UccCommunicator",
+    "XcclWire",
+    "adopt_torch_backends",
+]
+
+
+@dataclass(eq=False)
+class RegisteredWire(Wire):
+    """A wire whose communicators a function makes, in one of the two forms that torch calls.
+
+    What the function makes is not known beforehand: each verb is tried, and built from others where
+    the class has none. ``support`` takes it to have all of them.
+
+    Args:
+        make: called as ``make(store, rank, size, timeout)``, or with extended_api as
+            ``make(options, backend_options)``; returns torch's kind of process group.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    device_types: frozenset[str]
+    extended_api: bool
+    communicator_kind = C10dCommunicator
+    descriptors_per_peer = 1  # which is a guess
+
+    def is_available(self) -> bool:
+        """True: a registered backend is taken to work."""
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        """Call the registered function for this group."""
+        size = len(opening.ranks)
+        try:
+            if self.extended_api:
+                options: Any = distributed_c10d._DistributedBackendOptions()
+                options.store = opening.make_torch_store()
+                options.group_rank = opening.rank
+                options.group_size = size
+                options.timeout = opening.timeout
+                options.global_ranks_in_group = list(opening.ranks)
+                group = self.make(options, opening.options)
+            else:
+                group = self.make(opening.make_torch_store(), opening.rank, size, opening.timeout)
+        except RuntimeError as error:
+            raise WireFailure(first_line(error)) from error
+        if isinstance(group, ProcessGroupGloo):
+            return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
+        return C10dCommunicator(self.name, opening.rank, size, group)
+
+
+def adopt_torch_backends() -> None:
+    """Make a wire of each backend that a plug-in has registered with torch and that is none yet."""
+    backends: Any = distributed_c10d.Backend
+    for upper, plugin in tuple(backends._plugins.items()):
+        name = upper.lower()
+        if find_wire(name) is None:
+            kinds = frozenset(backends.backend_capability.get(name, ("cpu", "cuda")))
+            register_wire(RegisteredWire(name, plugin.creator_fn, kinds, plugin.extended_api))
 
 
 class UccCommunicator(C10dCommunicator):

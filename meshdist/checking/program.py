@@ -1,0 +1,252 @@
+"""The program's line that called a verb, its traceback, and that no verb runs inside a verb."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from threading import get_ident, main_thread
+from traceback import walk_tb
+from types import CodeType, FrameType, TracebackType
+from typing import ParamSpec, TypeAlias, TypeVar
+
+import torch
+
+from ..bootstrap.world import find_world
+from ..errors import MeshdistError, NestedVerbError
+from ..runtime.untraced import leave_untraced
+from .debug_levels import DebugLevel, get_debug_level
+
+__all__ = [
+    "Site",
+    "call_site",
+    "check_unnested",
+    "end_here",
+    "enter_program",
+    "is_between",
+    "is_nested",
+    "is_of_handler",
+    "line_of",
+    "never_nested",
+    "one_frame",
+    "place_text",
+    "program_frame",
+    "run_unnested",
+    "set_aside",
+    "show_site",
+    "stack_above",
+    "under_way",
+    "warn_caller",
+]
+
+Site: TypeAlias = tuple[str, int] | None
+"""A line of the program, as file and line number; None where no frame is of the program."""
+
+_BETWEEN = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    contextlib.__file__,
+    queue.__file__,
+    threading.__file__,
+)
+
+
+class _BetweenFiles(dict[str, bool]):
+    """Whether a file lies between the program and the wire: this package's and torch's do."""
+
+    def __missing__(self, file: str) -> bool:
+        self[file] = found = file.startswith(_BETWEEN)
+        return found
+
+
+is_between = _BetweenFiles()
+
+
+def program_frame(frame: FrameType) -> FrameType:
+    """The innermost frame of the program, from ``frame`` outwards; else the outermost of all."""
+    while is_between[frame.f_code.co_filename] and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def call_site() -> Site:
+    """The innermost line of the program that led here."""
+    frame = program_frame(sys._getframe(1))
+    file = frame.f_code.co_filename
+    return None if is_between[file] else (file, frame.f_lineno)
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line of the program that led here, however many frames lie between."""
+    frame = program_frame(sys._getframe(1))
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    place = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, category, *place, registry=registry)
+
+
+def show_site(site: Site) -> str:
+    """``file:line``, as editors and terminals link it."""
+    return "an unknown place" if site is None else f"{site[0]}:{site[1]}"
+
+
+def place_text(code: CodeType, instruction: int) -> str:
+    """``file:line in function`` of an instruction of ``code``."""
+    return f"{code.co_filename}:{line_of(code, instruction)} in {code.co_name}"
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The number of an instruction's line."""
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            return number
+    return code.co_firstlineno
+
+
+def stack_above(frame: FrameType) -> list[str]:
+    """The places of the program from which ``frame`` was called, the innermost first."""
+    stack = []
+    above = frame.f_back
+    while above is not None:
+        if not is_between[above.f_code.co_filename]:
+            stack.append(place_text(above.f_code, above.f_lasti))
+        above = above.f_back
+    return stack
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def end_here(error: BaseException) -> None:
+    """Let the traceback of ``error`` end in the frame that has caught it, and raises it again.
+
+    It stays as it is where a frame of the program lies below: the error then comes from there.
+    """
+    caught = error.__traceback__
+    if caught is not None and not _keeps_all() and _find_program(caught) is None:
+        caught.tb_next = None
+
+
+def enter_program(error: BaseException) -> None:
+    """Let the program's own frames follow the frame that has caught ``error``, if there are any."""
+    caught = error.__traceback__
+    if caught is not None and not _keeps_all():
+        caught.tb_next = _find_program(caught) or caught.tb_next
+
+
+def one_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Let an error of ours that leaves ``function`` keep one frame of ours, in its name."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (MeshdistError, KeyboardInterrupt) as error:
+            __tracebackhide__ = True
+            end_here(error)
+            raise
+
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return leave_untraced(wraps(function)(call))
+
+
+def _keeps_all() -> bool:
+    return get_debug_level() == DebugLevel.DETAIL
+
+
+def _find_program(caught: TracebackType) -> TracebackType | None:
+    """The first frame of the program below the one that has caught an error."""
+    below = caught.tb_next
+    while below is not None and is_between[below.tb_frame.f_code.co_filename]:
+        below = below.tb_next
+    return below
+
+
+under_way: list[str | None] = [None]
+"""The verb that the main thread is in, or None. The native core writes it, too."""
+
+_main_thread = main_thread().ident
+
+
+def is_nested() -> bool:
+    """Whether this thread is in a verb."""
+    return under_way[0] is not None and get_ident() == _main_thread
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether an error that leaves our code is Ctrl-C's, or raised in a frame of the program."""
+    files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
+    return not (isinstance(error, Exception) and all(is_between[file] for file in files))
+
+
+def check_unnested(verb: str) -> None:
+    """Raise NestedVerbError where this thread is in a verb already."""
+    if not is_nested():
+        return
+    world = find_world()
+    rank = "" if world is None else f"rank {world.rank}, "
+    raise NestedVerbError(
+        f"{verb} was called inside {under_way[0]}, which has not returned",
+        where=f"{rank}called at {show_site(call_site())}",
+        expected="one verb at a time on a thread; a signal's handler runs on the main thread, in "
+        "the middle of what that does",
+        fix="let the handler set a flag and call the verb later; to end the wait, let it raise an "
+        "exception or call abort() of the group",
+    )
+
+
+def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call ``function``, which carries out a verb, as the one verb of its thread.
+
+    Raises:
+        NestedVerbError: the thread is in a verb already.
+    """
+    if get_ident() != _main_thread:
+        return function(*args, **kwargs)
+    if under_way[0] is not None:
+        check_unnested(verb)
+    try:  # a handler may raise at any step: so it is noted inside, and forgotten in one
+        under_way[0] = verb
+        return function(*args, **kwargs)
+    finally:
+        under_way[0] = None
+
+
+def never_nested(function: Callable[P, R]) -> Callable[P, R]:
+    """Let every call of ``function`` go by ``run_unnested``, as the verb of its name."""
+    verb = function.__name__
+
+    @one_frame
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return run_unnested(verb, function, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Let the verb that this thread is in call others before it goes on, as steps of its own."""
+    if get_ident() != _main_thread:
+        yield
+        return
+    verb, under_way[0] = under_way[0], None
+    try:
+        yield
+    finally:
+        under_way[0] = verb
+
+
+def _forget_in_child() -> None:
+    """A forked child is in no verb of its parent's, and its one thread is the main one."""
+    global _main_thread
+    _main_thread = get_ident()
+    under_way[0] = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,244 @@
+"""Gloo's devices, its listeners, and messages whose Work was dropped."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo
+
+from ...bootstrap.bounded_store import read_json
+from ...error_text import grouped_text
+from ...runtime.deadlines import Deadline, wait_until
+from ..failures import WireRefused
+from ..opening import Opening
+
+__all__ = [
+    "Devices",
+    "DroppedMessages",
+    "agreed_devices",
+    "check_interfaces",
+    "connects_late",
+    "gloo_devices",
+    "gloo_interfaces",
+]
+
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux, in asm-generic/socket.h
+_RETURN_CONSTANT = 0x06
+# One instruction, which keeps no byte of any packet, and the program that consists of it.
+_drop = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN_CONSTANT, 0, 0, 0))
+_DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_drop))
+
+
+class Devices:
+    """Devices of Gloo, and their listeners as far as those can be made deaf.
+
+    Args:
+        make: makes the devices.
+        are_deaf: whether nothing need be heard while no group opens.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]], *, are_deaf: bool) -> None:
+        known = _listeners() if are_deaf else {}
+        self.made = make()
+        found = _listeners() if are_deaf else {}
+        new = [found[inode] for inode in found.keys() - known.keys()]
+        # Where another thread has opened one meanwhile it is not known which are Gloo's.
+        self._listeners = new if len(new) == len(self.made) else []
+        self._changing = threading.Lock()
+        self._num_opening = 0
+        self._change(is_deaf=True)
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Let a group open in the context, whose members connect to these devices."""
+        with self._changing:
+            self._num_opening += 1
+            self._change(is_deaf=False)
+        try:
+            yield
+        finally:
+            with self._changing:
+                self._num_opening -= 1
+                self._change(is_deaf=self._num_opening == 0)
+
+    def _change(self, *, is_deaf: bool) -> None:
+        for descriptor in self._listeners:
+            # Where the system forbids filters there is none to be taken away, either.
+            with suppress(OSError), _socket_of(descriptor) as listener:
+                if is_deaf:
+                    listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
+                else:
+                    listener.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+
+def _listeners() -> dict[int, int]:
+    """The descriptors at which this process listens for TCP, by inode; none but on Linux."""
+    found = {}
+    with suppress(OSError):  # no such folder, or no descriptor is left
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # closed meanwhile
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and _listens(int(name)):
+                    found[status.st_ino] = int(name)
+    return found
+
+
+def _listens(descriptor: int) -> bool:
+    with _socket_of(descriptor) as one:
+        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """A socket that is closed without its descriptor, which is Gloo's."""
+    return socket.socket(fileno=os.dup(descriptor))
+
+
+_LOOPBACK = ("127.0.0.1",)
+_YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
+
+
+def connects_late() -> bool:
+    """Whether TORCH_GLOO_LAZY_INIT makes groups connect on demand."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES
+
+
+def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
+    """The network interfaces to use: those that GLOO_SOCKET_IFNAME lists, or loopback, or ()."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if named:
+        return tuple(name.strip() for name in named.split(",") if name.strip())
+    return _LOOPBACK if is_one_host else ()
+
+
+def agreed_devices(opening: Opening) -> Devices:
+    """The devices for a group whose members all have as many.
+
+    Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
+    is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
+    open two connections on one side and one on the other: the first waits for ever.
+
+    Raises:
+        WireRefused: a member has no such interface, or not all have as many.
+    """
+    names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
+    said = len(names) or 1, named or "not set"
+    try:
+        devices = gloo_devices(names)
+    except WireRefused as refusal:
+        said = 0, str(refusal)
+        raise
+    finally:
+        opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
+    if named:
+        wait_until(lambda: opening.store.check(_keys(opening)), Deadline(opening.timeout))
+        check_interfaces(opening)
+    return devices
+
+
+def check_interfaces(opening: Opening) -> None:
+    """Raise WireRefused where what members have said of their interfaces does not fit."""
+    said = {
+        rank: read_json(opening.store, key, lambda it: (int(it[0]), str(it[1])))
+        for rank, key in zip(opening.ranks, _keys(opening), strict=True)
+        if opening.store.check([key])
+    }
+    if len({count for count, _ in said.values()}) > 1:
+        texts = [(rank, text) for rank, (_, text) in said.items()]
+        raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{grouped_text(texts)}")
+
+
+def _keys(opening: Opening) -> list[str]:
+    return [f"interfaces/{member}" for member in range(len(opening.ranks))]
+
+
+def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
+    """One Gloo device per interface, shared by all groups of the process.
+
+    Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
+    one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
+    """
+    if connects_late():
+        return Devices(partial(_make_devices, interfaces), are_deaf=False)
+    return _shared_devices(interfaces, os.getpid())
+
+
+@cache
+def _shared_devices(interfaces: tuple[str, ...], process_id: int) -> Devices:
+    return Devices(partial(_make_devices, interfaces), are_deaf=True)
+
+
+def _make_devices(interfaces: tuple[str, ...]) -> list[Any]:
+    if not interfaces:
+        return [ProcessGroupGloo.create_default_device()]
+    if interfaces == _LOOPBACK:
+        return [ProcessGroupGloo.create_device(hostname=_LOOPBACK[0])]
+    try:
+        return [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    except RuntimeError as error:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise _refusal(
+            f"GLOO_SOCKET_IFNAME={','.join(interfaces)} names an interface that has no address "
+            f"here; this host has {there}"
+        ) from error
+
+
+def _refusal(text: str) -> WireRefused:
+    refusal = WireRefused(text)
+    refusal.fix = "list interfaces that the host has, as many on every rank, or unset the variable"
+    return refusal
+
+
+_MOST_THREADS = 8  # as many messages that never come hold up no other
+
+
+class DroppedMessages:
+    """Dropped messages of one communicator; threads wait ``patience``, as good as for ever."""
+
+    def __init__(self, patience: timedelta) -> None:
+        self._patience = patience
+        self._unfinished: deque[Any] = deque()
+        self._from_anyone: list[Any] = []
+        self._threads: set[threading.Thread] = set()
+
+    def add(self, work: Any, *, is_from_anyone: bool) -> None:
+        """Keep one; called in any thread at any time, by the garbage collector.
+
+        No thread waits for one that may come from anyone, since none could be freed when the group
+        ends.
+        """
+        (self._from_anyone if is_from_anyone else self._unfinished).append(work)
+
+    def look(self) -> None:
+        """Let a thread wait for those that were added; called now and then."""
+        if self._unfinished and len(self._threads) < _MOST_THREADS:
+            thread = threading.Thread(target=self._finish, name="meshdist-dropped", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def close(self) -> bool:
+        """Let go of all of them; returns whether threads wait, which end with the connections."""
+        self._unfinished.clear()
+        self._from_anyone.clear()
+        return bool(self._threads)
+
+    def _finish(self) -> None:
+        with suppress(IndexError):  # none is left
+            while True:
+                work = self._unfinished.popleft()
+                with suppress(RuntimeError):  # its other side, or the group, has ended
+                    work.wait(self._patience)
+                del work
+        self._threads.discard(threading.current_thread())
