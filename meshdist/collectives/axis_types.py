@@ -7,6 +7,17 @@ is invariant everywhere. The text is what a tensor carries: a plain string is pi
 with ``weights_only``, and its hash is computed once.
 
 This room knows neither torch nor meshes.
+
+The kinds of values over a mesh axis, and which kind each functional verb makes of which.
+
+Over each axis a value is of one kind:
+
+    V  varying      each rank holds its own
+    I  invariant    equal on every rank
+    U  unreduced    each rank holds a summand; the value meant is their sum
+    R  reduced      equal on every rank, with a gradient that is unreduced
+
+The gradient of a value is of the value's kind, but for U and R, which are each other's.
 """
 
 from __future__ import annotations

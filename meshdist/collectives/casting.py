@@ -8,6 +8,17 @@ A tensor is cast once for each type that it lacks, and keeps the cast while it l
 an activation cost one psum. Leaves, whose casts would keep them alive, are forgotten when a
 backward has ended. Casts live by the tensor that they are of alone, never by the garbage collector,
 which runs at other moments on other ranks: all ranks make the same casts.
+
+Which leaves a mesh has seen cast one after the other: they are cast, and reduced, together.
+A parameter that is used where values vary needs a cast, whose backward is one psum; for many small
+parameters that is many small messages. So what was cast alone in one context is laid into buckets
+at its end, in the order of the casts, which all ranks share; the next context casts a bucket as a
+whole when it meets its first member. A leaf keeps its bucket for as long as it lives and is used,
+so programs that alternate between models keep both.
+
+A leaf that is held by a reference cycle dies when the garbage collector runs, which it does at
+other moments on other ranks. So nothing here depends on whether one lives: the place of a leaf that
+has died stays, on all ranks, and travels empty, until backwards have found it unused for a while.
 """
 
 from __future__ import annotations

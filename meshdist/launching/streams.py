@@ -1,4 +1,8 @@
-"""The output of ranks, on its way to the console and into files, in whole lines."""
+"""The output of ranks, on its way to the console and into files, in whole lines.
+
+A terminal for a rank whose output passes through the launcher.
+A program that writes to a terminal shows progress bars and colours, which it leaves out for a pipe.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,10 @@ along free axes, so that replicas share the work. The fewest elements that all r
 together win; of equal ones the route with fewer exchanges by boxes, which verbs outrun, then the
 quicker one by constant links, in whole nanoseconds, then that of fewer verbs, then the first: so
 all ranks choose alike.
+
+How fast a mesh axis is, as constants: what estimates, and choices between equal bytes, read.
+All ranks of a mesh must choose alike, so nothing that one rank measures may enter: a link follows
+from the wire of the axis and from whether some group along it spans hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""The other members of one of torch's groups; calls compared as they start."""
+"""The other members of one of torch's groups; calls compared as they start.
+
+Calls compared as they start, on a wire that does not compare them by itself.
+As in meshdist's own groups the members on one host write a header of each collective where the
+others can read it. Of two whose calls differ the later one sees it at once; the other sees it while
+it waits, or at its next call.
+"""
 
 from __future__ import annotations
 
