@@ -22,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from meshdist.bootstrap.world import World, world_here
 from meshdist.groups import header_tables, registry
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
+from meshdist.wires import opening
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.opening import Needs, Opening
 from meshdist.wires.registry import Wire, register_wire
@@ -289,9 +290,13 @@ def run(
     patches = (
         mock.patch.object(bounded_store, "_POLL_S", 1.0),  # one process wakes for all of them
         mock.patch.object(registry, "SignalThread", NoSignals),
+        # Which counts the files of the process that they share.
+        mock.patch.object(opening, "make_descriptor_room", return_value=""),
         mock.patch.object(header_tables, "make_shared_words", return_value=None),
     )
-    with serve() as (connect, cpu_s), patches[0], patches[1], patches[2]:
+    with serve() as (connect, cpu_s), ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
         stores += [CountedStore(connect()) for _ in range(size)]
         threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(size)]
         for thread in threads:
