@@ -251,7 +251,7 @@ def read_file_of_store(data: bytes) -> None:
 def address_of_words(junk: bytes) -> None:
     store = Memory()
     store.values["shared words/1"] = junk
-    tables = HeaderTables(cast(World, SimpleNamespace(store=store)))
+    tables = HeaderTables(cast(World, SimpleNamespace(store=store, hosts=(0, 0), rank=0)))
     assert tables._find_region(1, 7) is None or tables._views == {1: None}
 
 

@@ -83,8 +83,6 @@ class Channel:
         self.group = group
         self.wire = wire
         self.opened = opened
-        self.user: object = None
-        """Its group, which is not collected as long as a Work refers to this."""
         self.aborts = opened.aborts
         self.device_type = device_type
         self.timeout = group.timeout
@@ -309,7 +307,6 @@ class Channel:
             hand_back,
             noted,
             self._warn_dropped,
-            self.opened.keep,
         )
 
     def is_broken(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -13,8 +12,7 @@ from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
 from ..bootstrap.world import World, find_world, get_usable_world, get_world
 from ..checking.calls import GroupFacts
-from ..checking.program import Site, call_site, show_site
-from ..error_text import explain, ranks_text
+from ..error_text import ranks_text
 from ..errors import (
     BackendError,
     GroupClosedError,
@@ -48,7 +46,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("meshdist.groups")
-_warned: set[Site] = set()
 
 
 class ProcessGroup(VerbMethods):
@@ -110,7 +107,6 @@ class ProcessGroup(VerbMethods):
         self._agreement = agreement
         self._channels: dict[str, Channel] = {}
         self._closed = False
-        self._site = call_site() if world.has_processes else None
         self.fast_path: FastPath | None = None
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
         self.is_on_stream = False
@@ -125,21 +121,6 @@ class ProcessGroup(VerbMethods):
     def size(self) -> int:
         """The number of members."""
         return len(self.ranks)
-
-    def __del__(self) -> None:
-        """Warn, once a place, where nothing else uses what it has open, and its world lives."""
-        site = None if self._num_forks != num_forks() or self.is_closed else self._site
-        users = {id(user) for channel in self.channels for user in channel.opened.users}
-        if site is None or site in _warned or not self._channels or users - {id(self)}:
-            return
-        _warned.add(site)
-        text = explain(
-            f"{self.name} was dropped, and not closed",
-            where=f"rank {self.world.rank}, made at {show_site(site)}",
-            found="its part here open, which the next mesh or group of its ranks closes",
-            fix="keep it while ranks use it; then mesh.close() or destroy_process_group(group)",
-        )
-        warnings.warn_explicit(text, ResourceWarning, *site)
 
     @property
     def group_name(self) -> str:
@@ -386,7 +367,6 @@ class ProcessGroup(VerbMethods):
             registry.look = LateMembers(self.world).look
         others = MembersOfWorld(self.world, facts, opened)
         channel = Channel(facts, wire, opened, device_type, others)
-        channel.user = self
         self._channels[device_type] = channel
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)

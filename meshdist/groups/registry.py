@@ -4,10 +4,6 @@ Two groups with equal ranks in equal order, on the same wire with the same optio
 communicator; private groups never share. Whether one can be shared depends on all members, since
 one of them may have closed it, or seen it fail, before the others: each offers what it has when
 they agree on what they make, and the agreement gives the communicator its label.
-
-Groups that the program drops are collected in any thread at any time, and on other ranks later. So
-this rank's part is closed at the end of its next opening together with all members, which have then
-gone past the verbs before it: none waits there for a part that is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
 from ..bootstrap.world import World
@@ -87,16 +82,10 @@ class OpenCommunicator:
     sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
-    users: WeakSet[User] = field(default_factory=WeakSet)
-    ranks: tuple[int, ...] = ()
+    users: set[User] = field(default_factory=set)
     is_closed: bool = False
-    is_kept: bool = False  # until the world ends: a verb may be in flight for which nothing waits
     announcements: AnnouncementTable | None = None  # from the first join context on
     comparison: HostComparison | None = None  # where members are on several hosts
-
-    def keep(self) -> None:
-        """Leave it open until the world ends, since its end would wait for what is in flight."""
-        self.is_kept = True
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -138,7 +127,6 @@ class Registry:
         self._comparing = ComparingThread(world)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
-        self._num_openings = 0
         self._signals: SignalThread | None = None
 
     def start(self) -> None:
@@ -169,8 +157,6 @@ class Registry:
             return made[-1]
 
         has_failed = True
-        with self._lock:
-            self._num_openings += 1
         try:
             yield agree
             has_failed = False
@@ -178,24 +164,6 @@ class Registry:
             for each in made:
                 patience = timedelta(0) if has_failed or not each.opened else _PATIENCE
                 self._finish_opening(each, self._patience_of_server(has_failed) or patience)
-            with self._lock:
-                self._num_openings -= 1
-            if not has_failed:
-                self._close_dropped({rank for one in made for rank in one.members})
-
-    def _close_dropped(self, here: set[int]) -> None:
-        """Close what no group uses any more, where all members are ``here``, past its last verb."""
-        unused = [one for one in self.all_opened() if not (one.users or one.is_kept)]
-        dropped = [one for one in unused if here.issuperset(one.ranks)]
-        error = self._compare_last(dropped)
-        for one in dropped:
-            with self._lock:
-                if one.users or self._num_openings:  # one under way may have offered it
-                    continue
-                self._by_label.pop(one.label, None)
-            one.close()
-        if error is not None:
-            raise error
 
     def _patience_of_server(self, has_failed: bool = False) -> timedelta | None:
         """How long this rank waits for others that need the store; None where it does not."""
@@ -282,8 +250,7 @@ class Registry:
             communicator.on_stream and len(ranks) == 1,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
-            WeakSet([user]),
-            ranks,
+            {user},
             comparison=comparison,
         )
         agreement.opened.append(opened)
@@ -500,7 +467,6 @@ class Registry:
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
                 entry.share_key = None  # no group that is made later shares a broken one
-                entry.keep()
         by_kind: dict[type[Communicator], list[Communicator]] = {}
         for entry in opened:
             by_kind.setdefault(type(entry.communicator), []).append(entry.communicator)

@@ -47,7 +47,6 @@ class Work:
         note: under which the verb was noted.
         warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
             nor taken a future of it, as long as the Work is there; None where that is as meant.
-        lose: called where the Work is dropped before it is known to be finished.
     """
 
     _operation: Operation
@@ -61,7 +60,6 @@ class Work:
     _hand_back: Callable[[], None] | None = None
     _note: int = 0
     _warn_dropped: Callable[[int], None] | None = None
-    _lose: Callable[[], None] | None = None
     # One thread at a time ends the verb.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
@@ -83,8 +81,6 @@ class Work:
     def __del__(self) -> None:
         if self._warn_dropped is not None:
             self._warn_dropped(self._note)
-        if self._lose is not None and not self._done:
-            self._lose()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.

@@ -237,7 +237,8 @@ def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends() ->
         address = store.set_bare("known")
         assert address is not None
         assert store.check(["known"])
-        alarm = KeyAlarm(address, "known")
+        alarm = KeyAlarm(address)
+        alarm.reset("known")
         assert find_readable([alarm.connection], 10.0)
         assert alarm.has_rung()
         assert not alarm.has_rung()

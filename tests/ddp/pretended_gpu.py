@@ -89,7 +89,7 @@ def pretended_gpu() -> Iterator[None]:
         stack.enter_context(standing_in())
         for room in (settling, parting):
             stack.enter_context(mock.patch.object(room, "reader_for", new=read_at_once))
-        for room in (communicator, data_moves, meeting):
+        for room in (communicator, meeting):
             stack.enter_context(mock.patch.object(room, "synchronize"))
         stack.enter_context(mock.patch.object(torch, "get_device_module", return_value=module))
         stack.enter_context(mock.patch.object(torch.cuda, "current_stream", module.current_stream))

@@ -284,7 +284,7 @@ rank = int(os.environ["RANK"])
 place = f"rank {rank} (dp={rank // 2}, tp={rank % 2})"
 time.sleep(0.2)
 if rank == 4:
-    place = "rank 1 (dp=0, tp=1)"  # not its own
+    place = "rank 9 (dp=4, tp=1)"  # not its own
 raise ValueError(f"no shard of the whole\\n  where:    {place}; f@dp d")
 """
 
