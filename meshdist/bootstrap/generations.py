@@ -327,6 +327,9 @@ class Attempt:
     def _missing(self, keys: Store) -> dict[str, Any]:
         present, absent = self._with_and_without(keys, "joined")
         if not absent:
+            found = {rank: self._card_of(keys, rank) for rank in present}
+            if ended := [rank for rank, card in found.items() if card and is_alive(card) is False]:
+                return self._silent(keys, ended)  # they were counted, and could not say so
             return _failure(
                 f"the last ranks of the world of {self.size} came after "
                 f"{self.timeout.total_seconds():g} s, when others had given up",
@@ -348,8 +351,8 @@ class Attempt:
             "more time: init_process_group(timeout=timedelta(minutes=30))",
         )
 
-    def _silent(self, keys: Store) -> dict[str, Any]:
-        _, absent = self._with_and_without(keys, "confirmed")
+    def _silent(self, keys: Store, absent: list[int] | None = None) -> dict[str, Any]:
+        absent = absent or self._with_and_without(keys, "confirmed")[1]
         ranks = ranks_text(absent)
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
         return _failure(

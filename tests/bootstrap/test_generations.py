@@ -175,15 +175,22 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     keys.add("joined/0", 1 << rank)
 
 
-def test_a_rank_that_comes_when_others_give_up() -> None:
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "the last ranks of the world of 2 came after 2 s"),
+        ({"start": "1"}, "rank 1 came to the world of 2, and then fell silent"),  # it has ended
+    ],
+)
+def test_a_rank_that_comes_when_others_give_up(changes: dict[str, Any], told: str) -> None:
     def come_late(store: md.Store) -> None:
         while not md.PrefixStore("meshdist/0", store).check(["joined/0"]):
             time.sleep(0.01)
-        leave_claim(store, 1)  # and does not say that all are there
+        leave_claim(store, 1, **changes)  # and does not say that all are there
 
     calls = [as_rank(0, 2, timedelta(seconds=2)), come_late]
     error, _ = join_all(md.HashStore(), calls)
-    assert str(error).startswith("the last ranks of the world of 2 came after 2 s")
+    assert str(error).startswith(told)
 
 
 def test_the_claim_of_a_dead_process_is_passed_over() -> None:
