@@ -102,11 +102,11 @@ class ContextMode(TorchFunctionMode):
         """The text of an operand's type; raises for subclasses and for histories unseen here."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
+        follow_hooks(self.mesh, tensor)
         text = tensor.__dict__.get(ATTRIBUTE)
         if text is None:
             if not tensor.is_leaf:
                 raise unseen_history(tensor, operation, self.mesh)
-            follow_hooks(self.mesh, tensor)
             return ""
         return text  # type: ignore[no-any-return]
 

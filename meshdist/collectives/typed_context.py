@@ -38,7 +38,7 @@ from .special_calls import calls_seen, run_on_items, warn_of_number
 from .torch_private import are_transforms_active
 from .type_errors import OPERATORS, mesh_text, own_norm, passing, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
-from .typed_hooks import TypedHook, follow_hooks
+from .typed_hooks import TypedHook
 
 __all__ = ["typed", "untyped"]
 
@@ -178,8 +178,10 @@ class TypedMode(ContextMode):
             its_type = type(one)
             if its_type is _Tensor or its_type is Parameter:
                 its = one.__dict__.get(ATTRIBUTE)
+                if one._backward_hooks or one._post_accumulate_grad_hooks:
+                    return self._checked(operation, func, args, kwargs or {})
                 if its is None:
-                    if not one.is_leaf or one._backward_hooks:
+                    if not one.is_leaf:
                         return self._checked(operation, func, args, kwargs or {})
                     its = INVARIANT
                 if text is None:
@@ -193,11 +195,12 @@ class TypedMode(ContextMode):
                     its_type = type(entry)
                     if its_type is _Tensor or its_type is Parameter:
                         its = entry.__dict__.get(ATTRIBUTE)
-                        if its is None and entry.is_leaf and not entry._backward_hooks:
+                        if its is None and entry.is_leaf:
                             its = INVARIANT
                         if text is None:
                             text = its
-                        if its != text or its is None:
+                        has_hooks = entry._backward_hooks or entry._post_accumulate_grad_hooks
+                        if its != text or its is None or has_hooks:
                             return self._checked(operation, func, args, kwargs or {})
                     elif its_type not in _NO_TENSORS:
                         return self._checked(operation, func, args, kwargs or {})
@@ -236,8 +239,10 @@ class TypedMode(ContextMode):
             its_type = type(one)
             if its_type is _Tensor or its_type is Parameter:
                 its = one.__dict__.get(ATTRIBUTE)
+                if one._backward_hooks or one._post_accumulate_grad_hooks:
+                    break
                 if its is None:
-                    if not one.is_leaf or one._backward_hooks:
+                    if not one.is_leaf:
                         break
                     its = INVARIANT
                 operands.append((place, one))
@@ -430,8 +435,6 @@ class NotingMode(TypedMode):
             if one.grad_fn is not None:
                 found: list[torch.Tensor] = []
                 collect(operands, found)
-                for leaf in found:
-                    follow_hooks(self.mesh, leaf)
                 note_result(self.num_noted, one, name, found)
                 self.num_noted += 1
         if self.num_noted > 100_000:  # in a context without a backward

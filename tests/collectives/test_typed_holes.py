@@ -110,7 +110,7 @@ HOOKS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def test_a_hook_by_which_an_equal_gradient_would_part_is_refused(hook: str, is_first: bool) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        if not is_first and hook != "behind":  # which only a context with notes sees from outside
+        if not is_first:
             leave_context(mesh)
         w, x = torch.ones(3, dtype=F64, requires_grad=True), own(mesh)
         if hook != "inside":
@@ -125,6 +125,22 @@ def test_a_hook_by_which_an_equal_gradient_would_part_is_refused(hook: str, is_f
     assert "expected: float64[3]\n" in text
     assert "found:    float64[3]{V:dp}" in text
     assert "make equal first what it multiplies by: lax.pmean(factor, 'dp')" in text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hook_on_a_shard_may_not_part_it_over_another_axis(is_first: bool) -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if not is_first:
+            leave_context(mesh)
+        shard = md.annotate(torch.ones(3, dtype=F64), varying="tp").requires_grad_()
+        x = own(mesh)
+        shard.register_hook(lambda grad: grad * x)
+        with md.typed(mesh):
+            lax.psum((shard * shard).sum(), "tp").backward()
+
+    with pytest.raises(AxisTypeError, match=r"float64\[3\]\{V:dp,tp\}"):
+        md.simulate(program, 4)
 
 
 def test_hooks_that_keep_types_run_on() -> None:
