@@ -1,13 +1,12 @@
 """The program's line that called a verb, its traceback, and that no verb runs inside a verb.
 
-Where an error of ours leaves the package: one frame of ours stays in its traceback.
-What lies below it tells a program nothing that the error's text does not, and stands between the
-error and the line that is to be mended: one ``up`` in a debugger goes there. pytest and IPython
-hide that last frame, too, for its ``__tracebackhide__``. At debug level DETAIL all frames stay.
+An error of ours leaves the package with one frame of ours in its traceback. What lies below it
+tells a program nothing that the error's text does not, and stands between the error and the line
+that is to be mended: one ``up`` in a debugger goes there. pytest and IPython hide that last frame,
+too, for its ``__tracebackhide__``. At debug level DETAIL all frames stay.
 
 The handlers of exceptions cost a call nothing until there is one.
 
-No verb inside a verb: what the main thread is in, until it returns.
 Python runs the handlers of signals on the main thread, between two steps of whatever that does. A
 verb that waits there goes on only when the handler returns, and the other ranks know nothing of the
 handler: so a verb that a handler calls could wait for ever, or meet another verb than its own, also

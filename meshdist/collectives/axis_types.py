@@ -1,14 +1,12 @@
 """Types of values over mesh axes: their text, how they join, what a join must cast.
 
-A type says of which kind a value is over each axis, by the letters of ``verb_kinds``. Its text is
-canonical, so that equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp'
-and unreduced over 'ep'; a value is invariant over every axis that its type leaves out, and ``""``
-is invariant everywhere. The text is what a tensor carries: a plain string is pickled with it, loads
-with ``weights_only``, and its hash is computed once.
+A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
+equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
+'ep'; a value is invariant over every axis that its type leaves out, and ``""`` is invariant
+everywhere. The text is what a tensor carries: a plain string is pickled with it, loads with
+``weights_only``, and its hash is computed once.
 
 This room knows neither torch nor meshes.
-
-The kinds of values over a mesh axis, and which kind each functional verb makes of which.
 
 Over each axis a value is of one kind:
 

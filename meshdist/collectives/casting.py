@@ -9,7 +9,6 @@ an activation cost one psum. Leaves, whose casts would keep them alive, are forg
 backward has ended. Casts live by the tensor that they are of alone, never by the garbage collector,
 which runs at other moments on other ranks: all ranks make the same casts.
 
-Which leaves a mesh has seen cast one after the other: they are cast, and reduced, together.
 A parameter that is used where values vary needs a cast, whose backward is one psum; for many small
 parameters that is many small messages. So what was cast alone in one context is laid into buckets
 at its end, in the order of the casts, which all ranks share; the next context casts a bucket as a

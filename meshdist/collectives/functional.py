@@ -1,7 +1,7 @@
 """Reductions and free casts with derivatives, each beside its transpose.
 
 Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
-``verb_kinds``). The verbs take one kind to another:
+``axis_types``). The verbs take one kind to another:
 
     verb           from -> to          backward
     psum           V -> I; U -> I      pvary: the gradient reaches each summand (free); pcast I -> R

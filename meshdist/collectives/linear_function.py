@@ -1,6 +1,6 @@
 """The common part of verbs that are linear, as autograd Functions in the form of torch.func.
 
-A dim cut into one block per member of a group, and blocks joined to a dim, without any sending.
+A dim is cut into blocks, one for each member of a group, and joined again, without any sending.
 Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
 result has as many dims; else a dim of k is k blocks without it.
 """

@@ -1,9 +1,9 @@
 """Work of an accelerator that is enqueued on several streams, or into a graph.
 
-How the numbers behind the last bucket are read on the host.
-On the CPU they are there when the bucket's reduction has ended. On an accelerator it has only been
-enqueued then: they are copied to the host behind it, and read where the program comes next to a
-place at which every rank looks, by which time the copy has mostly been made.
+On the CPU the numbers behind the last bucket are there when the bucket's reduction has ended. On an
+accelerator it has only been enqueued then: they are copied to the host behind it, and read where
+the program comes next to a place at which every rank looks, by which time the copy has mostly been
+made.
 """
 
 from __future__ import annotations

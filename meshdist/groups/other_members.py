@@ -1,7 +1,7 @@
 """The other members of a group, asked and notified when one of its calls fails.
 
-A line on stderr where a rank has waited in a verb for long: which members have not come to it.
-A wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait in one
+Where a rank has waited in a verb for long, a line on stderr says which members have not come to it:
+a wait ends with an error only at its timeout, half an hour as a rule. Of the ranks that wait in one
 call, one writes. ``wait_notice`` says of the calls inside that they are meant to wait.
 """
 

@@ -1,11 +1,10 @@
 """The reports of ranks that failed, equal tracebacks together, and the line above the last.
 
 Two are equal if they differ in nothing but the place of each rank: its own number, with its
-coordinates, where the other has its own, process ids and addresses in memory. Of an error that
-the members of a group raise together each report ends one traceback; they are of one error if its
-text is equal but for the line about the rank's own call.
+coordinates, where the other has its own, process ids and addresses in memory. Of an error that the
+members of a group raise together each report ends one traceback; they are of one error if its text
+is equal but for the line about the rank's own call.
 
-Which of several failed ranks is the cause: the others failed because it did.
 A rank that fails takes others with it, and its own process may end after theirs. What a rank wrote
 last to stderr shows whether it only quotes another; its traceback begins when it fails, not when
 its process ends. Ranks run any program, torch.distributed's too, so only the text is used.

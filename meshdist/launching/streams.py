@@ -1,7 +1,7 @@
 """The output of ranks, on its way to the console and into files, in whole lines.
 
-A terminal for a rank whose output passes through the launcher.
-A program that writes to a terminal shows progress bars and colours, which it leaves out for a pipe.
+A rank whose output goes to the console writes to a terminal of its own: a program shows there
+progress bars and colours, which it leaves out for a pipe.
 """
 
 from __future__ import annotations

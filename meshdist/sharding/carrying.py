@@ -1,8 +1,8 @@
 """A plan's steps as this rank takes them: what is packed, what is called, what is unpacked.
 
-Parts of local arrays to flat buffers and back, each by one strided copy, or by none.
-What is made here is made once for a plan; its methods then take few steps of Python. A method that
-returns a view of what it is given says so.
+Parts of local arrays go to flat buffers and back, each by one strided copy, or by none. What is
+made here is made once for a plan; its methods then take few steps of Python. A method that returns
+a view of what it is given says so.
 """
 
 from __future__ import annotations

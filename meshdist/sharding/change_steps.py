@@ -1,14 +1,14 @@
 """A change as steps: one verb, or an exchange of boxes.
 
-Changes in product form as verbs: equal parts move between all members of a group.
-Slices come first and cost nothing. Then the axes that move from one dim to another are one equal
-all-to-all, and those that leave are one all-gather: together they receive as many bytes as one
-exchange would. Each packs by one strided copy and unpacks by one. Summed axes are a reduce-scatter.
+Changes in product form are verbs: equal parts move between all members of a group. Slices come
+first and cost nothing. Then the axes that move from one dim to another are one equal all-to-all,
+and those that leave are one all-gather: together they receive as many bytes as one exchange would.
+Each packs by one strided copy and unpacks by one. Summed axes are a reduce-scatter.
 
-One rank's part of an exchange: the boxes that it receives, sends and keeps.
-Per dim, the cells of the source that my interval of the target meets; their products are the boxes
-that I receive. The sender of a box is the rank that holds its cell and has my own coordinates along
-all other axes. What I send is the same walk seen from the source. The cost is that of the peers.
+One rank's part of an exchange is the boxes that it receives, sends and keeps. In each dim my
+interval of the target meets some cells of the source; their products are the boxes that I receive.
+The sender of a box is the rank that holds its cell and has my own coordinates along all other axes.
+What I send is the same walk seen from the source. The cost is that of the peers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""DTensors in and out.
+"""DTensors in and out: shardings as torch's placements, and back.
 
-Shardings as the placements of torch's DTensor, and back; pure.
 torch cuts dims by ``torch.chunk``: all parts but the last ones are of one size, the last are short
 or empty, where ours differ by at most one. Axes cut a dim in the order of the mesh. Where another
 is meant, ``_StridedShard`` says how many shards an axis finds already made by axes after it; a

@@ -8,9 +8,9 @@ together win; of equal ones the route with fewer exchanges by boxes, which verbs
 quicker one by constant links, in whole nanoseconds, then that of fewer verbs, then the first: so
 all ranks choose alike.
 
-How fast a mesh axis is, as constants: what estimates, and choices between equal bytes, read.
-All ranks of a mesh must choose alike, so nothing that one rank measures may enter: a link follows
-from the wire of the axis and from whether some group along it spans hosts.
+Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
+mesh must choose alike, so nothing that one rank measures may enter: a link follows from the wire of
+the axis and from whether some group along it spans hosts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The other members of one of torch's groups; calls compared as they start.
+"""The other members of one of torch's groups, and how calls are compared as they start.
 
-Calls compared as they start, on a wire that does not compare them by itself.
-As in meshdist's own groups the members on one host write a header of each collective where the
-others can read it. Of two whose calls differ the later one sees it at once; the other sees it while
-it waits, or at its next call.
+On a wire that does not compare calls by itself, as in meshdist's own groups the members on one host
+write a header of each collective where the others can read it. Of two whose calls differ the later
+one sees it at once; the other sees it while it waits, or at its next call.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ complete it: in a process that is a ``Watcher``'s, which polls from time to time
 have no such thread, since nothing may happen while no rank runs: there a rank polls its futures
 whenever it has waited, and ``collect_all`` is replaced while they run.
 
-Callbacks of futures that run in one order on every rank.
 A future's callbacks run in the thread that finds its verb done, so at a time that differs from rank
 to rank. Where callbacks start verbs, as those of communication hooks do, the ranks would start them
 in different orders. In a ``Deferral`` nothing completes a future until it is waited for.

@@ -17,7 +17,7 @@ from torch.distributed import DebugLevel, set_debug_level
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives import casting as leaf_buckets
+from meshdist.collectives import casting
 from meshdist.collectives.contexts import find_mode
 from meshdist.errors import GradientError
 from tests.collectives.typed_cases import F64, in_mesh
@@ -205,7 +205,7 @@ def test_two_models_that_alternate_keep_their_buckets() -> None:
 
 
 def test_buckets_have_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaf_buckets, "BUCKET_BYTES", 8 * 20)
+    monkeypatch.setattr(casting, "BUCKET_BYTES", 8 * 20)
     # 12 and 4 elements; 20; 5 and 5 and 1: what does not fit begins a bucket
     assert on_line(lambda mesh: steps(mesh, layers(3, 4, 5, 1), 2)) == [[6, 3]] * 2
 
@@ -259,7 +259,7 @@ def test_leaves_that_die_at_other_moments_on_other_ranks_change_nothing(
     def body(mesh: md.DeviceMesh) -> Any:
         first, last = (nn.Parameter(torch.ones(3, dtype=F64)) for _ in range(2))
         x, found = mine(mesh, 3), []
-        for step in range(leaf_buckets.UNUSED_BACKWARDS + 3):
+        for step in range(casting.UNUSED_BACKWARDS + 3):
             first.grad = last.grad = None
             held = Held(step)
             with md.typed(mesh):

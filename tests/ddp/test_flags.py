@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.ddp import streams as flags
+from meshdist.ddp import streams
 from meshdist.ddp.streams import DeferredReader, FlagReader, ImmediateReader, reader_for
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
@@ -55,7 +55,7 @@ def test_while_a_graph_is_captured_nothing_is_copied_or_awaited(
     reader = deferred(accelerator)
     assert reader.note(torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(flags, "is_capturing", lambda _: True)
+        patch.setattr(streams, "is_capturing", lambda _: True)
         assert taken(reader) is None
         assert not reader.note(torch.zeros(3))
     assert accelerator.told == COPIED

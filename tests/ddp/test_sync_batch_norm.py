@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import streams as flags, sync_batch_norm
+from meshdist.ddp import streams, sync_batch_norm
 from meshdist.ddp.streams import DeferredReader
 from meshdist.errors import ArgumentError, GradientError, KindError, ShapeError
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
@@ -333,7 +333,7 @@ def test_on_an_accelerator_the_flags_are_read_in_the_backward(
     monkeypatch.setattr(sync_batch_norm, "reader_for", lambda *_: module_readers[md.get_rank()])
     assert md.simulate(program, 2, (False,)) == [True, True]
     assert calls == [9, 9]  # no input needs a gradient
-    monkeypatch.setattr(flags, "is_capturing", lambda _: True)
+    monkeypatch.setattr(streams, "is_capturing", lambda _: True)
     assert md.simulate(program, 2, (True,)) == [False, False]
     assert sorted(calls[2:]) == [4, 4, 9, 9]
 
@@ -373,7 +373,7 @@ def test_without_gradients_on_any_rank_statistics_are_common_all_the_same() -> N
 
 
 def test_zeros_in_place_of_a_rank_change_nothing() -> None:
-    """What a rank that has left the loop adds: neither count nor sums nor flags."""
+    """What a rank that has left the loop adds: neither count nor sums nor streams."""
     x = torch.randn(6, 3, dtype=torch.float64)
     exact = x.clone().requires_grad_()
     whole = made(nn.BatchNorm1d)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts
-from meshdist.torch_process_groups import members as other_members
+from meshdist.torch_process_groups import members
 from meshdist.torch_process_groups.members import MembersOfTorchGroup
 
 RANKS = (4, 6, 7)
@@ -48,7 +48,7 @@ def test_every_member_tells_what_all_have_called() -> None:
 
 
 def test_a_member_that_does_not_write_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(other_members, "_ANSWERS_S", 0.05)
+    monkeypatch.setattr(members, "_ANSWERS_S", 0.05)
     (fields,) = agreed(HashStore(), {1: "barrier"}, sequence=3)
     assert "ranks 4, 7: has not reported" in fields["found"]
     assert "rank 6: barrier(" in fields["found"]
@@ -71,7 +71,7 @@ def test_a_message_tells_of_this_member_alone() -> None:
 
 
 def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
-    monkeypatch.setattr(other_members, "_ANSWERS_S", 0.05)
+    monkeypatch.setattr(members, "_ANSWERS_S", 0.05)
     comparison, broken = mock.Mock(), mock.Mock()
     others = MembersOfTorchGroup(facts(0), HashStore(), comparison, broken)
     others.compare_again()

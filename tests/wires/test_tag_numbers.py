@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.wires import messages as tag_numbers
+from meshdist.wires import messages
 from meshdist.wires.failures import WireAborted, WireTimeout
 from meshdist.wires.messages import TagNumbers
 from tests.load import is_within
@@ -32,7 +32,7 @@ def test_who_waits_for_a_number_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     store.add("tag/7/users", 1)  # another member draws it, and never says which
     with pytest.raises(WireAborted, match="aborted while a tag was given its number"):
         TagNumbers(store).number_of(7, lambda: True)
-    monkeypatch.setattr(tag_numbers, "_DRAWING_S", 0.05)
+    monkeypatch.setattr(messages, "_DRAWING_S", 0.05)
     begin = time.monotonic()
     with pytest.raises(WireTimeout, match="the member that was to number a tag has not done so"):
         TagNumbers(store).number_of(7, never)

@@ -1,9 +1,9 @@
 """The argument of a communication hook: gradients of several parameters, as one flat tensor.
 
-Which group a hook works on, where its state names none; torch's own states.
-Torch's states say None for torch's world. Here that means the group of the wrapper: it stands in
-the state while the hook runs, so that torch's own functions find it there too. A state that is
-pickled names no group: it belongs to the wrapper that it is registered with next.
+A hook works on the group that its state names. Torch's states say None for torch's world. Here that
+means the group of the wrapper: it stands in the state while the hook runs, so that torch's own
+functions find it there too. A state that is pickled names no group: it belongs to the wrapper that
+it is registered with next.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Hooks that send fewer bytes: 16 bits, 8 bits, PowerSGD.
 
-Hooks that send 16-bit numbers in place of the gradients' own.
-On the CPU a large bucket is converted inside its own memory, piece by piece while a piece is in the
-cache: new memory of that size would cost more than the bytes that are not sent.
+*16 bits.* On the CPU a large bucket is converted inside its own memory, piece by piece while a
+piece is in the cache: new memory of that size would cost more than the bytes that are not sent.
 
-Hooks that send 8-bit numbers: each gradient as a step between the least and the greatest.
-All ranks gather what every rank has sent, and add it up themselves in one order, so that all have
-the same averages. They work piece by piece, while a piece is in the cache.
+*8 bits.* A gradient is sent as a step between the least and the greatest. All ranks gather what
+every rank has sent, and add it up themselves in one order, so that all have the same averages. They
+work piece by piece, while a piece is in the cache.
 """
 
 from __future__ import annotations

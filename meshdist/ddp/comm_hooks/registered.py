@@ -1,7 +1,7 @@
 """A hook that a wrapper calls for each bucket, checked at its registration and its answers.
 
-Torch's own hooks, and ours of the same names that take their place.
-Torch's ask torch's world where their state names no group. Some fail on CPU tensors in any case.
+Ours take the place of torch's own hooks of the same names. Torch's ask torch's world where their
+state names no group. Some fail on CPU tensors in any case.
 """
 
 from __future__ import annotations

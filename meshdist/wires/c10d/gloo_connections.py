@@ -1,13 +1,11 @@
 """Gloo's devices, its listeners, and messages whose Work was dropped.
 
-Gloo's listeners, which are deaf while no group opens.
 A device of Gloo accepts every connection to its port as long as the process lives. It keeps the
 descriptor of each that is no member's, also when the other side has closed it, and ends the process
 when there are no descriptors left (seen on torch 2.13). But when a group is open all of its members
 have connected: so until the next one opens, a filter lets the system drop what comes to the port.
 Connections that are there are not touched.
 
-Messages over Gloo whose Work the program has dropped.
 Gloo cancels a message whose Work ends before the message has come or gone. Where the other side has
 sent or asked for it by then, nothing that follows between the two arrives any more. So such a
 message is kept until it is done. Gloo learns of that only while a thread waits for it.

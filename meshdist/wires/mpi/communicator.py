@@ -2,7 +2,7 @@
 
 A collective is one call of MPI's, in its blocking form where all members wait for it (see
 ``Arrivals``), and else in the nonblocking one, which goes on while it is polled. What MPI does not
-reduce itself is done in another dtype (``ops``).
+reduce itself is done in another dtype (``datatypes``).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Tensors and reductions as MPI sees them.
 
-Memory as MPI's calls take it: an address, a count and a datatype.
-An MPI before version 4 counts in 32 bits. There a larger message travels as one element of a
-datatype made for its size, and the verbs cut reductions into several calls.
+MPI's calls take memory as an address, a count and a datatype. An MPI before version 4 counts in 32
+bits. There a larger message travels as one element of a datatype made for its size, and the verbs
+cut reductions into several calls.
 
-Which reduction of MPI's, in which dtype, does what a verb asks for.
 MPI reduces whole numbers, float32, float64 and complex numbers of those. The rest is done in one of
 these. Narrower floats are widened, and rounded once at the end; so are whole numbers of 8 and 16
 bits to be added up, where Open MPI 5 stops at the largest instead of wrapping. The 16-bit floats of

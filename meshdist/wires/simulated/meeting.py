@@ -1,11 +1,11 @@
 """Where the members of a group that share a process meet: their collectives and messages.
 
-Calls are compared as they come; the last member of a collective moves its data. A message waits
-for its receive, or a receive for its message.
+Calls are compared as they come; the last member of a collective moves its data. A message waits for
+its receive, or a receive for its message.
 
-How each collective moves data between members that share a process.
-Every function reads all it needs, then says what is to be written where; ``move`` writes. Results
-are the same bits on every member, since all of them are given one and the same result.
+Every function that moves data reads all it needs, then says what is to be written where; ``move``
+writes. Results are the same bits on every member, since all of them are given one and the same
+result.
 """
 
 from __future__ import annotations

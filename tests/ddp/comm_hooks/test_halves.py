@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.comm_hooks import compressing as halves
+from meshdist.ddp.comm_hooks import compressing
 from tests.ddp.comm_hooks.test_reducing import averaged
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -25,7 +25,7 @@ def test_the_bits_are_those_of_a_plain_conversion(
     name: str, dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Large buckets are converted in their own memory, by pieces; here a piece is 8 elements."""
-    monkeypatch.setattr(halves, "_PIECE", 8)
+    monkeypatch.setattr(compressing, "_PIECE", 8)
     half = DTYPES[name]
 
     def program() -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,16 +41,16 @@ def test_the_bits_are_those_of_a_plain_conversion(
 def test_a_large_bucket_takes_no_other_memory() -> None:
     def program() -> int:
         x = gradients(0, 1000)
-        half = halves._shrunk(x, torch.bfloat16, 1)
+        half = compressing._shrunk(x, torch.bfloat16, 1)
         assert half.data_ptr() == x.data_ptr() and half.dtype is torch.bfloat16
-        assert halves._grown(half, x) is x
+        assert compressing._grown(half, x) is x
         return x.numel()
 
     assert md.simulate(program, 1) == [1000]
 
 
 def test_only_what_has_room_is_converted_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "_PIECE", 8)
+    monkeypatch.setattr(compressing, "_PIECE", 8)
     for tensor, fits in (
         (torch.ones(9), True),
         (torch.ones(8), False),
@@ -60,7 +60,7 @@ def test_only_what_has_room_is_converted_inside(monkeypatch: pytest.MonkeyPatch)
         (torch.eye(9).to_sparse(), False),
         (torch.ones(9, device="meta"), False),
     ):
-        assert halves._fits_inside(tensor, torch.float16) is fits
+        assert compressing._fits_inside(tensor, torch.float16) is fits
 
 
 @pytest.mark.parametrize("name", DTYPES)

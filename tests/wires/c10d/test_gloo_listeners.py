@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 import meshdist as md
-from meshdist.wires.c10d import gloo_connections as gloo_listeners
+from meshdist.wires.c10d import gloo_connections
 from meshdist.wires.c10d.gloo_connections import Devices, gloo_devices, gloo_interfaces
 from tests.pool import Pool
 
@@ -176,7 +176,7 @@ def test_a_listener_of_the_program_is_left_alone() -> None:
 
 @linux
 def test_where_filters_are_forbidden_it_hears(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gloo_listeners, "_DROP_ALL", struct.pack("HP", 0, 0))  # which is refused
+    monkeypatch.setattr(gloo_connections, "_DROP_ALL", struct.pack("HP", 0, 0))  # which is refused
     devices = Devices(loopback_device, are_deaf=True)
     with devices.hearing():
         pass

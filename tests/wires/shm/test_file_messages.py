@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from meshdist.wires.shm import door as file_messages
+from meshdist.wires.shm import door
 from meshdist.wires.shm.handshake import Shared
 
 from .circle import Circle, close_shared, num_files
 
 
 def test_more_handles_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_messages, "_MOST_FILES", 3)
+    monkeypatch.setattr(door, "_MOST_FILES", 3)
     before = num_files()
     seen: list[int] = []
 
