@@ -42,10 +42,9 @@ from meshdist.bootstrap.world import World, world_here
 from meshdist.groups import header_tables, registry
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
-from meshdist.wires import opening
+from meshdist.wires import registry as wire_registry
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.opening import Needs, Opening
-from meshdist.wires.registry import Wire, register_wire
+from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 
 SIZES = [64, 256, 1024, 4096]
 EXTRAPOLATED = 16384
@@ -291,7 +290,7 @@ def run(
         mock.patch.object(bounded_store, "_POLL_S", 1.0),  # one process wakes for all of them
         mock.patch.object(registry, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
-        mock.patch.object(opening, "make_descriptor_room", return_value=""),
+        mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),
         mock.patch.object(header_tables, "make_shared_words", return_value=None),
     )
     with serve() as (connect, cpu_s), ExitStack() as stack:

@@ -27,7 +27,7 @@ from . import file_records
 from .bounded_store import BoundedStore
 from .environments import MOST_RANKS, Surroundings, read_surroundings
 from .generations import SERVER, Attempt, Joined, lost_while_joining
-from .mpi_address import directory_of_mpiexec, store_by_mpi
+from .mpi_library import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
     NamedPrefixStore,

@@ -40,7 +40,7 @@ from .torch_private import (
     is_mode_enabled,
 )
 from .type_errors import tensor_text, type_of, where
-from .typed_in_place import watch
+from .typed_verbs import watch
 
 __all__ = ["calls_seen", "run_on_items", "warn_of_number"]
 

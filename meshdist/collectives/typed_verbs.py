@@ -1,21 +1,174 @@
-"""The functional verbs inside typed contexts: kinds checked by the verbs' table, results marked."""
+"""Verbs inside typed contexts: the functional ones, and torch's, which write in place.
+
+Of functional verbs the kinds are checked by the verbs' table, and the results are marked. torch's
+verbs run as if there were no context; what they write is marked. Such a verb overwrites a tensor as
+a whole. Over the axes of its group the tensor is from then on what the verb makes it: invariant
+where all members hold the same, else varying. Over all other axes it takes the join of what the
+verb has read. Other views of its memory keep their types.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, KINDS, find_result_kind, kinds_in, with_kinds
-from .contexts import ContextMode, find_mode, mark
+from .axis_types import (
+    ATTRIBUTE,
+    INVARIANT,
+    KINDS,
+    Join,
+    find_result_kind,
+    join,
+    kinds_in,
+    with_kinds,
+)
+from .contexts import ContextMode, collect, find_mode, mark
 from .operation_rules import Operation
-from .type_errors import foreign_mesh, refused_verb
+from .torch_private import NotSeen
+from .type_errors import foreign_mesh, refused_verb, type_of
 
-__all__ = ["TypedVerb", "find_typed_verb"]
+__all__ = ["TypedVerb", "WRITES", "Write", "find_typed_verb", "kinds_over", "made_equal", "watch"]
+
+
+@dataclass(frozen=True)
+class Write:
+    """The parameters that a verb writes, of ``kind`` over its group's axes, and others it reads."""
+
+    written: str
+    kind: str
+    read: tuple[str, ...] = ()
+
+
+WRITES: Mapping[str, Write | None] = MappingProxyType(
+    {
+        "all_reduce": Write("tensor", "I"),
+        "all_reduce_coalesced": Write("tensors", "I"),
+        "reduce": Write("tensor", "V"),
+        "reduce_scatter_tensor": Write("output", "V", ("input",)),
+        "reduce_scatter_single": Write("output", "V", ("input",)),
+        "reduce_scatter": Write("output", "V", ("input_list",)),
+        "broadcast": Write("tensor", "I"),
+        "all_gather_into_tensor": Write("output_tensor", "I", ("input_tensor",)),
+        "all_gather_single": Write("output_tensor", "I", ("input_tensor",)),
+        "all_gather": Write("tensor_list", "I", ("tensor",)),
+        "all_gather_coalesced": Write("output_tensor_lists", "I", ("input_tensor_list",)),
+        "gather": Write("gather_list", "V", ("tensor",)),
+        "scatter": Write("tensor", "V", ("tensor", "scatter_list")),
+        "all_to_all": Write("output_tensor_list", "V", ("input_tensor_list",)),
+        "all_to_all_single": Write("output", "V", ("input",)),
+        "barrier": None,
+        "send": None,
+        "isend": None,
+        "recv": Write("tensor", "V"),
+        "irecv": Write("tensor", "V"),
+        "batch_isend_irecv": Write("p2p_op_list", "V"),
+        "all_reduce_multigpu": Write("tensor_list", "I"),
+        "reduce_multigpu": Write("tensor_list", "V"),
+        "broadcast_multigpu": Write("tensor_list", "I"),
+        "all_gather_multigpu": Write("output_tensor_lists", "I", ("input_tensor_list",)),
+        "monitored_barrier": None,
+        "all_gather_object": Write("object_list", "I"),
+        "gather_object": Write("object_gather_list", "V"),
+        "broadcast_object_list": Write("object_list", "I"),
+        "scatter_object_list": Write("scatter_object_output_list", "V"),
+        "send_object_list": None,
+        "recv_object_list": Write("object_list", "V"),
+    }
+)
+"""The argument that each public verb writes; None: nothing."""
+
+
+def watch(
+    verb: Callable[..., Any],
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run ``call``, which runs ``verb``; where a context sees it, mark what was written."""
+    mode = find_mode()
+    if mode is None:
+        return call(*args, **kwargs)
+    with NotSeen():
+        result = call(*args, **kwargs)
+        write = WRITES[verb.__name__]
+        if write is not None:
+            given = _parameters(verb).bind(*args, **kwargs).arguments
+            _mark(mode, write, given)
+    return result
+
+
+@cache
+def _parameters(verb: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(verb)
+
+
+def _mark(mode: ContextMode, write: Write, given: Mapping[str, Any]) -> None:
+    written: list[torch.Tensor] = []
+    group = given.get("group")
+    if write.written == "p2p_op_list":
+        operations = given["p2p_op_list"]
+        written = [one.tensor for one in operations if one.op.__name__ in ("recv", "irecv")]
+        group = operations[0].group if operations else None
+    else:
+        collect(given.get(write.written), written)
+    read: list[torch.Tensor] = []
+    for name in write.read:
+        collect(given.get(name), read)
+    kinds = kinds_over(mode.mesh, resolve_group(group), write.kind)
+    joined = _joined(read)
+    for one in written:
+        if isinstance(one, torch.Tensor):
+            one.__dict__[ATTRIBUTE] = with_kinds(joined if write.read else type_of(one), kinds)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> str:
+    """The join of types; what is unreduced stays so, since verbs move or add summands."""
+    found = join([type_of(one) for one in tensors])
+    if isinstance(found, Join):
+        return found.text
+    kinds: dict[str, str] = {}
+    for one in tensors:
+        kinds.update(kinds_in(type_of(one)))
+    return with_kinds(INVARIANT, kinds)
+
+
+def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
+    """The kinds over the axes of ``mesh`` that a verb over ``group`` gives, by axis.
+
+    Where the members are not just the ranks along some axes, what they hold varies over each axis
+    along which they differ.
+    """
+    places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
+    inside = [place for place in places if place is not None]
+    axes = [
+        name
+        for axis, name in enumerate(mesh.axis_names)
+        if len({place[axis] for place in inside}) > 1
+    ]
+    along = mesh.layout.ranks_of_axes(axes, mesh.world.rank) if axes else ()
+    kinds = dict.fromkeys(axes, kind if set(group.ranks).issuperset(along) else "V")
+    for name, size in mesh.axis_sizes.items():
+        if size == 1 and mesh.get_group(name) is group:
+            kinds[name] = kind
+    return kinds
+
+
+def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
+    """Say inside a context that a room of ours has made ``tensors`` equal on all of ``group``."""
+    mode = find_mode()
+    if mode is not None:
+        kinds = kinds_over(mode.mesh, group, "I")
+        for one in tensors:
+            one.__dict__[ATTRIBUTE] = with_kinds(type_of(one), kinds)
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:

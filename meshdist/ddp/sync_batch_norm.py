@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.typed_in_place import made_equal
+from ..collectives.typed_verbs import made_equal
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group

@@ -24,7 +24,7 @@ from ..collectives.axis_types import (
 )
 from ..collectives.contexts import find_mode, innermost_mode
 from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
-from ..collectives.typed_in_place import kinds_over
+from ..collectives.typed_verbs import kinds_over
 from ..error_text import ranks_text
 from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup

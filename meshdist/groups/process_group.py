@@ -22,8 +22,7 @@ from ..errors import (
 )
 from ..runtime.hosts import num_forks
 from ..wires.failures import WireFailure, WireRefused
-from ..wires.opening import Needs, Opening, find_lack
-from ..wires.registry import Wire, find_wire, get_wire
+from ..wires.registry import Needs, Opening, Wire, find_lack, find_wire, get_wire
 from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error
 from .channel import Channel

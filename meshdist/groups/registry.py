@@ -31,8 +31,7 @@ from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.endings import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.failures import MembersDisagree, WireAborted
-from ..wires.opening import Opening
-from ..wires.registry import Wire
+from ..wires.registry import Opening, Wire
 from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
 from .endings import Endings

@@ -16,15 +16,16 @@ from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup, world_group
 from ..groups.registry import get_registry
-from ..wires.opening import find_lack
+from ..wires.registry import find_lack
 from .definition import (
     AxisOptions,
     MeshDefinition,
+    check_device,
     define_mesh,
     definition_of_groups,
     layout_of_ranks,
+    select_device,
 )
-from .devices import check_device, select_device
 from .drawing import draw
 from .layout import Axis, Layout
 from .svg import draw_svg

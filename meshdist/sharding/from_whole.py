@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array, as_tensor, like as as_array_of
-from ..collectives.carried_specs import mark_spec
+from ..collectives.annotations import mark_spec
 from ..collectives.contexts import find_mode
 from ..collectives.equal_values import check_replicas
 from ..collectives.objects import broadcast_object_list
@@ -26,8 +26,8 @@ from ..collectives.torch_private import NotSeen
 from ..dtypes import dtype_name
 from ..error_text import fields_among
 from ..errors import ArgumentError, DtypeError, KindError, MeshdistError
+from ..mesh.definition import select_device
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.devices import select_device
 from ..mesh.spec import NamedSharding, PartitionSpec
 from .rooted import checked_root, scatter
 from .sharded_array import ShardedArray

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 
 from ..arrays import describe
+from ..collectives.annotations import find_spec, mark_spec
 from ..collectives.axis_types import (
     ATTRIBUTE,
     REDUCED_BY_OWNER,
@@ -16,7 +17,6 @@ from ..collectives.axis_types import (
     kinds_in,
     with_kinds,
 )
-from ..collectives.carried_specs import find_spec, mark_spec
 from ..collectives.contexts import ContextMode, find_mode
 from ..collectives.equal_values import check_replicas
 from ..collectives.linear_function import LinearFunction

@@ -12,8 +12,8 @@ import torch
 
 from ..arrays import Array, as_tensor, shape_text
 from ..checking.program import one_frame
+from ..collectives.annotations import mark_spec
 from ..collectives.axis_types import ATTRIBUTE
-from ..collectives.carried_specs import mark_spec
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..collectives.annotations import dims_text
 from ..collectives.axis_types import type_text
-from ..collectives.carried_specs import dims_text
 from ..collectives.type_errors import type_as_text
 from ..errors import AxisError, KindError, MeshError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh

@@ -43,9 +43,8 @@ from ..runtime.hosts import num_forks
 from ..verb_table import ROOTED_VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
-from ..wires.opening import Opening
 from ..wires.operations import Chain, Terms, WorkerQueue
-from ..wires.registry import Wire
+from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 from .members import Comparison, MembersOfTorchGroup
 from .requests import Request

@@ -29,7 +29,7 @@ from ..groups.signal_thread import collect
 from ..runtime.deadlines import Grace
 from ..wires.failures import MembersDisagree, WireAborted, WireTimeout
 from ..wires.mpi.arrivals import words_of_process
-from ..wires.opening import Opening
+from ..wires.registry import Opening
 
 __all__ = ["Comparison", "MembersOfTorchGroup"]
 

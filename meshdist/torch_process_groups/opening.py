@@ -22,8 +22,7 @@ from ..checking.program import never_nested
 from ..runtime.deadlines import Deadline
 from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
-from ..wires.opening import Opening
-from ..wires.registry import get_wire
+from ..wires.registry import Opening, get_wire
 from .process_group import WireGroup
 
 __all__ = ["open_group", "open_mpi_group"]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap import mpi_address
+from meshdist.bootstrap import mpi_library
 from meshdist.bootstrap.environments import Surroundings
-from meshdist.bootstrap.mpi_address import directory_of_mpiexec
+from meshdist.bootstrap.mpi_library import directory_of_mpiexec
 from meshdist.runtime.deadlines import Deadline, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_the_directory_goes_with_the_launching_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen(["sleep", "600"]) as launcher:
-        monkeypatch.setattr(mpi_address, "_launching_process", lambda: launcher.pid)
+        monkeypatch.setattr(mpi_library, "_launching_process", lambda: launcher.pid)
         folder = Path(directory_of_mpiexec(ranks(1)[0]))
         (folder / "store").write_text("")
         time.sleep(0.3)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from meshdist.collectives.annotations import dims_text, find_spec, mark_spec
 from meshdist.collectives.axis_types import SPEC_ATTRIBUTE
-from meshdist.collectives.carried_specs import dims_text, find_spec, mark_spec
 from meshdist.collectives.type_errors import type_of
 from meshdist.mesh.partition_spec import P
 

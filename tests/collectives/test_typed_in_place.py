@@ -11,7 +11,7 @@ import torch
 import meshdist as md
 from meshdist import lax
 from meshdist.collectives.instruments import watchers
-from meshdist.collectives.typed_in_place import WRITES
+from meshdist.collectives.typed_verbs import WRITES
 from meshdist.verb_table import VERBS
 from tests.collectives.typed_cases import in_mesh, kinds, varying
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp.checksums import checksum
+from meshdist.ddp.parting import checksum
 from meshdist.errors import AgreementError, ArgumentError, GradientError
 from tests.ddp.everyday_programs import batch_of, mlp
 from tests.mpi_job import job_of

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import meshdist as md
-from meshdist.bootstrap import mpi_address
+from meshdist.bootstrap import mpi_library
 from tests.faults.calls import Calls, WrongNumbers
 from tests.faults.cases import AFTER, BEFORE, INSIDE, MISCALLS, SIGNALLED, Case
 from tests.faults.programs import Step
@@ -97,7 +97,7 @@ class Rank:
         if case.wire == "mpi":
             # Its parent is the host of the case. mpiexec's number stands in the job's name.
             mpiexec = int(re.findall(r"\d+", os.environ["PMIX_NAMESPACE"])[-2])
-            mpi_address._launching_process = lambda: mpiexec
+            mpi_library._launching_process = lambda: mpiexec
         if case.wire == "mpi" or not self.address:
             md.init_process_group(case.wire, timeout=limit)
         else:

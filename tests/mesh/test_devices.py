@@ -11,7 +11,7 @@ import torch
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.mesh.devices import select_device
+from meshdist.mesh.definition import select_device
 from tests.pool import Pool
 
 

@@ -13,7 +13,7 @@ from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.header_table import CHECK_EVERY
 from meshdist.torch_process_groups.members import Comparison
 from meshdist.wires.failures import MembersDisagree, WireAborted, WireTimeout
-from meshdist.wires.opening import Opening
+from meshdist.wires.registry import Opening
 
 RANKS = (4, 6)
 LIMIT = timedelta(seconds=5)

@@ -417,7 +417,7 @@ def test_threads_may_share_a_group(pool: Pool) -> None:
 def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> None:
     def program() -> Any:
         from meshdist.torch_process_groups.process_group import WireGroup
-        from meshdist.wires.opening import Opening
+        from meshdist.wires.registry import Opening
         from meshdist.wires.shm.communicator import ShmWire
 
         class StandIn(ShmWire):

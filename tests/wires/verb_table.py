@@ -19,9 +19,8 @@ from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime import deadlines
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireFailure
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Chain, Operation, Terms
-from meshdist.wires.registry import get_wire
+from meshdist.wires.registry import Opening, get_wire
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
 SECONDS = timedelta(seconds=30)

@@ -1,10 +1,11 @@
 """Wires whose verbs are kernels in the order of a stream: NCCL, and XCCL, which follows it.
 
 Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
-host. So no wait notices a member that never comes: a thread looks after all works (``watchdog``),
-by what c10d knows of them without asking the device, and aborts the communicator of one that
-failed or is late. NCCL ends the kernels of an aborted communicator as if they were done: whether a
-work has ended well is known only from before.
+host. So no wait notices a member that never comes: a thread looks after all works (``watch``), ten
+times a second, and aborts the communicator of one that failed or is late. It goes by what c10d
+knows, and never asks a device: a thread that does so while another captures a CUDA graph ends the
+capture. NCCL ends the kernels of an aborted communicator as if they were done: whether a work has
+ended well is known only from before.
 
 A verb whose caller waits at once goes out on the current stream and leaves no work (c10d's
 ``asyncOp=False``): no other stream, no events. There the thread asks c10d's own watchdog, which
@@ -15,15 +16,17 @@ Facts of c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
@@ -40,9 +43,70 @@ from ..operations import DONE, Operation, Terms
 from ..packing import Tensors
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
-from .watchdog import watch
 
-__all__ = ["ENDS_LATER", "EnqueueingCommunicator"]
+__all__ = ["ENDS_LATER", "EnqueueingCommunicator", "watch"]
+
+_log = logging.getLogger("meshdist.watchdog")
+_PERIOD_S = 0.1
+_END_S = 5.0
+
+
+class Watched(Protocol):
+    """The communicator that the thread looks after, as long as it lives."""
+
+    def look(self) -> None:
+        """Find out how its works end, and fail where one has failed or is late."""
+
+
+def watch(one: Watched) -> None:
+    """Look after ``one`` from now on."""
+    _watchdog().add(one)
+
+
+class _Watchdog:
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._changing = threading.Lock()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshdist-watchdog", daemon=True)
+        self._thread.start()
+        # A thread that Python ends inside torch's C++ would take the process down with it.
+        atexit.register(self.end)
+
+    def add(self, one: Watched) -> None:
+        with self._changing:
+            self._watched.add(one)
+
+    def _run(self) -> None:
+        while not self._is_ending.wait(_PERIOD_S):
+            with self._changing:
+                watched = tuple(self._watched)
+            for one in watched:
+                try:
+                    one.look()
+                except Exception:
+                    _log.exception("a communicator could not be looked after")
+            del watched
+
+    def end(self) -> None:
+        self._is_ending.set()
+        self._thread.join(_END_S)
+
+
+@cache
+def _watchdog() -> _Watchdog:
+    return _Watchdog()
+
+
+def _forget_watchdog() -> None:
+    """In a forked child: the thread has not followed, and may have held a lock."""
+    if _watchdog.cache_info().currsize:
+        atexit.unregister(_watchdog().end)
+    _watchdog.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_watchdog)
+
 
 _log = logging.getLogger("meshdist.nccl")
 

@@ -41,10 +41,9 @@ from .. import fallbacks
 from ..communicator import EXCHANGE_TAG, Communicator
 from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
 from ..messages import TagNumbers
-from ..opening import Opening
 from ..operations import Chain, Operation, Terms, WorkerQueue
 from ..packing import Tensors, cuts, parts, write
-from ..registry import Wire, register_wire
+from ..registry import Opening, Wire, register_wire
 from .communicator import (
     CLOSED,
     C10dCommunicator,

@@ -33,7 +33,7 @@ from ...bootstrap.bounded_store import read_json
 from ...error_text import grouped_text
 from ...runtime.deadlines import Deadline, wait_until
 from ..failures import WireRefused
-from ..opening import Opening
+from ..registry import Opening
 
 __all__ = [
     "Devices",

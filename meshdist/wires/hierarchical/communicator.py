@@ -36,10 +36,9 @@ from ..failures import (
     WireRefused,
     WireTimeout,
 )
-from ..opening import Needs, Opening
 from ..operations import DONE, Chain, Operation, Terms, WorkerQueue
 from ..packing import Tensors, parts
-from ..registry import Wire, get_wire, register_wire
+from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
 from . import two_level
 from .two_level import HostPlaces, Stages

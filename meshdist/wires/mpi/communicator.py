@@ -22,11 +22,9 @@ from .. import fallbacks
 from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, Explain, handed_to
 from ..failures import WireAborted, WireFailure
 from ..messages import Mailbox, TagNumbers
-from ..opening import Opening
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Sizes, Tensors, parts
-from ..registry import Wire, register_wire
-from . import watchdog
+from ..registry import Opening, Wire, register_wire
 from .arrivals import Arrivals, Turnout
 from .datatypes import (
     Buffers,
@@ -41,7 +39,7 @@ from .datatypes import (
 )
 from .fast_path import make_fast_path
 from .link import Link, MpiOperation
-from .opening import open_link
+from .opening import forget, open_link, watch
 from .staging import StagedCommunicator
 
 if TYPE_CHECKING:
@@ -275,13 +273,13 @@ class MpiCommunicator(Communicator):
 
     def watch(self, explain: Explain) -> None:
         if self._arrivals is not None:
-            watchdog.watch(self._arrivals, explain)
+            watch(self._arrivals, explain)
 
     leave = handed_to("_link", "leave")
 
     def close(self) -> None:
         if self._arrivals is not None:
-            watchdog.forget(self._arrivals)
+            forget(self._arrivals)
         self._link.close()
 
     # -- how it is done -----------------------------------------------------------------------

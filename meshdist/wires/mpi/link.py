@@ -24,8 +24,8 @@ from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..failures import Interrupted, MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
-from ..opening import Opening
 from ..operations import Operation
+from ..registry import Opening
 
 __all__ = ["Link", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]
 

@@ -32,10 +32,9 @@ from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
 from ..failures import Interrupted, WireRefused
 from ..layouts import ROW_MAJOR, Layout, find_layout
-from ..opening import Opening
 from ..operations import DONE, Done, Operation, Terms
 from ..packing import Sizes, Tensors
-from ..registry import Wire, register_wire
+from ..registry import Opening, Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
 

@@ -22,11 +22,10 @@ from ...reduce_ops import ReduceKind
 from ...verb_table import REDUCING_VERBS
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
-from ..opening import Opening
 from ..operations import DONE, Operation, Terms
 from ..packing import Sizes, Tensors, parts
 from ..reductions import check_reducible, find_lack
-from ..registry import Wire, register_wire
+from ..registry import Opening, Wire, register_wire
 from .meeting import Collective, Meeting, Message, Receive, synchronize
 from .scheduler import Rank, find_rank_here
 

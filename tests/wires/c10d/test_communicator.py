@@ -16,9 +16,8 @@ from meshdist.wires.c10d.communicator import C10dCommunicator, is_timeout, plain
 from meshdist.wires.c10d.gloo import GlooCommunicator
 from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
 from meshdist.wires.failures import WireFailure
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms
-from meshdist.wires.registry import find_wire
+from meshdist.wires.registry import Opening, find_wire
 from tests.pool import Pool
 from tests.wires.c10d.nccl_stand_in import StandIn, standing_in
 from tests.wires.verb_table import check_every_verb

@@ -21,12 +21,11 @@ from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.deadlines import clock
 from meshdist.wires import work as work_module
-from meshdist.wires.c10d import watchdog
+from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Chain, Operation, Terms
-from meshdist.wires.registry import find_wire
+from meshdist.wires.registry import Opening, find_wire
 from meshdist.wires.work import Work, bound
 from tests.load import is_within
 from tests.wires.c10d.nccl_stand_in import Device, standing_in
@@ -350,12 +349,12 @@ def test_the_watchdog_outlives_whatever_it_watches(
             if self.num_looks == 1:
                 raise ValueError("a bad one")
 
-    monkeypatch.setattr(watchdog, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(enqueued, "_PERIOD_S", 0.0)
     first = One()
-    watchdog.watch(first)
+    enqueued.watch(first)
     kept = [One() for _ in range(3000)]
     for one in kept:
-        watchdog.watch(one)
+        enqueued.watch(one)
     wait_for(lambda: first.num_looks > 3 and kept[-1].num_looks > 3)
     assert "a communicator could not be looked after" in caplog.text
 

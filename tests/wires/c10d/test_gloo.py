@@ -19,9 +19,8 @@ from meshdist.reduce_ops import ReduceOp, find_refusal
 from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _end_within
 from meshdist.wires.c10d.gloo_connections import gloo_devices, gloo_interfaces
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Terms
-from meshdist.wires.registry import find_wire, get_wire
+from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.load import is_within
 from tests.pool import Pool
 from tests.wires.samples import DTYPES, OPS

@@ -19,9 +19,8 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.checking.header_table import HeaderTable
 from meshdist.groups.registry import Registry, get_registry
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import DONE, Operation, Terms
-from meshdist.wires.registry import Wire, find_wire
+from meshdist.wires.registry import Opening, Wire, find_wire
 from tests.load import is_within
 from tests.pool import Pool
 from tests.stand_in_cupy import StandInCupy

@@ -12,7 +12,7 @@ import pytest
 import meshdist as md
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi import opening as module
-from meshdist.wires.opening import Opening
+from meshdist.wires.registry import Opening
 
 
 def open_alone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

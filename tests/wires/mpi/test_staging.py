@@ -23,9 +23,8 @@ from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.mpi import communicator as mpi, staging
 from meshdist.wires.mpi.staging import StagedCommunicator
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Operation, Terms
-from meshdist.wires.registry import find_wire, get_wire
+from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.verb_table import OnDevice, check_every_verb

@@ -19,7 +19,7 @@ import os, signal, threading, time
 from datetime import timedelta
 import torch
 import meshdist as md
-from meshdist.wires.mpi import arrivals, watchdog
+from meshdist.wires.mpi import arrivals, opening
 
 md.init_process_group("mpi", timeout=timedelta(seconds=2))
 pids = [None, None]
@@ -27,7 +27,7 @@ md.all_gather_object(pids, os.getpid())
 
 
 def stop() -> None:
-    (group,) = watchdog._watched
+    (group,) = opening._watched
     theirs = group.others[0]
     for is_inside in (False, True):  # the moment at which it goes in
         while bool(theirs[arrivals._INSIDE]) is not is_inside:

@@ -17,9 +17,8 @@ from meshdist.reduce_ops import ReduceOp
 from meshdist.wires import fallbacks
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireAborted, WireFailure
-from meshdist.wires.opening import Opening
 from meshdist.wires.operations import Chain
-from meshdist.wires.registry import get_wire
+from meshdist.wires.registry import Opening, get_wire
 from meshdist.worlds.simulation import simulate
 from tests.wires.samples import (
     DTYPES,
