@@ -14,7 +14,6 @@ and shapes must be equal on all ranks: else all of them raise AgreementError.
 """
 
 from .collectives.named_axes.axes import axis_index, axis_size
-from .collectives.named_axes.casts import pcast, pvary
 from .collectives.named_axes.moving import (
     all_gather,
     all_to_all,
@@ -24,7 +23,7 @@ from .collectives.named_axes.moving import (
     pswapaxes,
     ragged_all_to_all,
 )
-from .collectives.named_axes.reducing import pmax, pmean, pmin, psum, psum_scatter
+from .collectives.named_axes.reducing import pcast, pmax, pmean, pmin, psum, psum_scatter, pvary
 
 __all__ = [
     "all_gather",

@@ -73,7 +73,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "wires": (
             "failures",
             "operations",
-            "layouts",
             "packing",
             "scratch",
             "native",
@@ -150,7 +149,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "inputs",
             "view",
             "drawing",
-            "svg",
             "layout",
             "splits",
             "partition_spec",
@@ -182,7 +180,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_private",
             "equal_values",
             "axis_types",
-            "leaf_names",
             "leaf_gradients",
             "complete_losses",
             "linear_function",
@@ -207,9 +204,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "seeding",
             "typed_context",
             "named_axes.axes",
-            "named_axes.leaves",
             "named_axes.reducing",
-            "named_axes.casts",
             "named_axes.moving",
             "named_axes.asserting",
         )

@@ -23,7 +23,7 @@ from ..reduce_ops import (
     find_refusal,
     multiply,
 )
-from ..wires.layouts import find_layout
+from ..wires.packing import find_layout
 
 __all__ = [
     "SUM",

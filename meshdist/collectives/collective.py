@@ -19,8 +19,8 @@ from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
 from ..verb_table import VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
-from ..wires.layouts import ROW_MAJOR, find_layout, flat
 from ..wires.operations import Operation, Terms
+from ..wires.packing import ROW_MAJOR, find_layout, flat
 from ..wires.work import Work, may_be_dropped
 from .checks import (
     as_wire_tensor,

@@ -45,8 +45,8 @@ from ..wires.failures import (
     WireFailure,
     WireTimeout,
 )
-from ..wires.layouts import Layout
 from ..wires.operations import Operation, Terms
+from ..wires.packing import Layout
 from ..wires.registry import Wire
 from ..wires.work import Work
 from .failures import Explainer, OtherMembers

@@ -26,9 +26,8 @@ from .definition import (
     layout_of_ranks,
     select_device,
 )
-from .drawing import draw
+from .drawing import draw, draw_svg
 from .layout import Axis, Layout
-from .svg import draw_svg
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
 __all__ = ["DeviceMesh", "coordinate_in", "meshes_in_force"]

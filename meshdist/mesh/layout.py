@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
-from .drawing import draw
+from .drawing import draw, draw_svg
 from .inputs import (
     checked_modes,
     checked_names,
@@ -40,7 +40,6 @@ from .strides import (
     split,
     strided_modes,
 )
-from .svg import draw_svg
 
 __all__ = ["Axis", "AxisName", "Layout", "Mode"]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..mesh.drawing import draw
+from ..mesh.drawing import draw, draw_svg
 from ..mesh.spec import NamedSharding
 from ..mesh.splits import box_text
-from ..mesh.svg import draw_svg
 from .shardings import array_type
 
 __all__ = ["Drawing", "SvgDrawing", "draw_sharding", "draw_sharding_svg"]

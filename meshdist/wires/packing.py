@@ -1,4 +1,4 @@
-"""Consecutive parts of flat tensors: cut apart, joined, copied to where they belong."""
+"""Tensors in memory: their layouts without gaps, and consecutive parts of flat tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import TypeAlias
 import torch
 
 __all__ = [
+    "Layout",
+    "ROW_MAJOR",
     "Sizes",
     "Tensors",
     "blocks",
     "cuts",
+    "find_layout",
+    "flat",
     "packed",
     "parts",
     "parts_like",
@@ -19,6 +23,38 @@ __all__ = [
     "write_all",
     "write_blocks",
 ]
+
+Layout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
+"""The sizes and strides of the dims that have several elements."""
+
+ROW_MAJOR: Layout = ((), ())
+"""The layout of every tensor that is contiguous."""
+
+
+def find_layout(tensor: torch.Tensor) -> Layout | None:
+    """The layout of a tensor; None where its memory has gaps, or elements share a place.
+
+    Example:
+        >>> find_layout(torch.empty(2, 1, 3).transpose(0, 2))
+        ((3, 2), (1, 3))
+        >>> find_layout(torch.empty(4, 4)[:, :2]) is None
+        True
+    """
+    if tensor.is_contiguous():
+        return ROW_MAJOR
+    dims = [(n, step) for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    expected = 1
+    for step, n in sorted((step, n) for n, step in dims):
+        if step != expected:
+            return None
+        expected *= n
+    return tuple(n for n, _ in dims), tuple(step for _, step in dims)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that has a layout, as one dim in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 """Several tensors: one for each member, or such as one verb carries together."""

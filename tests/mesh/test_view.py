@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshdist.errors import MeshError, NotInGroupError
-from meshdist.mesh.drawing import draw
+from meshdist.mesh.drawing import draw, draw_svg
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.svg import draw_svg
 from meshdist.mesh.view import indices_shown
 
 

@@ -14,8 +14,7 @@ from .. import functional, ragged, rearranging
 from ..linear_function import get_dim
 from ..torch_private import NotSeen
 from ..typed_verbs import find_typed_verb
-from .axes import AxisName, get_axes, refuse_groups
-from .leaves import itself, on_leaves
+from .axes import AxisName, get_axes, itself, on_leaves, refuse_groups
 
 __all__ = [
     "all_gather",

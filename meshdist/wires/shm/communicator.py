@@ -31,9 +31,8 @@ from .. import fallbacks
 from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
 from ..core import core as _core
 from ..failures import Interrupted, WireRefused
-from ..layouts import ROW_MAJOR, Layout, find_layout
 from ..operations import DONE, Done, Operation, Terms
-from ..packing import Sizes, Tensors
+from ..packing import ROW_MAJOR, Layout, Sizes, Tensors, find_layout
 from ..registry import Opening, Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
