@@ -27,7 +27,7 @@ from meshdist.errors import MeshdistError
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.registry import Registry
-from meshdist.groups.signal_thread import SignalThread, collect, last_call_text, parse_answer
+from meshdist.groups.signals import SignalThread, collect, last_call_text, parse_answer
 from meshdist.runtime.deadlines import Grace, clock
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi.opening import parse_member

@@ -32,7 +32,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "timeouts",
             "hosts",
             "deadlines",
-            "endings",
             "bounded_calls",
             "buffer_pool",
             "seed_notes",
@@ -114,8 +113,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "groups": (
-            "signal_thread",
-            "endings",
+            "signals",
             "head_counts",
             "agreement",
             "matching",

@@ -26,8 +26,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
-from ..runtime.endings import call_at_end, is_ending_by_exception
-from ..runtime.hosts import ProcessCard, is_alive, my_card
+from ..runtime.hosts import ProcessCard, call_at_end, is_alive, is_ending_by_exception, my_card
 
 __all__ = ["ServerWatch", "accept_clients", "find_offer", "find_readable", "offer_server_watch"]
 

@@ -110,7 +110,7 @@ class World:
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
     """The last backward that came to a complete loss, its ranks and place: ``complete_losses``."""
     latest_signal: int = field(default=0, init=False, repr=False)
-    """The last signal's number that this rank has seen or posted (``groups.signal_thread``)."""
+    """The last signal's number that this rank has seen or posted (``groups.signals``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
     """This rank's communicators (``groups.registry``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)

@@ -19,7 +19,7 @@ from ..groups.agreement import digest_of_ranks
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..groups.registry import get_registry
 from ..groups.shadowing import find_shadowing
-from ..groups.signal_thread import ask, last_call_text
+from ..groups.signals import ask, last_call_text
 from ..runtime.timeouts import check_timeout
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait

@@ -24,7 +24,7 @@ from ..bootstrap.world import World, get_usable_world
 from ..checking.program import call_site, show_site
 from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
 from ..groups.registry import get_registry
-from ..groups.signal_thread import ask, clocks_paused, last_call_text
+from ..groups.signals import ask, clocks_paused, last_call_text
 from ..runtime.deadlines import Grace, wait_until
 from ..runtime.hosts import read_process
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout

@@ -28,9 +28,8 @@ from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.simulated.store import SimulatedStore
-from .endings import Endings
 from .head_counts import Block, blocks_of
-from .signal_thread import ask, last_call_text
+from .signals import Endings, ask, last_call_text
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks", "lack_error"]
 

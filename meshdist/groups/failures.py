@@ -17,7 +17,7 @@ from ..errors import (
     MeshdistError,
 )
 from ..runtime.deadlines import Grace, wait_until
-from ..runtime.endings import IN_GOOD_ORDER
+from ..runtime.hosts import IN_GOOD_ORDER
 from ..wires.failures import (
     Interrupted,
     MemberGaveUp,

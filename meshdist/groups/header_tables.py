@@ -21,7 +21,7 @@ from ..checking.shared_words import (
 from ..errors import StoreError
 from ..wires.core import core
 from .announcement_table import AnnouncementTable
-from .endings import card_key
+from .signals import card_key
 
 __all__ = ["HeaderTables"]
 

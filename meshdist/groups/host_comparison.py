@@ -23,7 +23,7 @@ from weakref import WeakSet
 from ..bootstrap.world import World
 from ..errors import MeshdistError, StoreError
 from ..wires.failures import MembersDisagree, WireFailure
-from .signal_thread import ask
+from .signals import ask
 
 __all__ = ["NUM_DIGESTS", "ComparingThread", "HostComparison"]
 

@@ -27,10 +27,9 @@ from ..error_text import grouped_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import leave_untraced
-from .endings import Endings
 from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
-from .signal_thread import ask, last_call_text
+from .signals import Endings, ask, last_call_text
 
 __all__ = ["VARIABLE", "LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
 

@@ -28,18 +28,17 @@ from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.endings import DESTROYED, call_at_end, ending_text, is_ending_by_exception
+from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.failures import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
 from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
-from .endings import Endings
 from .head_counts import blocks_of
 from .header_tables import HeaderTables
 from .host_comparison import NUM_DIGESTS, ComparingThread, HostComparison
 from .matching import Matching
-from .signal_thread import Answer, SignalThread, post, receipts_key
+from .signals import Answer, Endings, SignalThread, post, receipts_key
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry", "parse_disagreement"]
 

@@ -25,7 +25,7 @@ from ..checking.recorder import FORGOTTEN
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
 from ..error_text import grouped_text, ranks_text
 from ..groups.failures import OtherMembers
-from ..groups.signal_thread import collect
+from ..groups.signals import collect
 from ..runtime.deadlines import Grace
 from ..wires.failures import MembersDisagree, WireAborted, WireTimeout
 from ..wires.mpi.arrivals import words_of_process

@@ -16,7 +16,7 @@ import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import get_world
 from meshdist.groups.registry import get_registry
-from meshdist.groups.signal_thread import ask
+from meshdist.groups.signals import ask
 from meshdist.runtime.hosts import read_process
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
@@ -159,7 +159,7 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups import header_tables
 from meshdist.groups.registry import get_registry
-from meshdist.groups.signal_thread import ask
+from meshdist.groups.signals import ask
 
 for turn in range(4):
     if turn == 3:  # as where the system has no shared words

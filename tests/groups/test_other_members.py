@@ -16,10 +16,9 @@ import meshdist as md
 from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.groups import other_members
-from meshdist.groups.endings import Endings
 from meshdist.groups.failures import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
-from meshdist.groups.signal_thread import last_call_text
+from meshdist.groups.signals import Endings, last_call_text
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)

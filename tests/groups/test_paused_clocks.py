@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.groups import signal_thread as room
-from meshdist.groups.signal_thread import PausedClocks
+from meshdist.groups import signals as room
+from meshdist.groups.signals import PausedClocks
 from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Clock
 

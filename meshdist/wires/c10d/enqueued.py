@@ -36,7 +36,7 @@ from ...errors import MeshdistError
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline, wait_until
-from ...runtime.endings import is_ending_by_exception
+from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..operations import DONE, Operation, Terms

@@ -16,9 +16,9 @@ from torch.distributed import HashStore, Store, TCPStore
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.checking.shared_words import Regions, SignsOfLife
-from meshdist.groups import signal_thread
-from meshdist.groups.endings import Endings
-from meshdist.groups.signal_thread import (
+from meshdist.groups import signals
+from meshdist.groups.signals import (
+    Endings,
     SignalThread,
     ask,
     clocks_paused,
@@ -292,8 +292,8 @@ def test_ranks_that_are_not_asked_do_not_answer() -> None:
 def test_a_signal_whose_sender_could_not_ring_is_found_a_little_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(signal_thread, "_SURE_S", 0.5)
-    monkeypatch.setattr(signal_thread, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(signals, "_SURE_S", 0.5)
+    monkeypatch.setattr(signals, "_SETTLE_S", 0.0)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     aborted: list[str] = []
     thread = thread_of(server.clone(), 0, list, lambda message: aborted.append(message["reason"]))

@@ -1,4 +1,4 @@
-"""Messages between the processes of a world that arrive while they wait in a verb.
+"""Messages between the processes of a world that arrive while they wait in a verb, or have left it.
 
 Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
 signal by an alarm of the store's server, or looks eight times a second where there is none; the
@@ -8,6 +8,9 @@ others look as often at its shared words. A signal is of one of three kinds:
 * ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
   elsewhere. So a timeout can name the ranks that are missing, and where they are;
 * ``clock`` pauses or resumes the clocks of all ranks, since one is being debugged.
+
+A rank that leaves in good order, or by an exception, writes so to the store. One that is killed
+cannot, but processes of one host see that its process has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
@@ -31,12 +34,15 @@ from ..bootstrap.world import World
 from ..checking.shared_words import SignsOfLife
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
+from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
 
 __all__ = [
     "Answer",
+    "Endings",
     "PausedClocks",
     "SignalThread",
     "ask",
+    "card_key",
     "clocks_paused",
     "collect",
     "last_call_text",
@@ -54,6 +60,7 @@ _SILENCE_S = 10.0
 _ANSWER_S = 2.0
 _MOST_NAMED = 64  # ranks that a question names; one to more ranks all ranks answer
 _END_S = 20.0  # a request to the store ends in a few seconds
+_NUM_LEFT = "ended"
 
 
 class Answer(TypedDict):
@@ -359,3 +366,74 @@ def collect(
         ranks = [rank for rank in ranks if store.check([keys[rank]])]
     values = read_jsons(store, [keys[rank] for rank in ranks], parse) if ranks else []
     found.update(zip(ranks, values, strict=True))
+
+
+class Endings:
+    """The endings of one world's ranks, as one of them sees them; none where they are simulated."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cards: dict[int, ProcessCard] = {}
+        self._left: dict[int, tuple[str, dict[str, int]]] = {}
+
+    def announce(self, **more: Any) -> None:
+        """Show the others of this host which process this rank is, and what else they need."""
+        card = {**my_card().to_json(), **more}
+        self._world.store.set(card_key(self._world.rank), json.dumps(card))
+
+    def leave(self, how: str, num_calls: dict[str, int]) -> None:
+        """Tell the others how this rank leaves, and its collectives by communicator's label."""
+        with suppress(StoreError):
+            self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
+            self._world.store.add(_NUM_LEFT, 1)
+
+    def find(self, rank: int, label: str = "") -> str:
+        """How a rank has left the world; "" where it has not, for all that is seen here."""
+        return self.find_all((rank,), label).get(rank, "")
+
+    def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
+        """How those of ``ranks`` left the world that did, as in "has ended"; one request if none.
+
+        With a communicator's ``label`` an end in good order tells how many collectives it called.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        store, found = self._world.store, dict[int, str]()
+        if not self._world.has_processes:
+            return found
+        for rank in ranks:  # first: what a process has left behind is there when it ends
+            if (card := self._find_card(rank)) is not None and is_alive(card) is False:
+                found[rank] = "has ended"
+        has_more = read_number(store, _NUM_LEFT) > len(self._left)
+        for rank in ranks:
+            if has_more and rank not in self._left and store.check([key := _ending_key(rank)]):
+                self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+            if rank in self._left:
+                how, counts = self._left[rank]
+                if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:
+                    how += f"; it made {number} collective{'s' * (number != 1)} on this group"
+                found[rank] = how
+        return found
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank of this host is seen to be stopped, so that it answers nothing."""
+        card = self._find_card(rank) if self._world.has_processes else None
+        return card is not None and is_stopped(card)
+
+    def _find_card(self, rank: int) -> ProcessCard | None:
+        world = self._world
+        if world.hosts[rank] != world.hosts[world.rank]:
+            return None
+        if rank not in self._cards and world.store.check([card_key(rank)]):
+            self._cards[rank] = read_json(world.store, card_key(rank), ProcessCard.from_json)
+        return self._cards.get(rank)
+
+
+def _ending_key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def card_key(rank: int) -> str:
+    """Under which ``announce`` writes."""
+    return f"process/{rank}"
