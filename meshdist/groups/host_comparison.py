@@ -8,7 +8,8 @@ first member on each other host (a *leader*) reads them, and compares its own at
     member 4 (host B) at call 280 compares those up to 280, and the others once it is there
 
 That is one request of each, whatever the number of hosts, at every 256th call and a second after
-others. Members also compare before a failure is explained, and as they leave. No call waits for it.
+others, made by its signal thread. Members also compare before a failure is explained, and as they
+leave. No call waits for it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from weakref import WeakSet
 
 from ..bootstrap.world import World
-from ..errors import MeshdistError, StoreError
+from ..errors import MeshdistError
+from ..runtime.deadlines import Grace
 from ..wires.failures import MembersDisagree, WireFailure
 from .signals import ask
 
-__all__ = ["NUM_DIGESTS", "ComparingThread", "HostComparison"]
+__all__ = ["NUM_DIGESTS", "HostComparison", "HostComparisons"]
 
 _log = logging.getLogger("meshdist.groups")
 
@@ -33,9 +36,8 @@ NUM_DIGESTS = 1024
 """How many calls and digests a member keeps."""
 _NUM_TOLD = 768  # of these; calls that go on meanwhile overwrite the oldest
 _EVERY = 256
-_INTERVAL_S = 1.0
+_INTERVAL_S = 0.875  # and an eighth until the signal thread looks: two of these are two seconds
 _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server busy for 0.05 of it
-_PAUSE = 0.02  # between two looks, in intervals
 _ANSWER_S = 1.0
 _END_S = 20.0  # a request to the store ends in a few seconds
 _UNSET = "[0]"
@@ -45,7 +47,7 @@ class HostComparison:
     """One member's part in comparing a communicator's calls with those of other hosts.
 
     Args:
-        wake: lets the thread look within an interval, or at once where it waits for that already.
+        wake: lets ``look`` be called at once.
         is_leader: whether this member compares for its host.
     """
 
@@ -69,7 +71,8 @@ class HostComparison:
     ) -> None:
         self.label = label
         self.ranks = ranks
-        self.wake_at = 1 if is_leader else sys.maxsize
+        self.wake_at = _EVERY if is_leader else sys.maxsize
+        """The call that wakes; none where that is done already."""
         self._world = world
         self._wake = wake
         self._is_leader = is_leader
@@ -82,10 +85,10 @@ class HostComparison:
         self._digests[number % NUM_DIGESTS] = digest
         self.last = number
         if number >= self.wake_at:
-            if self._differs:  # more calls would push the one in question out of what members keep
-                self.is_explained.wait(_END_S)
             self.wake_at = sys.maxsize
             self._wake()
+            if self._differs:  # more calls would push the one in question out of what members keep
+                self.is_explained.wait(_END_S)
 
     def digests(self, number: int, after: int) -> list[int]:
         """The first call behind ``after`` that is kept, its digest, and so on up to ``number``."""
@@ -101,9 +104,15 @@ class HostComparison:
         finally:
             self.is_explained.set()
 
+    @property
+    def is_woken(self) -> bool:
+        """Whether so many calls were made that it is to look at once."""
+        return self.wake_at == sys.maxsize
+
     def look(self) -> None:
-        """Compare as far as this member has come; then a later call wakes the thread again."""
+        """Compare as far as this member has come; a later call wakes again."""
         number, store, key = self.last, self._world.store, f"{self.label}/calls"
+        self.wake_at = number - number % _EVERY + _EVERY
         if self._world.rank == self.ranks[0]:
             if self._written < number:
                 store.set(key, json.dumps(self.digests(number, self._before)))
@@ -114,9 +123,6 @@ class HostComparison:
                 self._read = tuple(json.loads(store.compare_set(key, _UNSET, _UNSET)))
             self._is_ahead = self._read[0] + len(self._read) - 2 > number
             self._compare(self._read)
-        self.wake_at = max(self._equal + 1, self._written + 1, self._read[0])
-        if self.last >= self.wake_at:  # set before, since a call may have come meanwhile
-            self._wake()
 
     def compare_now(self) -> None:
         """Compare with what members on other hosts answer, leaders or not: these may have ended.
@@ -147,15 +153,21 @@ class HostComparison:
                 raise MembersDisagree("calls of two hosts differ", number, late=late)
 
 
-class ComparingThread:
-    """The thread on which one rank compares its calls with other hosts'; runs from the first on."""
+class HostComparisons:
+    """One rank's comparisons with other hosts; its signal thread looks after them.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._comparisons: WeakSet[HostComparison] = WeakSet()
-        self._woken = threading.Event()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+    Args:
+        wake: lets the signal thread call ``look`` at once.
+    """
+
+    def __init__(self, world: World, wake: Callable[[], None]) -> None:
+        self._world, self._wake = world, wake
+        self._interval_s = max(_INTERVAL_S, world.size * _INTERVAL_PER_RANK_S)
+        self._next = Grace(0.0)
+        self._changing = threading.Lock()  # of the three below
+        self._looked_after: WeakSet[HostComparison] = WeakSet()
+        self._explaining: list[threading.Thread] = []
+        self._is_stopped = False
 
     def add(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
         """Compare the calls of a new communicator, where its members are on several hosts.
@@ -167,40 +179,43 @@ class ComparingThread:
         if not (self._world.has_processes and self._world.spans_hosts(ranks)):
             return None
         is_leader = is_alone or rank == next(one for one in ranks if hosts[one] == hosts[rank])
-        made = HostComparison(self._world, label, ranks, self._woken.set, is_leader)
+        made = HostComparison(self._world, label, ranks, self._wake, is_leader)
         if is_leader:
-            self._comparisons.add(made)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="meshdist-hosts", daemon=True
-                )
-                self._thread.start()
+            with self._changing:
+                self._looked_after.add(made)
         return made
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopped.set()
-        self._woken.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_END_S)
+    def look(self) -> None:
+        """Let each comparison look that is woken, and all of them where the interval is over."""
+        is_due = self._next.is_over
+        if is_due:
+            self._next = Grace(self._interval_s)
+        with self._changing:
+            found = [one for one in self._looked_after if is_due or one.is_woken]
+        for one in found:
+            try:
+                one.look()
+            except MembersDisagree as failure:
+                self._explain(one, failure)
+            except Exception as error:  # the store may answer later, and hold no junk
+                _log.debug("calls are not compared across hosts now: %s", error)
 
-    def _run(self) -> None:
-        interval_s = max(_INTERVAL_S, self._world.size * _INTERVAL_PER_RANK_S)
-        while not self._stopped.is_set():
-            self._woken.wait()  # until a call is made that is not compared
-            self._woken.clear()
-            for one in list(self._comparisons):
-                one.wake_at = one.last - one.last % _EVERY + _EVERY
-            self._woken.wait(interval_s)
-            self._woken.clear()
-            for one in list(self._comparisons):
-                try:
-                    one.look()
-                except MembersDisagree as failure:
-                    self._comparisons.discard(one)
-                    one.explain(failure)
-                    one.is_explained.set()
-                except (StoreError, ValueError, TypeError) as error:  # it may answer later
-                    _log.debug("calls are not compared across hosts now: %s", error)
-                    self._woken.set()
-            self._stopped.wait(interval_s * _PAUSE)
+    def stop(self) -> None:
+        """Explain nothing more, and let what is being explained end."""
+        with self._changing:
+            self._is_stopped = True
+        for thread in self._explaining:
+            thread.join(_END_S)
+
+    def _explain(self, one: HostComparison, failure: MembersDisagree) -> None:
+        def explain() -> None:
+            one.explain(failure)
+            one.is_explained.set()
+
+        # It asks other ranks, which may ask this one meanwhile: the signal thread is to answer.
+        thread = threading.Thread(target=explain, name="meshdist-differs", daemon=True)
+        with self._changing, suppress(RuntimeError):  # if none can be started: at the next look
+            if not self._is_stopped:
+                thread.start()
+                self._explaining.append(thread)
+                self._looked_after.discard(one)

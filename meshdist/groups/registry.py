@@ -36,7 +36,7 @@ from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
 from .head_counts import blocks_of
 from .header_tables import HeaderTables
-from .host_comparison import NUM_DIGESTS, ComparingThread, HostComparison
+from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
 from .matching import Matching
 from .signals import Answer, Endings, SignalThread, post, receipts_key
 
@@ -122,7 +122,7 @@ class Registry:
         self._agreements = Agreements(
             world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
         )
-        self._comparing = ComparingThread(world)
+        self._comparisons = HostComparisons(world, self._wake)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._signals: SignalThread | None = None
@@ -232,7 +232,7 @@ class Registry:
                 if each is not None:
                     each.close()
             raise
-        comparison = self._comparing.add(label, ranks, table is None)
+        comparison = self._comparisons.add(label, ranks, table is None)
         recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
         matching = None
         if table is not None and communicator.wants_senders:
@@ -345,6 +345,11 @@ class Registry:
         if self.look is not None:
             self.look()
         self._answerer.look()
+        self._comparisons.look()
+
+    def _wake(self) -> None:
+        if self._signals is not None:
+            self._signals.wake()
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
@@ -379,7 +384,7 @@ class Registry:
 
     def _leave(self, how: str) -> None:
         """Tell the others that this rank leaves the world, and how."""
-        self._comparing.stop()
+        self._comparisons.stop()
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
             opened = self.all_opened()

@@ -89,7 +89,8 @@ class SignalThread:
     Args:
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
-        look: called eight times a second at least; must not wait.
+        look: called eight times a second at least, and after ``wake``; it may make requests to the
+            store, but must not wait for other ranks.
         signs: of the ranks of this host.
     """
 
@@ -114,36 +115,47 @@ class SignalThread:
         self._handle = handle
         self._seen = 0
         self._paused_clocks = PausedClocks(store, rank)
-        self._stopping, self._stop = os.pipe()
+        self._woken, self._wake = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
+        self._changing = threading.RLock()  # a handler of signals may stop a thread that wakes
         self._thread = threading.Thread(target=self._run, name="meshdist-signals", daemon=True)
         self._thread.start()
         # A thread that Python ends inside torch's C++ would take the process down with it.
         atexit.register(self.stop)
+
+    def wake(self) -> None:
+        """Let the thread call ``look`` at once."""
+        with self._changing:  # else another thread could close the pipe meanwhile
+            if not self._is_stopped:
+                os.write(self._wake, b"x")
 
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""
         atexit.unregister(self.stop)
         if self._process_id != os.getpid() or self._is_stopped:
             return
-        self._is_stopped = True
-        os.write(self._stop, b"x")  # closing would not do: a forked child holds this end, too
+        with self._changing:
+            self._is_stopped = True
+            os.write(self._wake, b"x")  # closing would not do: a forked child holds this end, too
         if self._thread is not threading.current_thread():
             self._thread.join(_END_S)
         if not self._thread.is_alive():
-            os.close(self._stop)
-            os.close(self._stopping)
+            os.close(self._wake)
+            os.close(self._woken)
 
     def _run(self) -> None:
-        ends = [self._stopping, *self._handle.ends]
+        ends = [self._woken, *self._handle.ends]
         ended: set[int] = set()
-        while not ended:
+        while not (ended or self._is_stopped):
             self._act_on_all(self._signs.find_told())
             self._look()
             alarms = {self._alarm.connection.fileno()} if self._alarm is not None else set()
             ended = find_readable([*ends, *alarms], _PERIOD_S) - alarms
-        if ended == {self._stopping}:  # another rank may be waiting for this one's receipt
+            if self._woken in ended:
+                os.read(self._woken, 1 << 16)
+                ended.remove(self._woken)
+        if not ended:  # another rank may be waiting for this one's receipt
             self._drop_alarm(_SETTLE_S)
             self._act_on_all(None)
         else:

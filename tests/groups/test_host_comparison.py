@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,12 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.groups.host_comparison import NUM_DIGESTS, HostComparison
+from meshdist.bootstrap.world import get_world
+from meshdist.groups.host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
+from meshdist.runtime.deadlines import Grace
 from meshdist.wires.failures import MembersDisagree
 from tests.pool import Failure, Pool, places
+from tests.two_hosts import TwoHosts
 
 LONG = timedelta(seconds=30)
 WIRES = ["gloo", "hierarchical"]
@@ -108,7 +113,9 @@ def check_named(told: list[tuple[str, str]], pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize(
-    ("hosts", "num_after"), [("AABB", 0), ("AAABB", 600), ("AB", 3)], ids=["2x2", "3+2", "alone"]
+    ("hosts", "num_after"),
+    [("AABB", 0), ("AAABB", 600), ("AB", 3), ("ABC", 600)],  # the last: two explain, and ask
+    ids=["2x2", "3+2", "alone", "three hosts"],
 )
 def test_what_would_give_wrong_numbers_is_named(
     pool: Pool, wire: str, hosts: str, num_after: int
@@ -219,6 +226,22 @@ def test_equal_calls_raise_no_alarm(pool: Pool, wire: str, hosts: str) -> None:
     pool.run(equal_calls_in_unequal_times, len(hosts), backend=wire, hosts=hosts)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_thread_is_there_for_it(two_hosts: TwoHosts, wire: str) -> None:
+    def program() -> set[str]:
+        before = {thread.name for thread in threading.enumerate()}
+        group = md.new_group()
+        for _ in range(300):
+            md.all_reduce(torch.ones(2), group=group)
+        label, store = group.open_channel("cpu").opened.label, get_world().store
+        store.wait([f"{label}/calls"], LONG)  # its first member has looked
+        md.barrier(group)
+        return {thread.name for thread in threading.enumerate()} - before
+
+    for names in two_hosts.run(program, 4, backend=wire):
+        assert names <= {"meshdist-signals"}
+
+
 SHORT_PROGRAM = """
 import torch, meshdist as md
 md.init_process_group("gloo")
@@ -295,7 +318,7 @@ def test_a_look_makes_one_request_and_none_without_calls(
             one.look()
             one.look()
     assert store.requests == ["set", "compare_set"] * 2
-    assert [one.wake_at for one in pair] == [301, 301]
+    assert [one.wake_at for one in pair] == [512, 512]
 
 
 def test_what_is_written_is_bounded(pair: list[HostComparison], store: Counting) -> None:
@@ -390,3 +413,78 @@ def test_what_the_first_member_has_only_written_it_still_compares(
     with pytest.raises(MembersDisagree) as caught:
         pair[0].compare_last()
     assert caught.value.number == 2 and caught.value.late == (2, 600)
+
+
+# -- the comparisons of one rank -------------------------------------------------------------------
+
+
+@pytest.fixture
+def looking(store: Counting) -> list[tuple[HostComparisons, HostComparison, list[str]]]:
+    """Of two ranks on two hosts: their comparisons, that of one communicator, and their wakes."""
+    made = []
+    for rank in range(2):
+        world = SimpleNamespace(
+            rank=rank, size=2, hosts=(0, 1), store=store, has_processes=True, spans_hosts=bool
+        )
+        wakes: list[str] = []
+        comparisons = HostComparisons(world, partial(wakes.append, "woken"))  # type: ignore[arg-type]
+        one = comparisons.add("label", (0, 1), True)
+        assert one is not None
+        made.append((comparisons, one, wakes))
+    return made
+
+
+def test_between_looks_lies_an_interval_or_are_256_calls(looking: Any, store: Counting) -> None:
+    (comparisons, one, wakes), _ = looking
+    enter(one, 1, 1)
+    comparisons.look()
+    assert store.requests == ["set"]
+    enter(one, 2, 255)
+    comparisons.look()
+    assert store.requests == ["set"] and wakes == []
+    enter(one, 256, 300)
+    assert wakes == ["woken"]
+    comparisons.look()
+    assert store.requests == ["set", "set"]
+    comparisons._next = Grace(0.0)
+    enter(one, 301, 301)
+    comparisons.look()
+    assert store.requests == ["set", "set", "set"] and wakes == ["woken"]
+
+
+def test_a_look_does_not_wait_until_a_difference_is_explained(looking: Any) -> None:
+    """Explaining asks the other ranks, of which one may ask this one."""
+    (first, one, _), (second, other, _) = looking
+    asked, answered = threading.Event(), threading.Event()
+
+    def explain(failure: MembersDisagree) -> None:
+        assert failure.number == 1
+        asked.set()
+        assert answered.wait(20)
+
+    other.explain = explain
+    enter(one, 1, 1)
+    enter(other, 1, 1, 9)
+    first.look()
+    second.look()
+    assert asked.wait(20)
+    second._next = Grace(0.0)
+    second.look()
+    assert not other.is_explained.is_set()
+    answered.set()
+    second.stop()
+    assert other.is_explained.is_set()
+
+
+def test_junk_and_a_lost_store_do_not_end_the_thread_that_looks(
+    looking: Any, store: Counting
+) -> None:
+    _, (comparisons, one, _) = looking
+    for junk in ("[]", "{}", "7", "x", '["a"]'):
+        store.set("label/calls", junk)
+        enter(one, one.last + 1, one.last + 1)
+        comparisons._next = Grace(0.0)
+        comparisons.look()
+    comparisons._world.store = None
+    enter(one, one.last + 1, one.last + 300)
+    comparisons.look()
