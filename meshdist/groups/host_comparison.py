@@ -18,12 +18,15 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from weakref import WeakSet
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 from ..bootstrap.world import World
 from ..errors import MeshdistError
+from ..runtime.bounded_calls import BoundedCall
 from ..runtime.deadlines import Grace
 from ..wires.failures import MembersDisagree, WireFailure
 from .signals import ask
@@ -39,44 +42,38 @@ _EVERY = 256
 _INTERVAL_S = 0.875  # and an eighth until the signal thread looks: two of these are two seconds
 _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server busy for 0.05 of it
 _ANSWER_S = 1.0
-_END_S = 20.0  # a request to the store ends in a few seconds
+_END = timedelta(seconds=20)  # a request to the store ends in a few seconds
 _UNSET = "[0]"
 
 
+@dataclass(eq=False)
 class HostComparison:
     """One member's part in comparing a communicator's calls with those of other hosts.
 
     Args:
-        wake: lets ``look`` be called at once.
         is_leader: whether this member compares for its host.
+        wake: lets ``look`` be called at once.
     """
 
-    explain: Callable[..., MeshdistError]
-    """Makes the error that all members raise; that of a group which uses the communicator."""
-    is_told = False
-    """Whether the program has seen an error of the communicator."""
-    last = 0
-    """The number of the last call."""
-    _digest = _equal = _written = _before = 0  # up to which call; _before: written before
-    _read: tuple[int, ...] = (0,)
-    _is_ahead = _differs = False
+    world: World
+    label: str
+    ranks: tuple[int, ...]
+    is_leader: bool
+    wake: Callable[[], None]
 
-    def __init__(
-        self,
-        world: World,
-        label: str,
-        ranks: tuple[int, ...],
-        wake: Callable[[], None],
-        is_leader: bool,
-    ) -> None:
-        self.label = label
-        self.ranks = ranks
-        self.wake_at = _EVERY if is_leader else sys.maxsize
-        """The call that wakes; none where that is done already."""
-        self._world = world
-        self._wake = wake
-        self._is_leader = is_leader
+    def __post_init__(self) -> None:
+        self.explain: Callable[..., MeshdistError]
+        """Makes the error that all members raise; that of a group which uses the communicator."""
+        self.is_told = False
+        """Whether the program has seen an error of the communicator."""
         self.is_explained = threading.Event()
+        self.last = 0
+        """The number of the last call."""
+        self.wake_at = _EVERY if self.is_leader else sys.maxsize
+        """The call that wakes; none where that is done already."""
+        self.differs = self._is_ahead = False
+        self._digest = self._equal = self._written = self._before = 0  # up to which call
+        self._read: tuple[int, ...] = (0,)
         self._digests = [0] * NUM_DIGESTS
 
     def enter(self, number: int, fingerprint: int) -> None:
@@ -86,9 +83,9 @@ class HostComparison:
         self.last = number
         if number >= self.wake_at:
             self.wake_at = sys.maxsize
-            self._wake()
-            if self._differs:  # more calls would push the one in question out of what members keep
-                self.is_explained.wait(_END_S)
+            self.wake()
+            if self.differs:  # more calls would push the one in question out of what members keep
+                self.is_explained.wait(_END.total_seconds())
 
     def digests(self, number: int, after: int) -> list[int]:
         """The first call behind ``after`` that is kept, its digest, and so on up to ``number``."""
@@ -96,24 +93,21 @@ class HostComparison:
         kept = range(first, min(number, self.last) + 1)
         return [first, *(self._digests[n % NUM_DIGESTS] for n in kept)]
 
-    def tell(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """As ``explain``, of a failure in the program's call."""
-        self.is_told = True
+    def tell(
+        self, failure: WireFailure, note: int | None = None, *, is_seen: bool = True
+    ) -> MeshdistError:
+        """As ``explain``, of a failure in the program's call, or of which it knows nothing yet."""
+        self.is_told |= is_seen
         try:
             return self.explain(failure, note)
         finally:
             self.is_explained.set()
 
-    @property
-    def is_woken(self) -> bool:
-        """Whether so many calls were made that it is to look at once."""
-        return self.wake_at == sys.maxsize
-
     def look(self) -> None:
         """Compare as far as this member has come; a later call wakes again."""
-        number, store, key = self.last, self._world.store, f"{self.label}/calls"
+        number, store, key = self.last, self.world.store, f"{self.label}/calls"
         self.wake_at = number - number % _EVERY + _EVERY
-        if self._world.rank == self.ranks[0]:
+        if self.world.rank == self.ranks[0]:
             if self._written < number:
                 store.set(key, json.dumps(self.digests(number, self._before)))
                 self._before, self._written = self._written, number
@@ -130,17 +124,17 @@ class HostComparison:
         Raises:
             MembersDisagree: calls differ; ``look`` and ``compare_last`` raise it, too.
         """
-        hosts, here = self._world.hosts, self._world.hosts[self._world.rank]
+        hosts, here = self.world.hosts, self.world.hosts[self.world.rank]
         others = tuple(rank for rank in self.ranks if hosts[rank] != here)
         about = {"label": self.label, "digests": [self.last, self._equal]}
-        for answer in ask(self._world, others, about, patience_s=_ANSWER_S).values():
+        for answer in ask(self.world, others, about, patience_s=_ANSWER_S).values():
             self._compare(json.loads(answer["about"] or _UNSET))
 
     def compare_last(self) -> None:
         """Compare with the leader that has come here first, as this member leaves."""
-        if self._is_leader:
+        if self.is_leader:
             mine = json.dumps(self.digests(self.last, 0))
-            self._compare(json.loads(self._world.store.compare_set(f"{self.label}/last", "", mine)))
+            self._compare(json.loads(self.world.store.compare_set(f"{self.label}/last", "", mine)))
 
     def _compare(self, theirs: Sequence[int]) -> None:
         first, end = theirs[0], min(theirs[0] + len(theirs) - 2, self.last)
@@ -148,13 +142,13 @@ class HostComparison:
             if self._digests[number % NUM_DIGESTS] == theirs[number - first + 1]:
                 self._equal = number
             elif number > self.last - NUM_DIGESTS + 1:  # else a later call has overwritten it
-                self._differs, self.wake_at = True, 0
+                self.differs, self.wake_at = True, 0
                 late = (self._equal + 1, self.last)
                 raise MembersDisagree("calls of two hosts differ", number, late=late)
 
 
 class HostComparisons:
-    """One rank's comparisons with other hosts; its signal thread looks after them.
+    """One rank's comparisons with other hosts, made on its signal thread.
 
     Args:
         wake: lets the signal thread call ``look`` at once.
@@ -164,13 +158,11 @@ class HostComparisons:
         self._world, self._wake = world, wake
         self._interval_s = max(_INTERVAL_S, world.size * _INTERVAL_PER_RANK_S)
         self._next = Grace(0.0)
-        self._changing = threading.Lock()  # of the three below
-        self._looked_after: WeakSet[HostComparison] = WeakSet()
-        self._explaining: list[threading.Thread] = []
+        self._explaining: list[BoundedCall] = []
         self._is_stopped = False
 
-    def add(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
-        """Compare the calls of a new communicator, where its members are on several hosts.
+    def make(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
+        """The comparison of a new communicator; None where its members are on one host.
 
         Args:
             is_alone: whether no other member compares its calls with this one's.
@@ -179,43 +171,28 @@ class HostComparisons:
         if not (self._world.has_processes and self._world.spans_hosts(ranks)):
             return None
         is_leader = is_alone or rank == next(one for one in ranks if hosts[one] == hosts[rank])
-        made = HostComparison(self._world, label, ranks, self._wake, is_leader)
-        if is_leader:
-            with self._changing:
-                self._looked_after.add(made)
-        return made
+        return HostComparison(self._world, label, ranks, is_leader, self._wake)
 
-    def look(self) -> None:
-        """Let each comparison look that is woken, and all of them where the interval is over."""
-        is_due = self._next.is_over
-        if is_due:
+    def look(self, comparisons: Iterable[HostComparison | None]) -> None:
+        """Let those look that are woken, and all of them where the interval is over."""
+        if is_due := self._next.is_over:
             self._next = Grace(self._interval_s)
-        with self._changing:
-            found = [one for one in self._looked_after if is_due or one.is_woken]
-        for one in found:
+        for one in comparisons:
+            if self._is_stopped or one is None or one.differs or not one.is_leader:
+                continue
             try:
-                one.look()
+                if is_due or one.wake_at == sys.maxsize:
+                    one.look()
             except MembersDisagree as failure:
-                self._explain(one, failure)
+                # It asks other ranks, which may ask this one: the signal thread is to answer.
+                explain = partial(one.tell, failure, is_seen=False)
+                self._explaining.append(BoundedCall(explain, "differs"))
             except Exception as error:  # the store may answer later, and hold no junk
                 _log.debug("calls are not compared across hosts now: %s", error)
 
     def stop(self) -> None:
-        """Explain nothing more, and let what is being explained end."""
-        with self._changing:
-            self._is_stopped = True
-        for thread in self._explaining:
-            thread.join(_END_S)
-
-    def _explain(self, one: HostComparison, failure: MembersDisagree) -> None:
-        def explain() -> None:
-            one.explain(failure)
-            one.is_explained.set()
-
-        # It asks other ranks, which may ask this one meanwhile: the signal thread is to answer.
-        thread = threading.Thread(target=explain, name="meshdist-differs", daemon=True)
-        with self._changing, suppress(RuntimeError):  # if none can be started: at the next look
-            if not self._is_stopped:
-                thread.start()
-                self._explaining.append(thread)
-                self._looked_after.discard(one)
+        """Begin to explain nothing more, and let end what is being explained."""
+        self._is_stopped = True
+        for one in self._explaining:
+            with suppress(Exception):
+                one.wait(_END)

@@ -232,7 +232,7 @@ class Registry:
                 if each is not None:
                     each.close()
             raise
-        comparison = self._comparisons.add(label, ranks, table is None)
+        comparison = self._comparisons.make(label, ranks, table is None)
         recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
         matching = None
         if table is not None and communicator.wants_senders:
@@ -345,7 +345,7 @@ class Registry:
         if self.look is not None:
             self.look()
         self._answerer.look()
-        self._comparisons.look()
+        self._comparisons.look(opened.comparison for opened in self.all_opened())
 
     def _wake(self) -> None:
         if self._signals is not None:

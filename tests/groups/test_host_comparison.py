@@ -294,8 +294,8 @@ def pair(store: Counting) -> list[HostComparison]:
             SimpleNamespace(rank=rank, hosts=(0, 1), store=store),  # type: ignore[arg-type]
             "label",
             (0, 1),
-            lambda: None,
             True,
+            lambda: None,
         )
         for rank in range(2)
     ]
@@ -428,7 +428,7 @@ def looking(store: Counting) -> list[tuple[HostComparisons, HostComparison, list
         )
         wakes: list[str] = []
         comparisons = HostComparisons(world, partial(wakes.append, "woken"))  # type: ignore[arg-type]
-        one = comparisons.add("label", (0, 1), True)
+        one = comparisons.make("label", (0, 1), True)
         assert one is not None
         made.append((comparisons, one, wakes))
     return made
@@ -437,18 +437,18 @@ def looking(store: Counting) -> list[tuple[HostComparisons, HostComparison, list
 def test_between_looks_lies_an_interval_or_are_256_calls(looking: Any, store: Counting) -> None:
     (comparisons, one, wakes), _ = looking
     enter(one, 1, 1)
-    comparisons.look()
+    comparisons.look([one])
     assert store.requests == ["set"]
     enter(one, 2, 255)
-    comparisons.look()
+    comparisons.look([one])
     assert store.requests == ["set"] and wakes == []
     enter(one, 256, 300)
     assert wakes == ["woken"]
-    comparisons.look()
+    comparisons.look([one])
     assert store.requests == ["set", "set"]
     comparisons._next = Grace(0.0)
     enter(one, 301, 301)
-    comparisons.look()
+    comparisons.look([one])
     assert store.requests == ["set", "set", "set"] and wakes == ["woken"]
 
 
@@ -457,7 +457,7 @@ def test_a_look_does_not_wait_until_a_difference_is_explained(looking: Any) -> N
     (first, one, _), (second, other, _) = looking
     asked, answered = threading.Event(), threading.Event()
 
-    def explain(failure: MembersDisagree) -> None:
+    def explain(failure: MembersDisagree, note: None) -> None:
         assert failure.number == 1
         asked.set()
         assert answered.wait(20)
@@ -465,11 +465,11 @@ def test_a_look_does_not_wait_until_a_difference_is_explained(looking: Any) -> N
     other.explain = explain
     enter(one, 1, 1)
     enter(other, 1, 1, 9)
-    first.look()
-    second.look()
+    first.look([one])
+    second.look([other])
     assert asked.wait(20)
     second._next = Grace(0.0)
-    second.look()
+    second.look([other])
     assert not other.is_explained.is_set()
     answered.set()
     second.stop()
@@ -484,7 +484,7 @@ def test_junk_and_a_lost_store_do_not_end_the_thread_that_looks(
         store.set("label/calls", junk)
         enter(one, one.last + 1, one.last + 1)
         comparisons._next = Grace(0.0)
-        comparisons.look()
-    comparisons._world.store = None
+        comparisons.look([one])
+    one.world.store = None
     enter(one, one.last + 1, one.last + 300)
-    comparisons.look()
+    comparisons.look([one])
