@@ -44,6 +44,7 @@ _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server bus
 _ANSWER_S = 1.0
 _END = timedelta(seconds=20)  # a request to the store ends in a few seconds
 _UNSET = "[0]"
+_MASK = 0xFFFFFFFF  # what is told of a digest
 
 
 @dataclass(eq=False)
@@ -78,8 +79,7 @@ class HostComparison:
 
     def enter(self, number: int, fingerprint: int) -> None:
         """Add the next call, with the fingerprint of its header."""
-        self._digest = digest = hash((self._digest, fingerprint)) & 0xFFFFFFFF
-        self._digests[number % NUM_DIGESTS] = digest
+        self._digest = self._digests[number % NUM_DIGESTS] = hash((self._digest, fingerprint))
         self.last = number
         if number >= self.wake_at:
             self.wake_at = sys.maxsize
@@ -91,7 +91,7 @@ class HostComparison:
         """The first call behind ``after`` that is kept, its digest, and so on up to ``number``."""
         first = max(after + 1, self.last - _NUM_TOLD)
         kept = range(first, min(number, self.last) + 1)
-        return [first, *(self._digests[n % NUM_DIGESTS] for n in kept)]
+        return [first, *(self._digests[n % NUM_DIGESTS] & _MASK for n in kept)]
 
     def tell(
         self, failure: WireFailure, note: int | None = None, *, is_seen: bool = True
@@ -139,7 +139,7 @@ class HostComparison:
     def _compare(self, theirs: Sequence[int]) -> None:
         first, end = theirs[0], min(theirs[0] + len(theirs) - 2, self.last)
         for number in range(max(first, self._equal + 1), end + 1):
-            if self._digests[number % NUM_DIGESTS] == theirs[number - first + 1]:
+            if self._digests[number % NUM_DIGESTS] & _MASK == theirs[number - first + 1]:
                 self._equal = number
             elif number > self.last - NUM_DIGESTS + 1:  # else a later call has overwritten it
                 self.differs, self.wake_at = True, 0
