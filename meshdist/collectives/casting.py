@@ -32,7 +32,7 @@ from torch.autograd import Function
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.shadowing import find_shadowing
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.buffer_pool import new_like
+from ..runtime.memory import new_like
 from .axis_types import kinds_in
 from .complete_losses import keep_line, note_complete
 from .detail_checks import check_cast, is_checked

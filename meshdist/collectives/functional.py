@@ -37,7 +37,7 @@ from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..errors import ArgumentError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..runtime.buffer_pool import new_like
+from ..runtime.memory import new_like
 from .axis_types import CASTS, GATHERED, KINDS
 from .checks import check_reducible
 from .complete_losses import keep_line, note_complete

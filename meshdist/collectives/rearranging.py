@@ -19,7 +19,7 @@ import torch
 
 from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..runtime.buffer_pool import new_like
+from ..runtime.memory import new_like
 from .checks import find_whole_numbers
 from .functional import check_gradient
 from .linear_function import LinearFunction, cut, get_dim, joined

@@ -26,7 +26,7 @@ from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
-from ..runtime.seed_notes import seed_notes
+from ..runtime.generators import seed_notes
 from .axis_types import INVARIANT, kinds_in, type_text
 from .contexts import ContextMode, collect
 from .operation_rules import Operation

@@ -23,7 +23,7 @@ from ..collectives.titled import (
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.splits import Box, index_of, shape_of, volume
-from ..runtime.buffer_pool import new_like
+from ..runtime.memory import new_like
 from .steps import (
     AllGather,
     AllReduce,

@@ -23,10 +23,10 @@ import torch
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.memory import Scratch
 from .failures import WireFailure, WireTimeout
 from .operations import Chain, Operation, Terms
 from .packing import Sizes, Tensors, blocks, packed, parts, write, write_blocks
-from .scratch import Scratch
 
 if TYPE_CHECKING:
     from .native import FastPath

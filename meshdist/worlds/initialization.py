@@ -30,7 +30,7 @@ from ..checking.program import one_frame, warn_caller
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
-from ..runtime import buffer_pool
+from ..runtime import memory
 from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.untraced import leave_untraced
 from ..wires.names import (
@@ -203,7 +203,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
         world.close()
     finally:
         remove_world(world)
-        buffer_pool.forget()
+        memory.forget()
 
 
 # -- what can be asked --------------------------------------------------------------------------

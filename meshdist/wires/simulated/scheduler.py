@@ -21,8 +21,8 @@ import torch
 from ...checking.program import call_site, is_between, show_site
 from ...error_text import grouped_text
 from ...errors import DeadlockError, RankFailedError, WorldError
+from ...runtime.generators import ProcessState, seed_as
 from ..futures import Completion, collecting_by_need
-from .process_state import ProcessState, seed_as
 
 __all__ = [
     "Rank",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshdist.bootstrap.mpi_library import load_mpi
+from meshdist.runtime.memory import Scratch
 from meshdist.wires.mpi.datatypes import Buffers, packed, unpacked
-from meshdist.wires.scratch import Scratch
 
 
 def test_parts_in_a_row_are_one_view_and_others_are_copied() -> None:

@@ -1,4 +1,4 @@
-"""Memory for results that the library allocates: large ones lie on huge pages, and are used again.
+"""Memory that is used again: of results, and of the copies that some verbs need while they run.
 
 Linux hands out memory as pages that it clears at first touch: of 4 KiB that takes longer than to
 write the page, of 2 MiB a fraction. So large results lie on huge pages, and when the last tensor on
@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-__all__ = ["forget", "new_like"]
+__all__ = ["Scratch", "forget", "new_like"]
 
 _HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20
@@ -115,3 +115,38 @@ def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.
     if shape is not None:
         return tensor.new_empty(shape)
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+_MOST_BYTES = 256 << 20
+
+
+class Scratch:
+    """CPU memory that is used again: fresh pages cost more than what is done with them.
+
+    The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs more.
+    A block that is never given back, since its verb failed, is the garbage collector's.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[torch.Tensor] = []
+        self._changing = threading.Lock()  # any thread may copy results back
+
+    def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of ``count`` elements of ``like``'s dtype and device, of any values."""
+        if not like.is_cpu:
+            return like.new_empty(count)
+        num_bytes = count * like.element_size()
+        with self._changing:
+            for place, block in enumerate(self._kept):
+                if block.numel() >= num_bytes:
+                    del self._kept[place]
+                    return block[:num_bytes].view(like.dtype)
+        return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Take back what ``take`` gave; the caller must not use it any more."""
+        if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
+            block = torch.empty(0, dtype=torch.uint8)
+            block.set_(tensor.untyped_storage())
+            with self._changing:
+                self._kept = [block, *self._kept[:1]]

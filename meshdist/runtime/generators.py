@@ -1,21 +1,54 @@
-"""The state of a process that no thread has for itself: random generators and the default dtype.
+"""The random generators of one rank, how they were seeded, and its default dtype.
 
-The scheduler of simulated ranks swaps it whenever another rank runs.
+No thread has these for itself. Simulated ranks share a process: their scheduler swaps all this
+whenever another rank runs.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from ...runtime.seed_notes import SeedNotes, seed_notes, swap_seed_notes
+__all__ = ["ProcessState", "SeedNotes", "seed_as", "seed_notes", "swap_seed_notes"]
 
-__all__ = ["ProcessState", "seed_as"]
+
+if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
+
+    class SeedNotes(WeakKeyDictionary[torch.Generator, Any]):
+        """A note by generator, for as long as the generator lives."""
+
+else:  # generators of torch 2.11 and 2.12 take no weak references
+    (_COUNT_OF_A_KEY,) = [sys.getrefcount(key) for key in {torch.Generator(): None}]
+
+    class SeedNotes(dict):
+        """A note by generator; the next note drops those of generators that only it has."""
+
+        def __setitem__(self, generator: torch.Generator, note: Any) -> None:
+            for key in [key for key in self if sys.getrefcount(key) <= _COUNT_OF_A_KEY]:
+                del self[key]
+            super().__setitem__(generator, note)
+
+
+_notes = SeedNotes()
+
+
+def seed_notes() -> SeedNotes:
+    """The record of the rank that runs now."""
+    return _notes
+
+
+def swap_seed_notes(notes: SeedNotes) -> None:
+    """Let ``notes`` be the record from now on."""
+    global _notes
+    _notes = notes
+
 
 _WORDS: Any = vars(np.random.MT19937)["state"]
 

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from meshdist.runtime import buffer_pool as pages
-from meshdist.runtime.buffer_pool import new_like
+from meshdist.runtime import memory as pages
+from meshdist.runtime.memory import new_like
 
 MIB = 1 << 20
 HUGE_PAGE = 2 * MIB

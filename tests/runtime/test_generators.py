@@ -7,7 +7,7 @@ import gc
 import torch
 
 import meshdist as md
-from meshdist.runtime.seed_notes import SeedNotes, seed_notes, swap_seed_notes
+from meshdist.runtime.generators import SeedNotes, seed_notes, swap_seed_notes
 
 
 def test_a_note_lives_as_long_as_its_generator() -> None:
