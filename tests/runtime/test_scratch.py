@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshdist.runtime import memory as scratch
 from meshdist.runtime.memory import Scratch
-from meshdist.wires import scratch
 
 
 def test_a_block_is_used_again() -> None:
