@@ -460,7 +460,10 @@ def read_number(store: Store, key: str) -> int:
 
 
 def find_value(store: Store, key: str) -> bytes | None:
-    """Return the value of ``key``, None where it is not set; one request, unlike check and get."""
+    """Return the value of ``key``, None where it is not set; one request, unlike check and get.
+
+    Of a key that others wait for ask ``check``: torch's server wakes them, though it is not set.
+    """
     value = store.compare_set(key, _NO_VALUE.decode(), _NO_VALUE.decode())
     return None if value == _NO_VALUE else value
 

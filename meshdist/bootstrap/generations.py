@@ -206,7 +206,7 @@ class Attempt:
             if self.rank is not None:
                 break
         other = parse_value(f"card/{rank}", found, ProcessCard.from_json)
-        if find_value(keys, "state") is not None:
+        if keys.check(["state"]):
             return None
         if self.is_unique or is_alive(other) is False:
             # Left by a process that has ended: this generation can never be complete.

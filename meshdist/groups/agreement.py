@@ -329,7 +329,7 @@ class _Meeting:
             if (value := self._peek(key)) is None:
                 continue
             name, digest, has_threads = parse_value(key, value, _notice)
-            if name == self._name or self._peek(f"{name}/outcome") is not None:
+            if name == self._name or self._store.check([f"{name}/outcome"]):
                 continue
             definition, ranks = self._read_about(name, digest)
             keys = [f"{name}/{each}" for each in self._digests(name, digest)]

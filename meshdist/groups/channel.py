@@ -34,7 +34,6 @@ from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..verb_table import VERBS
 from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import (
@@ -212,7 +211,7 @@ class Channel:
         number = SUM_NUMBER if op is _SUM else None if op is None else op.value
         if not (sent or layouts) and self._enter(verb, tensor, op, number, root, title):
             if self.communicator.on_stream:
-                self._compare_before_data_move(verb, tensor)
+                self._compare_before_data_move(tensor)
             return
         sizes = (sent, taken) if sent else ()
         demanded = layouts if self.communicator.on_stream else ()
@@ -235,7 +234,7 @@ class Channel:
         if self.spans_hosts or self.communicator.on_stream:
             if self._comparison is not None:
                 self._comparison.enter(sequence, common)
-            self._compare_before_data_move(verb, tensor, sent, taken)
+            self._compare_before_data_move(tensor, sent, taken)
 
     @property
     def compares_layouts(self) -> bool:
@@ -408,7 +407,6 @@ class Channel:
 
     def _compare_before_data_move(
         self,
-        verb: str,
         tensor: torch.Tensor | list[torch.Tensor] | None,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
@@ -419,7 +417,7 @@ class Channel:
             if self.opened.sees_all_calls:
                 if compares_first:
                     self._wait_for_all()
-            elif compares_first or (self.spans_hosts and _is_packed(verb, tensor)):
+            elif compares_first:
                 note = self.recorder.find_note()
                 assert note is not None
                 self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
@@ -501,11 +499,6 @@ def _device_of(tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device
     """Where a call's tensors lie; None for a call without any."""
     first = tensor[0] if isinstance(tensor, list) else tensor
     return None if first is None else first.device
-
-
-def _is_packed(verb: str, tensor: object) -> bool:
-    """Whether a list travels as one tensor, which shows nothing of its parts."""
-    return isinstance(tensor, list) and not VERBS[verb].is_plain
 
 
 def _is_not_entered(*_: Any) -> bool:

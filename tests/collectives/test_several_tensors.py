@@ -266,10 +266,15 @@ ALIKE: dict[str, tuple[Any, Any]] = {  # what a wire is given looks the same
 }
 
 
-def differing(what: str) -> str:
+def differing(what: str, is_late: bool = False) -> str:
+    def call() -> None:
+        ALIKE[what][md.get_rank()]()
+        if is_late:
+            md.destroy_process_group()
+
     md.barrier()
     with pytest.raises(md.AgreementError) as caught:
-        ALIKE[what][md.get_rank()]()
+        call()
     return str(caught.value)
 
 
@@ -292,7 +297,30 @@ def test_calls_of_which_simulated_ranks_see_the_same_are_told_apart(what: str) -
 @pytest.mark.parametrize("wire", ["gloo", "hierarchical"])
 @pytest.mark.parametrize("what", ["lists", "dtypes", "sizes", "lengths"])
 def test_lists_are_compared_between_hosts(pool: Pool, what: str, wire: str) -> None:
-    check_differing(pool.run(differing, 2, what, backend=wire, hosts="AB"))
+    """Beside the call, as others are: it waits for no other member before it starts."""
+    check_differing(pool.run(differing, 2, what, True, backend=wire, hosts="AB"))
+
+
+def lists_in_turns() -> list[float]:
+    """Start calls of lists on two groups, each rank in its own order, before any is waited for."""
+    rank, groups, works = md.get_rank(), [md.new_group() for _ in range(2)], []
+    for group in groups if rank == 0 else reversed(groups):
+        xs = [torch.ones(1), torch.ones(2)]
+        lists = [[torch.empty_like(x) for x in xs] for _ in range(md.get_world_size())]
+        works.append(md.all_gather_coalesced(lists, xs, group, async_op=True))
+        for verb in (md.all_reduce_multigpu, md.broadcast_multigpu):
+            given = [torch.ones(3), torch.ones(3)]
+            more = {"src": 0} if verb is md.broadcast_multigpu else {}
+            works.append(verb(given, group=group, async_op=True, **more))
+    for work in works:
+        work.wait()
+    return [x[0].item() for each in lists for x in each]
+
+
+@pytest.mark.parametrize("wire", ["gloo", "hierarchical"])
+def test_lists_between_hosts_start_without_the_others(pool: Pool, wire: str) -> None:
+    for found in pool.run(lists_in_turns, 3, backend=wire, hosts="ABA"):
+        assert found == [1.0] * 6
 
 
 def refused() -> list[str]:

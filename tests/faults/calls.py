@@ -43,12 +43,14 @@ class Calls:
         rank: this rank.
         timeout: of the world, of groups and of meshes.
         start_world: makes the world.
+        forgive: whether the program goes on though the numbers of a step are wrong.
     """
 
     program: Program
     rank: int
     timeout: timedelta
     start_world: Callable[[], None]
+    forgive: Callable[[int, WrongNumbers], bool]
     handles: dict[int, Any] = field(default_factory=dict)
     pending: list[Pending] = field(default_factory=list)
 
@@ -60,7 +62,7 @@ class Calls:
         if step.is_async and work is not None:
             self.pending.append(Pending(number, number + step.patience, work, check))
             return False
-        check()
+        self._check(number, check)
         return True
 
     def finish(self, now: int) -> list[int]:
@@ -68,9 +70,16 @@ class Calls:
         due = [one for one in self.pending if one.due < now]
         for one in due:
             one.work.wait()
-            one.check()
+            self._check(one.number, one.check)
             self.pending.remove(one)
         return [one.number for one in due]
+
+    def _check(self, number: int, check: Check) -> None:
+        try:
+            check()
+        except WrongNumbers as error:
+            if not self.forgive(number, error):
+                raise
 
     def drop(self, group: int) -> None:
         """Forget a handle and every Work."""

@@ -8,6 +8,7 @@ random program, or as an *exit*, where a rank leaves right after a call.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshdist.verb_table import ROOTED_VERBS, VERBS
@@ -17,6 +18,7 @@ __all__ = [
     "ABRUPT",
     "EXIT",
     "FAULT",
+    "HOSTS",
     "KINDS",
     "MISCALLS",
     "SIGNALLED",
@@ -27,6 +29,10 @@ __all__ = [
 ]
 
 FAULT, EXIT = "fault", "exit"
+HOSTS = "hosts"
+"""Two hosts made of namespaces, over the wire that a program has there if it names none."""
+LAYOUTS = {2: ("AB",), 3: ("AAB", "ABB", "ABA"), 5: ("AAABB", "ABBAB", "AAAAB", "ABBBB")}
+"""On which of the two each rank lies; rank 0, which serves the store, on the first."""
 
 BEFORE, INSIDE, AFTER = "before", "inside", "after"
 EVERYWHERE = (BEFORE, INSIDE, INSIDE, AFTER)
@@ -137,6 +143,7 @@ class Case:
         late: a rank that comes late.
         is_exit: whether all others must end well, since the rank had done all its calls.
         timeout_s: of the world and its groups.
+        hosts: a letter for each rank, its host, where there are two.
     """
 
     name: str
@@ -149,16 +156,23 @@ class Case:
     late: Late | None = None
     is_exit: bool = False
     timeout_s: float = 2.0
+    hosts: str = ""
 
     @property
     def size(self) -> int:
         return self.program.size
 
+    def is_compared_late(self, members: Iterable[int]) -> bool:
+        """Whether calls of these ranks that do not fit may bring wrong numbers for a moment."""
+        have_parted = self.fault.kind in MISCALLS or self.fault.kind in SKIPPING
+        return have_parted and len({self.hosts[rank] for rank in members if self.hosts}) > 1
+
     def __str__(self) -> str:
         steps = (f"  {number:2} {step}" for number, step in enumerate(self.program.steps))
         return "\n".join(
             [
-                f"{self.name}: {self.size} ranks, {self.init_method}, timeout {self.timeout_s} s, "
+                f"{self.name}: {self.size} ranks{self.hosts and ' on '}{self.hosts}, "
+                f"{self.init_method}, timeout {self.timeout_s} s, "
                 f"at the end: {self.ending}; after an error: {self.after_error}",
                 f"  {self.fault}",
                 *([f"  {self.late}"] if self.late else []),
@@ -194,6 +208,7 @@ def draw_fault(name: str, wire: str) -> Case:
         "raise" if wire == "mpi" else draw.choice(("raise", "raise", "destroy")),
         Fault(kind, rank, step, moment, delay_s),
         draw_late(draw, program) if draw.random() < 0.15 else None,
+        hosts=draw.choice(LAYOUTS[size]) if wire == HOSTS else "",
     )
 
 
@@ -327,6 +342,7 @@ def draw_exit(name: str, wire: str, seed: int, number: int) -> Case:
         Fault(WAYS[way], leaver, last, AFTER),
         Late(follower, last, LATE[late] == "stopped", delay_s) if late else None,
         is_exit=True,
+        hosts=draw.choice(LAYOUTS[size]) if wire == HOSTS else "",
     )
 
 

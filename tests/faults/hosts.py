@@ -29,7 +29,9 @@ from tests.faults.cases import Case
 from tests.faults.outcomes import GRACE_S, Outcome
 from tests.faults.ranks import Rank
 from tests.load import load_factor
+from tests.namespaces import Hosts, end_with as end_with_parent
 from tests.pool import OF_LAUNCHERS, QUICK_NAMES
+from tests.two_hosts import places_on
 
 __all__ = ["Becoming", "run_case"]
 
@@ -67,7 +69,7 @@ def run_case(case: Case, parent: int, answer: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     folder = tempfile.mkdtemp(prefix="faults-")
     try:
-        outcome = Host(case, folder).run()
+        outcome = (OnTwoHosts if case.hosts else Host)(case, folder).run()
     finally:
         if not isinstance(sys.exc_info()[1], Becoming):
             shutil.rmtree(folder, ignore_errors=True)
@@ -97,9 +99,9 @@ class Host:
 
     def run(self) -> Outcome:
         self.outcome = Outcome(self.case.size, self.pids)
-        self.has_own_memory = own_shared_memory()
         self.files = os.path.join(self.folder, "tmp")
         os.mkdir(self.files)
+        self._settle()
         self.inlet, self.outlet = os.pipe()
         self.rest = b""
         self.listener: socket.socket | None = None
@@ -120,19 +122,31 @@ class Host:
 
     # -- starting ---------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Make what the ranks have to themselves."""
+        self.memories = ["/dev/shm"] if own_shared_memory() else []
+        self.folders = [self.files]
+        self.others: set[int] = set()  # children of this process that are no ranks
+
     def _fork_all(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        world = {"WORLD_SIZE": str(self.case.size), "LOCAL_WORLD_SIZE": str(self.case.size)}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        address = {
-            "tcp": f"tcp://127.0.0.1:{port}",
-            "file": f"file://{self.files}/meeting",
-        }.get(self.case.init_method, "")
-        for rank in range(self.case.size):
+        for rank, place in enumerate(self._places()):
             streams = [os.open(os.devnull, os.O_RDONLY), *map(self._output, (rank, rank))]
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._fork(rank, {**world, **own}, streams, address)
+            server = f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}"
+            address = {"tcp": f"tcp://{server}", "file": f"file://{self.files}/meeting"}
+            self._fork(rank, place, streams, address.get(self.case.init_method, ""))
+
+    def _places(self) -> list[dict[str, str]]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        places = places_on("A" * self.case.size, port)
+        return [{**place, "MASTER_ADDR": "127.0.0.1"} for place in places]
+
+    def _fork_process(self, rank: int) -> int:
+        me = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            end_with(me)
+        return pid
 
     def _output(self, name: int | str) -> int:
         return os.open(f"{self.folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -142,14 +156,12 @@ class Host:
         return {**kept, **QUICK_NAMES, "OMP_NUM_THREADS": "1", "TMPDIR": self.files, **more}
 
     def _fork(self, rank: int, more: dict[str, str], streams: list[int], address: str = "") -> None:
-        me = os.getpid()
-        pid = os.fork()
+        pid = self._fork_process(rank)
         if pid:
             self.pids[rank] = pid
             for descriptor in streams:
                 os.close(descriptor)
             return
-        end_with(me)
         os.setsid()
         os.environ.clear()
         os.environ.update(self._environment(more))
@@ -360,7 +372,7 @@ class Host:
 
     def _look_for_leftovers(self) -> None:
         end = time.monotonic() + CLEAN_S
-        while (left := children()) and time.monotonic() < end:
+        while (left := self._processes()) and time.monotonic() < end:
             self._reap()
             time.sleep(0.01)
         for pid in left:
@@ -369,19 +381,50 @@ class Host:
             self.outcome.left.append(f"process {command}")
             os.kill(pid, signal.SIGKILL)
         self._reap()
-        for top, folders, names in os.walk(self.files):
-            self.outcome.left += [os.path.relpath(f"{top}/{x}", self.files) for x in names]
-            self.outcome.left += [os.path.relpath(f"{top}/{x}", self.files) for x in folders]
-        if self.has_own_memory:
-            self.outcome.left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm")]
+        for files in self.folders:
+            for top, folders, names in os.walk(files):
+                self.outcome.left += [os.path.relpath(f"{top}/{x}", files) for x in names]
+                self.outcome.left += [os.path.relpath(f"{top}/{x}", files) for x in folders]
+        for memory in self.memories:
+            self.outcome.left += [f"/dev/shm/{name}" for name in os.listdir(memory)]
         for rank in [*range(self.case.size), "mpiexec"]:
             path = f"{self.folder}/{rank}"
             if os.path.exists(path):
                 with open(path, errors="replace") as file:
                     self.outcome.said[str(rank)] = file.read()[-8000:]
 
+    def _processes(self) -> list[int]:
+        """The processes that live still."""
+        return [pid for pid in children(os.getpid()) if pid not in self.others]
 
-def children() -> list[int]:
+
+class OnTwoHosts(Host):
+    """One case on two hosts made of namespaces, which are its own; what they share is a folder."""
+
+    def _settle(self) -> None:
+        self.hosts = Hosts.make(self.folder)
+        self.hosts.enter()
+        end_with_parent()  # once more, since new rights undo it
+        self.others = {self.hosts.pid}
+        roots = [f"/proc/{init}/root" for init in self.hosts.inits.values()]
+        self.memories = [f"{root}/dev/shm" for root in roots]
+        self.folders = [self.files, *(f"{root}{self.hosts.files}" for root in roots)]
+
+    def _places(self) -> list[dict[str, str]]:
+        return places_on(self.case.hosts)
+
+    def _fork_process(self, rank: int) -> int:
+        return self.hosts.fork(self.case.hosts[rank])
+
+    def _environment(self, more: dict[str, str]) -> dict[str, str]:
+        return {**super()._environment(more), "TMPDIR": self.hosts.files}
+
+    def _processes(self) -> list[int]:
+        orphans = [pid for init in self.hosts.inits.values() for pid in children(init)]
+        return super()._processes() + orphans
+
+
+def children(pid: int) -> list[int]:
     """The processes of which this one is the parent."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]

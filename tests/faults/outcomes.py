@@ -7,12 +7,15 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/verbs.md, docs/mpi.md)
 * the report names the rank that failed, or one that failed because of it and names it in turn;
 * a rank whose calls were all complete ends well, and so does every rank where nothing has failed;
 * a number that a call has brought is right, and no call of which all members wait for each other
-  ends before all have come;
+  ends before all have come; between hosts, where calls that differ are found beside them, numbers
+  may be wrong for a moment, which then ends in an error on every rank that has them;
 * a rank that ends well writes nothing, and no rank shows the frames of torch's C++: but for a world
   that meets at an address of rank 0's, where torch's client writes them before it raises, since
   the process that serves it was killed in the middle of an answer. That is counted, and breaks
   nothing;
 * no process, file or named memory outlives the ranks;
+* where calls of two hosts differ in size torch's Gloo may end a rank that is sent more than it
+  takes (docs/debugging.md); that is counted, and breaks nothing; the others name it;
 * under MPI a rank that fails ends the job: mpiexec may end the others before they raise, or as they
   do, and the job's own last words name the rank.
 """
@@ -20,6 +23,7 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/verbs.md, docs/mpi.md)
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,10 +32,11 @@ from tests.faults.cases import ABRUPT, Case
 from tests.faults.programs import ALL_WAIT
 from tests.pool import NO_NAME
 
-__all__ = ["GRACE_S", "TORCHS_CLIENT", "Finding", "Outcome", "judge", "named_ranks"]
+__all__ = ["GRACE_S", "TORCHS_CLIENT", "TORCHS_GLOO", "Finding", "Outcome", "judge", "named_ranks"]
 
 TORCHS_CLIENT = "noise of torch's client"
-"""The kind of what is found and breaks no promise."""
+TORCHS_GLOO = "end by torch's Gloo"
+"""The kinds of what is found and breaks no promise."""
 GRACE_S = 6.0
 """How long after its timeout a rank may take to ask the others, to raise, to wait for those that
 still ask, and to end; on a machine that is busy as many times longer as work takes longer there."""
@@ -148,7 +153,7 @@ def noises(case: Case, outcome: Outcome) -> Iterator[Finding]:
         is_well = is_rank and outcome.ends.get(int(name), (0.0, 1))[1] == 0
         if is_rank and int(name) == case.fault.rank and outcome.fault_at:
             continue
-        is_well = is_well and not outcome.find(int(name), "error")
+        is_well = is_well and not (is_rank and is_told(case, outcome, int(name)))
         has_frames = "frame #0: c10" in said
         if has_frames or (is_well and said.strip()):
             is_torchs = has_frames and "TCPStore" in said and has_lost_server(case, outcome)
@@ -156,12 +161,27 @@ def noises(case: Case, outcome: Outcome) -> Iterator[Finding]:
             yield Finding(kind, int(name) if is_rank else None, said[:600])
 
 
+def is_told(case: Case, outcome: Outcome, rank: int) -> bool:
+    """Whether a rank has seen an error; one of calls that differ may come as its program ends."""
+    if outcome.find(rank, "error"):
+        return True
+    is_late = case.is_compared_late(range(case.size))
+    return is_late and "AgreementError: " in outcome.said.get(str(rank), "")
+
+
+def is_ended_by_gloo(case: Case, outcome: Outcome, rank: int) -> bool:
+    """Whether torch's Gloo has ended a rank that was sent more than its call takes."""
+    is_late = case.is_compared_late(range(case.size))
+    is_ended = outcome.ends.get(rank, (0.0, 0))[1] == -signal.SIGABRT
+    return is_late and is_ended and "gloo::EnforceNotMet" in outcome.said.get(str(rank), "")
+
+
 def has_lost_server(case: Case, outcome: Outcome) -> bool:
     """Whether the process that serves a store of torch's was ended abruptly."""
     fault = case.fault
     is_abrupt = fault.kind in ABRUPT or "SIGKILL" in fault.kind or "os._exit" in fault.kind
-    is_server = case.init_method in ("env", "tcp") and fault.rank == 0
-    return bool(outcome.fault_at) and is_server and is_abrupt
+    is_lost = (fault.rank == 0 and is_abrupt) or is_ended_by_gloo(case, outcome, 0)
+    return bool(outcome.fault_at) and case.init_method in ("env", "tcp") and is_lost
 
 
 def error_text(outcome: Outcome, rank: int) -> str:
@@ -190,6 +210,9 @@ def judge_rank(case: Case, outcome: Outcome, rank: int) -> Iterator[Finding]:
     if error and error["is_wrong"]:
         yield Finding("wrong numbers", rank, error["text"])
         return
+    wrong = outcome.find(rank, "wrong")
+    if wrong and not is_told(case, outcome, rank):
+        yield Finding("wrong numbers", rank, f"in silence: {wrong['text']}")
     if end is None or rank in outcome.hung:
         return  # it was killed, or mpiexec has never started it
     at, code = end
@@ -198,6 +221,9 @@ def judge_rank(case: Case, outcome: Outcome, rank: int) -> Iterator[Finding]:
     if is_late and rank not in outcome.frozen:
         text = f"ended {at - begin:.1f} s after the fault: {error_text(outcome, rank)}"
         yield Finding("late", rank, text)
+    if is_ended_by_gloo(case, outcome, rank):
+        yield Finding(TORCHS_GLOO, rank, outcome.said[str(rank)][:600])
+        return
     if is_struck:
         yield from judge_struck(case, outcome, rank, code)
         return
@@ -250,6 +276,8 @@ def is_named(case: Case, outcome: Outcome, rank: int) -> bool:
         found = named_ranks(text)
         if case.fault.rank in found or f"process {outcome.pids.get(case.fault.rank)} " in text:
             return True
+        if any(is_ended_by_gloo(case, outcome, other) for other in found):
+            return True
         names += found - seen
     return False
 
@@ -278,13 +306,17 @@ def at_step(outcome: Outcome, rank: int, what: str, number: int) -> float | None
 def left_behind(case: Case, outcome: Outcome) -> list[str]:
     """What was left behind, but for the record of a meeting that no rank could remove.
 
-    The rank that was struck was the last to end, or lived when the others left the meeting.
+    The rank that was struck was the last to end, or lived when the others left the meeting; or it
+    was lost on another host.
     """
     last = max(outcome.ends, key=lambda rank: outcome.ends[rank][0], default=None)
     others = [rank for rank in range(case.size) if rank != case.fault.rank]
     left = [note["at"] for rank in others if (note := outcome.find(rank, "end"))]
     have_left_before = max(left, default=0.0) < outcome.fault_at + LEAVING_S
     is_last = last == case.fault.rank or have_left_before
-    is_excused = case.init_method == "file" and outcome.fault_at and is_last
-    is_excused = is_excused and (case.fault.kind in ABRUPT or "os._exit" in case.fault.kind)
+    is_abrupt = case.fault.kind in ABRUPT or "os._exit" in case.fault.kind
+    if case.hosts:  # no rank sees whether a process on another host lives
+        is_last = True
+        is_abrupt |= any(is_ended_by_gloo(case, outcome, rank) for rank in range(case.size))
+    is_excused = case.init_method == "file" and outcome.fault_at and is_last and is_abrupt
     return [one for one in outcome.left if not (is_excused and one.startswith("meeting"))]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from meshdist.runtime.hosts import find_version
 from tests.faults.cases import EXIT, FAULT, Case
-from tests.faults.outcomes import TORCHS_CLIENT, Finding, Outcome
+from tests.faults.outcomes import TORCHS_CLIENT, TORCHS_GLOO, Finding, Outcome
 
 __all__ = ["Result", "Tally"]
 
@@ -27,6 +27,7 @@ PROMISES = (
     "left behind",
     "noise",
     TORCHS_CLIENT,
+    TORCHS_GLOO,
     "harness",
 )
 """The kinds of findings, in the order of the report's columns."""
@@ -66,7 +67,7 @@ class Tally:
             self.cases[key] += 1
         for kind in {finding.kind for finding in result.findings}:
             self.found[(*key, kind)] += 1
-        if any(finding.kind != TORCHS_CLIENT for finding in result.findings):
+        if {finding.kind for finding in result.findings} - {TORCHS_CLIENT, TORCHS_GLOO}:
             self.broken.append(result)
 
     def count(self, drawn_as: str) -> int:

@@ -22,12 +22,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.cases import EXIT, FAULT, Case, case_of
+from tests.faults.cases import EXIT, FAULT, HOSTS, Case, case_of
 from tests.faults.hosts import Becoming, run_case
 from tests.faults.outcomes import Finding, Outcome, judge
 from tests.faults.reports import Result, Tally
 
-WIRES = ("shm", "gloo", "mpi")
+WIRES = ("shm", "gloo", "mpi", HOSTS)
 
 
 @dataclass

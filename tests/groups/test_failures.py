@@ -116,6 +116,38 @@ def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(pool: Po
         assert "DeviceMesh(2), for ranks 0-1" in text
 
 
+BY_WAY_OF_A_THIRD = """
+from datetime import timedelta
+import torch, meshdist as md
+md.init_process_group("gloo")
+x, rank, limit = torch.ones(1), md.get_rank(), timedelta(seconds=3)
+md.barrier()
+if rank == 0:
+    md.recv(x, 1)
+    md.recv(x, 2)
+else:
+    try:
+        if rank == 1:
+            md.init_device_mesh("cpu", (3,), timeout=limit)
+        else:
+            md.new_group([0, 2], timeout=limit)
+    except md.MeshdistError as error:
+        print(type(error).__name__, error)
+    md.send(x, 0)
+"""
+
+
+def test_a_wait_for_others_goes_on_though_a_third_looks_how_it_does(pool: Pool) -> None:
+    """Rank 1 looks how the group does for which rank 2 waits.
+
+    Torch's server wakes those that wait for a key when another compares it, set or not.
+    """
+    for rank, ended in enumerate(pool.start(BY_WAY_OF_A_THIRD, places(3))[1:], 1):
+        awaited = "ranks 0, 2 did" if rank == 1 else "rank 0 did"
+        start = f"CollectiveTimeoutError {awaited} not come within 3 s to make a"
+        assert ended.stdout.startswith(start), ended.stdout + ended.stderr
+
+
 def test_two_threads_of_one_rank_open_different_groups_at_once(pool: Pool) -> None:
     def program() -> dict[str, float]:
         found = {}
