@@ -51,6 +51,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "server_watch",
             "stores",
             "bounded_store",
+            "head_counts",
             "generations",
             "world",
             "file_records",
@@ -112,7 +113,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "groups": (
             "signals",
-            "head_counts",
             "agreement",
             "matching",
             "announcement_table",

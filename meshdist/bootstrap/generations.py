@@ -9,13 +9,9 @@ the timeout, two processes claim one rank, ranks disagree about the size) is clo
 every rank in it raises the same error. What comes later begins the next generation, so that a world
 can be made again and again at one address, and nothing of an earlier one is taken for its own.
 
-Ranks are counted by blocks of 60, each by its bit in the number of its block, which so tells who is
-missing: when ranks 0 and 2 of 3 have joined, ``joined/0`` holds 0b101. Whoever completes a block
-counts it under ``joined``; whoever completes the last block sets ``full``.
-
-Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined``, ``joined/BLOCK``,
-``full``, ``confirmed``, ``confirmed/BLOCK``, ``gave up``, ``state``; the world's own keys lie below
-``world``. However many ranks there are, each makes as many requests.
+Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined/...`` and
+``confirmed/...``, which count heads; ``full``, ``gave up``, ``state``; the world's own keys lie
+below ``world``. However many ranks there are, each makes as many requests.
 """
 
 from __future__ import annotations
@@ -25,6 +21,7 @@ import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from ..error_text import fields_among, first_line, ranks_text
@@ -41,6 +38,7 @@ from .bounded_store import (
     read_number,
     within,
 )
+from .head_counts import head_count_of
 from .stores import PrefixStore, Store
 
 __all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
@@ -50,7 +48,6 @@ SERVER = "rank {}, which serves the store,"
 
 _TELLING_S = 5.0
 """How long the first rank that gives up may take to say so for all."""
-_BLOCK = 60  # bits that any store can add
 _MOST_TRIES = 8  # generations that end while this process comes
 
 
@@ -126,6 +123,7 @@ class Attempt:
         self._deadline = Deadline(self.timeout)
         self._card = my_card()
         self._terms = ""
+        self._heads = head_count_of(tuple(range(self.size)), (0,) * self.size)
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Joined:
@@ -175,12 +173,12 @@ class Attempt:
             return None
         try:
             outcome = None
-            is_last = self._count(keys, "joined", mine)
+            _, is_last = self._heads.count(keys.add, "joined", mine)
             if is_last:
                 keys.set("full", "1")
             if not is_last and not self._wait_for(keys, "full"):
                 outcome = self._give_up(keys, self._missing)
-            elif self._count(keys, "confirmed", mine):
+            elif self._heads.count(keys.add, "confirmed", mine)[1]:
                 outcome = self._layout(keys)
             elif not self._wait_for(keys, "state"):
                 outcome = self._give_up(keys, self._silent)
@@ -222,18 +220,6 @@ class Attempt:
         )
         self._fail(keys, generation, failure, self.size)
         return None
-
-    def _count(self, keys: Store, counter: str, rank: int) -> bool:
-        """Count this rank; whether it was the last."""
-        block, place = divmod(rank, _BLOCK)
-        whole = (1 << min(_BLOCK, self.size - block * _BLOCK)) - 1
-        if keys.add(f"{counter}/{block}", 1 << place) != whole:
-            return False
-        return keys.add(counter, 1) == self._num_blocks
-
-    @property
-    def _num_blocks(self) -> int:
-        return -(-self.size // _BLOCK)
 
     def _wait_for(self, keys: Store, key: str) -> bool:
         """Wait until the key is there; return whether it came in time."""
@@ -325,7 +311,8 @@ class Attempt:
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:
-        present, absent = self._with_and_without(keys, "joined")
+        absent = self._absent(keys, "joined")
+        present = sorted(set(range(self.size)).difference(absent))
         if not absent:
             found = {rank: self._card_of(keys, rank) for rank in present}
             if ended := [rank for rank, card in found.items() if card and is_alive(card) is False]:
@@ -352,7 +339,7 @@ class Attempt:
         )
 
     def _silent(self, keys: Store, absent: list[int] | None = None) -> dict[str, Any]:
-        absent = absent or self._with_and_without(keys, "confirmed")[1]
+        absent = absent or self._absent(keys, "confirmed")
         ranks = ranks_text(absent)
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
         return _failure(
@@ -363,15 +350,8 @@ class Attempt:
             fix=f"look at the output of {ranks}, and start the job again at a new address",
         )
 
-    def _with_and_without(self, keys: Store, counter: str) -> tuple[list[int], list[int]]:
-        """The ranks that were counted, and the others."""
-        blocks = range(self._num_blocks)
-        masks = [read_number(keys, f"{counter}/{block}") for block in blocks]
-        ranks = range(self.size)
-        has_come = [masks[rank // _BLOCK] >> rank % _BLOCK & 1 for rank in ranks]
-        return [rank for rank in ranks if has_come[rank]], [
-            rank for rank in ranks if not has_come[rank]
-        ]
+    def _absent(self, keys: Store, counter: str) -> list[int]:
+        return self._heads.find_absent(partial(read_number, keys), [counter])
 
     def _disagreement(self, agreed: int) -> dict[str, Any]:
         process = "a process" if self.rank is None else f"rank {self.rank}"

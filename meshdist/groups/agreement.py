@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_number, within
+from ..bootstrap.head_counts import HeadCount, head_count_of
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError
@@ -28,7 +29,6 @@ from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.simulated.store import SimulatedStore
-from .head_counts import Block, blocks_of
 from .signals import Endings, ask, last_call_text
 
 __all__ = ["Agreement", "Agreements", "digest_of_ranks", "lack_error"]
@@ -81,15 +81,13 @@ class Agreements:
 
     Args:
         world: whose they are.
-        find_joined: which of some ranks have no data left in the join context that this rank is
-            in, so that they come to no agreement before it ends.
+        find_shadowing: the ``Shadowing`` of the join context that this rank is in, which tells of
+            ranks that have no data left, so that they come to no agreement before it ends.
     """
 
-    def __init__(
-        self, world: World, find_joined: Callable[[Collection[int]], list[int]] = lambda _: []
-    ) -> None:
+    def __init__(self, world: World, find_shadowing: Callable[[], Any] = lambda: None) -> None:
         self._world = world
-        self._find_joined = find_joined
+        self._find_shadowing = find_shadowing
 
     def agree(
         self,
@@ -128,7 +126,7 @@ class Agreements:
             slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(group)}')}"
             for slot, (label, group) in offered.items()
         }
-        meeting = _Meeting(world, self._find_joined, name, kind, definition, members, timeout)
+        meeting = _Meeting(world, self._find_shadowing(), name, kind, definition, members, timeout)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
@@ -152,14 +150,14 @@ class Agreements:
 class _Meeting:
     """One agreement in the making.
 
-    The keys below its ``name``: ``DIGEST/BLOCK`` counts members by definition, ``came`` all of
+    The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
     them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
     """
 
     def __init__(
         self,
         world: World,
-        find_joined: Callable[[Collection[int]], list[int]],
+        shadowing: Any,
         name: str,
         kind: str,
         definition: Mapping[str, Any],
@@ -169,7 +167,7 @@ class _Meeting:
         self._world = world
         self._store = world.store
         self._rank = world.rank
-        self._find_joined = find_joined
+        self._shadowing = shadowing
         self._endings = Endings(world)
         self._name = name
         self._kind = kind
@@ -179,8 +177,8 @@ class _Meeting:
         self._text = str(definition["text"])
         self._about = json.dumps([definition, to_runs(members)])
         self._digest = _digest(self._about)
-        self._blocks = blocks_of(members, world.hosts)
-        self._block = next(block for block in self._blocks if self._rank in block.ranks)
+        self._all = head_count_of(members, world.hosts)
+        self._block = next(block for block in self._all.blocks() if self._rank in block.ranks)
         self._counted: list[tuple[str, int]] = []
         self._is_last = False
         self._periods_s = (0.0, 0.0)
@@ -198,7 +196,9 @@ class _Meeting:
             store.set(f"{name}/lack", "")
         for key in offers:
             self._count(key, 1)
-        place = self._count(f"{below}/{self._block.name}", self._block.bit(self._rank)).bit_count()
+        # What is taken back would leave a wrong bit in the number of another that has come.
+        counted = self._all if self._shadowing is None else self._block
+        place, _ = counted.count(self._count, below, self._rank)
         if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
             store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
@@ -234,9 +234,8 @@ class _Meeting:
         digests = self._digests(name, self._digest)
         for digest in digests if len(digests) > 1 else ():
             definition, _ = self._read_about(name, digest)
-            for block in self._blocks:
-                absent = block.find_absent(self._read, [f"{name}/{digest}"])
-                found |= dict.fromkeys(set(block.ranks).difference(absent), definition)
+            absent = self._all.find_absent(self._read, [f"{name}/{digest}"])
+            found |= dict.fromkeys(set(self._members).difference(absent), definition)
         if len({json.dumps(definition) for definition in found.values()}) > 1:
             self._decide("differ", found=_grouped(self._members, [found[r] for r in self._members]))
             return
@@ -282,26 +281,26 @@ class _Meeting:
             self._notice_due = None
             notice = [self._name, self._digest, _has_other_threads()]
             self._store.set(_notice_key(self._rank), json.dumps(notice))
-        for which, blocks in enumerate(((self._block,), self._blocks)):
-            if self._next_looks[which].is_over and (which == 1 or len(self._blocks) > 1):
+        for which, counted in enumerate((self._block, self._all)):
+            if self._next_looks[which].is_over and (which == 1 or counted is not self._all):
                 begin = time.monotonic()
-                missing = self._find_missing(blocks)
-                self._end_if_lost(missing, blocks)
+                missing = self._find_missing(counted)
+                self._end_if_lost(missing, counted)
                 if which == 1:
                     self._end_if_crossing(missing)
                 rest_s = _REST_PER_LOOK * (time.monotonic() - begin)
                 self._next_looks[which] = Grace(max(self._periods_s[which], rest_s))
 
-    def _find_missing(self, blocks: Iterable[Block]) -> list[int]:
-        """The members in ``blocks`` that have not come."""
+    def _find_missing(self, counted: HeadCount, among: Collection[int] | None = None) -> list[int]:
+        """The members in ``counted`` that have not come."""
         keys = [f"{self._name}/{digest}" for digest in self._digests(self._name, self._digest)]
-        return [rank for block in blocks for rank in block.find_absent(self._read, keys)]
+        return counted.find_absent(self._read, keys, among)
 
-    def _end_if_lost(self, missing: list[int], blocks: Iterable[Block]) -> None:
+    def _end_if_lost(self, missing: list[int], counted: HeadCount) -> None:
         """Write the outcome where some of the ``missing`` have ended, before they came."""
         ended = self._endings.find_all(missing)
         # In this order: one may come and end meanwhile.
-        if ended and (lost := [rank for rank in self._find_missing(blocks) if rank in ended]):
+        if ended and (lost := self._find_missing(counted, ended)):
             found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
             self._decide("ended", missing=lost, found=found)
 
@@ -333,16 +332,14 @@ class _Meeting:
                 continue
             definition, ranks = self._read_about(name, digest)
             keys = [f"{name}/{each}" for each in self._digests(name, digest)]
-            for block in blocks_of(ranks, self._world.hosts):
-                awaited = arrived.intersection(block.ranks)
-                if awaited and awaited.intersection(block.find_absent(self._read, keys)):
-                    text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
-                    return name, text, has_threads or _has_other_threads()
+            if head_count_of(ranks, self._world.hosts).find_absent(self._read, keys, arrived):
+                text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
+                return name, text, has_threads or _has_other_threads()
         return None
 
     def _give_up(self) -> None:
         """Write as the outcome which members are missing, and what they do instead."""
-        missing = self._find_missing(self._blocks)
+        missing = self._find_missing(self._all)
         if not missing:
             self._conclude()
             return
@@ -356,9 +353,9 @@ class _Meeting:
 
     def _find_joined_before(self) -> list[int]:
         """The members that have no data left and had not come before."""
-        joined = self._find_joined(self._members)  # first: one may come and then join meanwhile
-        blocks = [block for block in self._blocks if not set(block.ranks).isdisjoint(joined)]
-        return [rank for rank in self._find_missing(blocks) if rank in joined] if blocks else []
+        # These first: one may come and then join meanwhile.
+        joined = self._shadowing.find_joined(self._members) if self._shadowing else ()
+        return self._find_missing(self._all, joined) if joined else []
 
     def _refuse_joined(self) -> None:
         """Raise where members do not come since they have no data left."""
@@ -457,6 +454,8 @@ class _Meeting:
             definition, runs = value
             size = self._world.size
             ranks = tuple(rank for rank in from_runs(runs, size) if 0 <= rank < size)
+            if not ranks:
+                raise ValueError("no ranks")
             return {**definition, "text": str(definition["text"])}, ranks
 
         key = f"{name}/{digest}/about"

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
+from ..bootstrap.head_counts import head_count_of
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.program_stacks import find_place, stack_text
@@ -34,7 +35,6 @@ from ..wires.failures import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
 from .agreement import Agreement, Agreements
 from .announcement_table import AnnouncementTable
-from .head_counts import blocks_of
 from .header_tables import HeaderTables
 from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
 from .matching import Matching
@@ -119,9 +119,7 @@ class Registry:
         """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
-        self._agreements = Agreements(
-            world, lambda ranks: self.shadowing.find_joined(ranks) if self.shadowing else []
-        )
+        self._agreements = Agreements(world, lambda: self.shadowing)
         self._comparisons = HostComparisons(world, self._wake)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
@@ -202,8 +200,8 @@ class Registry:
             patience = self._patience_of_server()
             self._count(key, tuple(sorted(members)), patience or timedelta(0))
             if patience is not None:
-                blocks = blocks_of(tuple(sorted(members)), world.hosts)
-                for old in (key, _all_key(key), *(f"{key}/{block.name}" for block in blocks)):
+                names = head_count_of(tuple(sorted(members)), world.hosts).names()
+                for old in (_all_key(key), *(f"{key}/{name}" for name in names)):
                     world.store.delete_key(old)
 
     def acquire(
@@ -439,15 +437,15 @@ class Registry:
         Where a member of this host is seen to have ended, none waits any more.
         """
         store, all_key, rank = self.world.store, _all_key(key), self.world.rank
-        blocks = blocks_of(members, self.world.hosts)
-        mine = next(block for block in blocks if rank in block.ranks)
-        count = int(store.add(f"{key}/{mine.name}", mine.bit(rank)))
-        if count == mine.whole and (len(blocks) == 1 or store.add(key, 1) == len(blocks)):
+        counts = head_count_of(members, self.world.hosts)
+        num_come, is_last = counts.count(store.add, key, rank)
+        if is_last:
             store.set(all_key, "")
             return True
         if not patience:
             return False
-        period_s = _SLICE_S * 2 ** (count.bit_count() - 1)  # the first looks most often
+        period_s = _SLICE_S * 2 ** (num_come - 1)  # the first looks most often
+        mine = next(block for block in counts.blocks() if rank in block.ranks)
         due = Grace(period_s)
 
         def look() -> None:

@@ -121,7 +121,7 @@ def test_after_a_failure_the_next_generation_begins() -> None:
 def test_one_rank_claimed_twice() -> None:
     def latecomer(store: md.Store) -> Joined:
         keys = md.PrefixStore("meshdist/0", store)
-        while keys.add("joined/0", 0) != 0b11:  # when the others wait for it
+        while keys.add("joined/0.0", 0) != 0b11:  # when the others wait for it
             time.sleep(0.01)
         return as_rank(1, 3)(store)
 
@@ -172,7 +172,7 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
     md.PrefixStore("meshdist", store).compare_set("open", "", "[0, 2]")
     keys = md.PrefixStore("meshdist/0", store)
     keys.set(f"card/{rank}", json.dumps({**card.to_json(), "local_rank": None}))
-    keys.add("joined/0", 1 << rank)
+    keys.add("joined/0.0", 1 << rank)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def leave_claim(store: md.Store, rank: int, **changes: Any) -> None:
 )
 def test_a_rank_that_comes_when_others_give_up(changes: dict[str, Any], told: str) -> None:
     def come_late(store: md.Store) -> None:
-        while not md.PrefixStore("meshdist/0", store).check(["joined/0"]):
+        while not md.PrefixStore("meshdist/0", store).check(["joined/0.0"]):
             time.sleep(0.01)
         leave_claim(store, 1, **changes)  # and does not say that all are there
 

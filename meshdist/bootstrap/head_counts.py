@@ -1,0 +1,107 @@
+"""Members counted in the store: each sets its bit in the number of its block.
+
+A block is at most 60 members of one host. The member that completes a block sets the block's bit in
+a number for 60 blocks, and so on up to one number for all. So a member counts itself by one request
+as a rule, and a few numbers tell who is missing: numbers below a bit that is set need no reading.
+
+Example: members 0, 1, 2 on host 0 and 3, 4 on host 1 are the blocks "0.0" and "1.0". When 0, 2, 3
+and 4 have come, these hold 0b101 and 0b11, and "1:0", for both, 0b10: member 1 is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+__all__ = ["HeadCount", "head_count_of"]
+
+_MOST = 60  # bits that any store can add
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """Some members; ``name`` is that of their number below a key.
+
+    Args:
+        ranks: who is counted.
+        parts: a bit of the number each, once whole; none in a block, where members have the bits.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    parts: tuple[HeadCount, ...] = ()
+
+    def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
+        """Count ``rank`` under ``key``; the members of its block that came; whether all have.
+
+        ``add`` adds to a number in the store.
+        """
+        place, num_come = 0, 0
+        if self.parts:
+            place = next(at for at, part in enumerate(self.parts) if rank in part.ranks)
+            num_come, is_whole = self.parts[place].count(add, key, rank)
+            if not is_whole:
+                return num_come, False
+        else:
+            place = self.ranks.index(rank)
+        number = add(f"{key}/{self.name}", 1 << place)
+        return num_come or number.bit_count(), number == (1 << len(self.parts or self.ranks)) - 1
+
+    def find_absent(
+        self,
+        read: Callable[[str], int],
+        keys: Iterable[str],
+        among: Collection[int] | None = None,
+    ) -> list[int]:
+        """Those that have come under none of ``keys``; ``read`` reads a number in the store.
+
+        Where ``among`` is given, only those in it.
+        """
+        asked = self.ranks if among is None else set(among).intersection(self.ranks)
+        if not asked:
+            return []
+        come = 0
+        for key in keys:
+            come |= read(f"{key}/{self.name}")
+        if not self.parts:
+            return [r for at, r in enumerate(self.ranks) if r in asked and not come >> at & 1]
+        rest = [part for at, part in enumerate(self.parts) if not come >> at & 1]
+        return sorted(rank for part in rest for rank in part.find_absent(read, keys, among))
+
+    def blocks(self) -> Iterator[HeadCount]:
+        """The blocks, with a bit for each member."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.blocks()
+
+    def names(self) -> Iterator[str]:
+        """The names of all numbers."""
+        yield self.name
+        for part in self.parts:
+            yield from part.names()
+
+
+@lru_cache(16)
+def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount:
+    """How ``members`` are counted; ``hosts`` is each rank's. Kept, since programs repeat groups."""
+    by_host: dict[int, list[int]] = {}
+    for rank in members:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    counts = [
+        HeadCount(f"{host}.{start // _MOST}", tuple(ranks[start : start + _MOST]))
+        for host, ranks in by_host.items()
+        for start in range(0, len(ranks), _MOST)
+    ]
+    level = 0
+    while len(counts) > 1:
+        level += 1
+        by_most = [counts[start : start + _MOST] for start in range(0, len(counts), _MOST)]
+        counts = [
+            HeadCount(
+                f"{level}:{at}", tuple(rank for part in parts for rank in part.ranks), tuple(parts)
+            )
+            for at, parts in enumerate(by_most)
+        ]
+    return counts[0]
