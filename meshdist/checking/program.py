@@ -1,4 +1,4 @@
-"""The program's line that called a verb, its traceback, and that no verb runs inside a verb.
+"""The program's line that called a verb, its traceback, its place now, and no verb inside a verb.
 
 An error of ours leaves the package with one frame of ours in its traceback. What lies below it
 tells a program nothing that the error's text does not, and stands between the error and the line
@@ -19,7 +19,9 @@ import contextlib
 import os
 import queue
 import sys
+import sysconfig
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ __all__ = [
     "check_unnested",
     "end_here",
     "enter_program",
+    "find_place",
     "is_between",
     "is_nested",
     "is_of_handler",
@@ -54,6 +57,7 @@ __all__ = [
     "set_aside",
     "show_site",
     "stack_above",
+    "stack_text",
     "under_way",
     "warn_caller",
 ]
@@ -263,3 +267,33 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+
+
+_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARIES = ("<frozen ", *{sysconfig.get_path(kind) + os.sep for kind in _KINDS})
+
+
+def stack_text(thread_id: int) -> str:
+    """The stack of a thread as a traceback shows it, the innermost frame last."""
+    pairs = [(frame, frame.f_lineno) for frame in _own_frames(thread_id)]
+    return "".join(traceback.StackSummary.extract(iter(pairs)).format())
+
+
+def find_place(thread_id: int, call: str) -> str:
+    """Where a thread is, as in ``train.py:8 in step``; "" if ``call``, its last, tells that."""
+    own = _own_frames(thread_id)
+    if not own:
+        return ""
+    nearest = (own[-1], program_frame(sys._current_frames().get(thread_id, own[-1])))
+    places = [place_text(frame.f_code, frame.f_lasti) for frame in nearest]
+    return "" if any(place in call for place in places) else places[0]
+
+
+def _own_frames(thread_id: int) -> list[FrameType]:
+    """A thread's frames that are the program's own, all but ours and torch's where it has none."""
+    innermost = sys._current_frames().get(thread_id)
+    if innermost is None:
+        return []
+    frames = [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
+    frames = [frame for frame in frames if not is_between[frame.f_code.co_filename]]
+    return [one for one in frames if not one.f_code.co_filename.startswith(_LIBRARIES)] or frames

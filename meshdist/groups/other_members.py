@@ -12,14 +12,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed
 
-from ..bootstrap.bounded_store import read_json
+from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
@@ -33,6 +33,9 @@ from .signals import Endings, ask, last_call_text
 
 __all__ = ["VARIABLE", "LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
 
+T = TypeVar("T")
+
+_BY_THE_FIRST_S = 4.0  # it asks for two seconds at most
 _LIFE_SIGN_S = 1.0
 _LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
@@ -50,7 +53,7 @@ class MembersOfWorld(OtherMembers):
         self._world = world
         self._group = group
         self._opened = opened
-        self._others = tuple(rank for rank in group.ranks if rank != world.rank)
+        self.others = tuple(rank for rank in group.ranks if rank != world.rank)
         self._failure_key = f"{opened.label}/failure"
 
     @property
@@ -81,14 +84,24 @@ class MembersOfWorld(OtherMembers):
     def report(self, call: Call, but: int | None = None) -> str:
         if self._world.is_simulated:
             return ""
-        endings, label, lines = get_registry(self._world).endings, self._opened.label, []
-        others = [rank for rank in self._others if but is None or rank != self._group.ranks[but]]
+        but_me = f"rank {self._world.rank}: "
         try:
-            silent = _silence(endings, others, label)
-            answers = ask(self._world, tuple(rank for rank in others if rank not in silent))
+            if call.message is None and but is None:  # many may give up together
+                find = partial(self.find_lines, call, self._group.ranks)
+                lines, _ = self._by_the_first(f"late/{call.sequence}", find, lambda it: list(it))
+            else:
+                missing = None if but is None else self._group.ranks[but]
+                lines = self.find_lines(call, [rank for rank in self.others if rank != missing])
         except StoreError as lost:
             return f"{STORE_LOST}: {lost.summary}"
-        for rank in others:
+        return "\n".join(line for line in map(str, lines) if not line.startswith(but_me))
+
+    def find_lines(self, call: Call, ranks: Sequence[int]) -> list[str]:
+        """How far each of ``ranks`` has come."""
+        endings, label, lines = get_registry(self._world).endings, self._opened.label, []
+        silent = _silence(endings, ranks, label)
+        answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent))
+        for rank in ranks:
             answer = answers.get(rank)
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
@@ -98,7 +111,21 @@ class MembersOfWorld(OtherMembers):
                     has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
                     line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
             lines.append(f"rank {rank}: {line}")
-        return "\n".join(lines)
+        return lines
+
+    def _by_the_first(
+        self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
+    ) -> tuple[T, bool]:
+        """What the first member finds that comes here, and whether it was this one.
+
+        The others read it: n members that ask all others would get n * n answers.
+        """
+        store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
+        is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
+        if is_first or not await_key(store, key, Grace(_BY_THE_FIRST_S)):
+            text = json.dumps(find())
+            is_first = store.compare_set(key, "", text) == text.encode()
+        return read_json(store, key, parse), is_first
 
     def ending(self, member: int) -> str:
         try:
@@ -109,7 +136,7 @@ class MembersOfWorld(OtherMembers):
 
     def silent(self) -> str:
         is_told = partial(self._world.store.check, [self._failure_key])
-        return silent_ranks(self._world, self._others, is_told, self._opened.label)
+        return silent_ranks(self._world, self.others, is_told, self._opened.label)
 
     def find_first_failure(self, call: Call, text: str) -> str:
         if self._world.is_simulated:
@@ -131,7 +158,7 @@ class MembersOfWorld(OtherMembers):
         self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
     ) -> dict[str, str]:
         registry, label = get_registry(self._world), self._opened.label
-        rank, asked = self._world.rank, self._others
+        rank, asked = self._world.rank, self.others
         if "asked" in about:
             asked = tuple(self._group.ranks[member] for member in about["asked"])
         where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
@@ -143,7 +170,8 @@ class MembersOfWorld(OtherMembers):
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
         disagreement = {**disagreement, "where": where, "fix": fix}
         calls = {rank: FORGOTTEN if mine is None else mine.text}
-        try:
+
+        def find() -> dict[str, str]:
             answers = ask(self._world, asked, {"label": label, **about})
             for other in asked:
                 answer = answers.get(other)
@@ -153,11 +181,10 @@ class MembersOfWorld(OtherMembers):
             found = "\n".join(
                 filter(None, (disagreement["found"], grouped_text(sorted(calls.items()))))
             )
-            disagreement = {**disagreement, "found": found}
-            text = json.dumps(disagreement)
-            store, key = self._world.store, f"{label}/disagreement"
-            is_first = store.compare_set(key, "", text) == text.encode()
-            disagreement = read_json(store, key, parse_disagreement)
+            return {**disagreement, "found": found}
+
+        try:
+            disagreement, is_first = self._by_the_first("disagreement", find, parse_disagreement)
             reason = f"{disagreement['summary']}: {disagreement['found']}"
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
@@ -256,20 +283,19 @@ class LateMembers:
                 told.start()
 
     def _tell(self, opened: OpenCommunicator, call: Call) -> None:
-        members = MembersOfWorld(self._world, call.group, opened)
-        lines = [line for line in members.report(call).splitlines() if ": arrived; " not in line]
-        if call.message is not None and call.message[1] is not None:
-            peer = f"rank {call.group.ranks[call.message[1]]}: "
-            lines = [line for line in lines if line.startswith(peer)]
-        if not lines or _moment(opened) != self._moment:
-            return
-        store, mine = self._world.store, str(self._world.rank)
+        members, store = MembersOfWorld(self._world, call.group, opened), self._world.store
+        mine, key = str(self._world.rank), f"{opened.label}/waits/{call.sequence}"
         with suppress(StoreError):
-            key = f"{opened.label}/waits/{call.sequence}"
             if call.message is None and store.compare_set(key, "", mine) != mine.encode():
                 return
-            text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
-            _log.warning("%s", "\n  ".join([f"meshdist: {text}", *lines]))
+            found = members.find_lines(call, members.others)
+            lines = [line for line in found if ": arrived; " not in line]
+            if call.message is not None and call.message[1] is not None:
+                peer = f"rank {call.group.ranks[call.message[1]]}: "
+                lines = [line for line in lines if line.startswith(peer)]
+            if lines and _moment(opened) == self._moment:
+                text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
+                _log.warning("%s", "\n  ".join([f"meshdist: {text}", *lines]))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ..bootstrap.bounded_store import await_key, find_value, read_json, read_num
 from ..bootstrap.head_counts import head_count_of
 from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
-from ..checking.program_stacks import find_place, stack_text
+from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer

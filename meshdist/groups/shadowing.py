@@ -59,11 +59,10 @@ from ..wires.work import Work
 from .announcements import Announcement, Round
 from .channel import Channel
 from .join_places import Place, Places
-from .join_refusals import find_call, has_source, message_refusal
 from .process_group import ProcessGroup, world_group
 from .registry import get_registry
 from .waits import Waits
-from .whereabouts import Whereabouts
+from .whereabouts import Whereabouts, find_call, has_source, message_refusal
 
 __all__ = ["Shadowing", "find_shadowing"]
 

@@ -11,7 +11,7 @@ import torch
 from meshdist.checking.calls import GroupFacts
 from meshdist.errors import JoinError
 from meshdist.groups.announcements import Announcement
-from meshdist.groups.join_refusals import find_call, has_source, message_refusal
+from meshdist.groups.whereabouts import find_call, has_source, message_refusal
 
 CHANNEL: Any = SimpleNamespace(group=GroupFacts("the pair", (4, 7), 1))
 X = torch.ones(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from threading import Timer
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from tests.load import is_within
 FACTS = GroupFacts("a group", (0, 1, 2), 0)
 CALL = Call(3, FACTS, "all_reduce", (torch.Size([2]), torch.float32))
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
+
+ABOUT = {"sequence": 3}
 
 LOST = md.StoreError("rank 0 does not answer")
 
@@ -62,10 +65,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return asked
 
 
-def members(store: Any = None, rank: int = 0, origin: str = "env://") -> MembersOfWorld:
-    world = World(rank, 3, store or HashStore(), {}, origin=origin)
+def members(
+    store: Any = None,
+    rank: int = 0,
+    origin: str = "env://",
+    ranks: tuple[int, ...] = (0, 1, 2),
+) -> MembersOfWorld:
+    world = World(rank, len(ranks), store or HashStore(), {}, origin=origin)
     opened: Any = mock.Mock(label="label", is_closed=False)
-    return MembersOfWorld(world, GroupFacts("a group", (0, 1, 2), rank), opened)
+    return MembersOfWorld(world, GroupFacts("a group", ranks, rank), opened)
 
 
 def test_the_last_call_of_a_rank() -> None:
@@ -89,6 +97,49 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     assert members().report(message).splitlines()[1] == "rank 2: has called no verb"
     asked.answers = LOST
     assert members().report(CALL) == f"{STORE_LOST}: rank 0 does not answer"
+
+
+class Waiting(HashStore):
+    """A store that notes which requests it gets, but for those of waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_requests = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("set", "add", "multi_get", "get", "compare_set"):
+            self.num_requests += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> None:
+    store, ranks = Waiting(), tuple(range(size))
+    others = [members(store, rank, ranks=ranks) for rank in ranks]
+    asked.answers = {rank: answer(("label", 3)) for rank in ranks[1:]}
+    with ThreadPoolExecutor(size) as threads:
+        reports = list(threads.map(lambda one: one.report(CALL), others))
+    assert asked.calls == [(ranks,)]
+    for rank, report in enumerate(reports):
+        lines = [f"rank {one}: arrived; last call 3 on label" for one in ranks]
+        lines[0] = "rank 0: gives no answer: it has ended or is stopped"
+        assert report.splitlines() == lines[:rank] + lines[rank + 1 :]
+    fields = {**FIELDS, "found": ""}
+    with ThreadPoolExecutor(size) as threads:
+        agreed = list(threads.map(lambda one: one.agree_on_error(fields, CALL, ABOUT), others))
+    assert len(asked.calls) == 2
+    assert agreed == agreed[:1] * size
+    assert store.num_requests <= 8 * size
+
+
+def test_where_the_first_that_gives_up_ends_another_one_asks(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_members, "_BY_THE_FIRST_S", 0.1)
+    store = HashStore()
+    store.set("label/late/3/by", "1")
+    asked.answers = {rank: answer(("label", 2)) for rank in range(3)}
+    assert "rank 1: did not arrive" in members(store).report(CALL)
 
 
 def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +181,7 @@ def test_ranks_that_are_seen_to_be_stopped_are_not_asked(
     asked.answers = {1: answer()}
     told = "is stopped, by SIGSTOP or a debugger"
     assert members().report(CALL) == (f"rank 1: did not arrive; has called no verb\nrank 2: {told}")
-    assert asked.calls == [((1,),)]
+    assert asked.calls == [((0, 1),)]  # one member asks for all
     assert members().silent() == f"rank 2 {told}"
 
 
