@@ -149,6 +149,7 @@ from .mesh.making import init_device_mesh as init_device_mesh, make_mesh as make
 from .mesh.partition_spec import P as P, PartitionSpec as PartitionSpec
 from .mesh.spec import NamedSharding as NamedSharding
 from .reduce_ops import ReduceOp as ReduceOp, reduce_op as reduce_op
+from .sharding.descriptions import ArrayMetadata as ArrayMetadata
 from .sharding.dtensors import (
     from_dtensor as from_dtensor,
     from_placements as from_placements,
@@ -165,7 +166,6 @@ from .sharding.making_arrays import (
     randn as randn,
     zeros as zeros,
 )
-from .sharding.metadata import ArrayMetadata as ArrayMetadata
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.planning import plan as plan
 from .sharding.routes import Link as Link

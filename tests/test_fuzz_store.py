@@ -21,8 +21,8 @@ from meshdist.bootstrap.bounded_store import read_json
 from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.server_watch import find_offer
 from meshdist.bootstrap.world import World
-from meshdist.checking.barrier_arrivals import MonitoredBarrier
 from meshdist.checking.shared_words import Regions, SignsOfLife
+from meshdist.collectives.monitored import MonitoredBarrier
 from meshdist.errors import MeshdistError
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks

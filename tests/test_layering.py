@@ -65,7 +65,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "program",
             "calls",
             "recorder",
-            "barrier_arrivals",
         ),
     },
     {
@@ -210,7 +209,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "requests",
             "works",
             "group",
-            "sparse",
             "process_group",
             "opening",
             "offering",
@@ -232,8 +230,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "shards",
             "joining",
             "elementwise",
-            "metadata",
-            "pictures",
+            "descriptions",
             "sharded_array",
             "from_whole",
             "making_arrays",
@@ -243,12 +240,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "ddp": (
-            "options",
             "buckets",
             "typed_owner",
             "replicas",
             "arrivals",
-            "flat_memory",
             "gradient_buckets",
             "reports",
             "streams",

@@ -3,15 +3,24 @@
 It goes through the store of the world instead of a wire, so that a rank that does not come breaks
 nothing: the group can be used afterwards. It is not one of the collectives that the members count
 and compare.
+
+Under keys of its own a group keeps in the store the number of the latest barrier at which each
+member has arrived, and one outcome. The outcome is replaced by compare-and-set, so that each
+barrier ends in the same way for all members.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+from torch.distributed import Store
+
+from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
 from ..checking.calls import Call, GroupFacts
 from ..checking.program import call_site, show_site
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
@@ -20,12 +29,13 @@ from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..groups.registry import get_registry
 from ..groups.shadowing import find_shadowing
 from ..groups.signals import ask, last_call_text
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.timeouts import check_timeout
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from .instruments import verb
 
-__all__ = ["monitored_barrier", "pass_by"]
+__all__ = ["MonitoredBarrier", "Outcome", "failed_text", "monitored_barrier", "pass_by"]
 
 _NAME = "monitored_barrier"
 
@@ -204,3 +214,147 @@ def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
     except BaseException:
         counts[me] -= 1  # this rank waits no more, and did not pass
         raise
+
+
+_GRACE = timedelta(seconds=1)
+
+
+def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
+    """Which ranks did not pass, in the words that torch uses."""
+    ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
+    return f"{ranks_named} failed to pass monitoredBarrier{limit}"
+
+
+@dataclass
+class Outcome:
+    """How a group's latest barrier ended; kept in the store.
+
+    Args:
+        number: the barrier's.
+        passed: the number of the latest barrier that all members passed.
+        by: the rank that decided.
+        failure: why it failed, or "".
+        absent: the ranks that had not arrived.
+    """
+
+    number: int
+    passed: int
+    by: int
+    failure: str
+    absent: list[int]
+
+    @classmethod
+    def parse(cls, value: dict[str, Any]) -> Outcome:
+        """Return what was kept; raises where it is something else."""
+        return cls(
+            number=int(value["number"]),
+            passed=int(value["passed"]),
+            by=int(value["by"]),
+            failure=str(value["failure"]),
+            absent=[int(rank) for rank in value["absent"]],
+        )
+
+
+@dataclass
+class MonitoredBarrier:
+    """One member's part in one monitored barrier.
+
+    Args:
+        store: where the members meet.
+        prefix: what the group's keys there begin with.
+        ranks: the members' global ranks; the first one decides as a rule.
+        rank: this member's.
+        number: the barrier's, from 1; all members count alike.
+        timeout: how long to wait.
+        names_all: whether the failure names all absent ranks, or the first one alone.
+        check: raises where waiting is in vain.
+    """
+
+    store: Store
+    prefix: str
+    ranks: Sequence[int]
+    rank: int
+    number: int
+    timeout: timedelta
+    names_all: bool
+    check: Callable[[], None] = lambda: None
+
+    def wait(self) -> Outcome:
+        """Wait for the outcome; the first member decides it.
+
+        The others wait at most the timeout until the first arrives, and as long again for its
+        decision; a member that waits in vain decides.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        with within(Deadline(self.timeout)):
+            outcome = self._find_outcome()
+            if outcome is None:
+                self.check()
+                self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
+                outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
+            return outcome
+
+    def _lead(self) -> Outcome:
+        absent = list(self.ranks[1:])
+
+        def collect() -> Outcome | None:
+            """The outcome, where all members have arrived or another one has given up."""
+            absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
+            return self._find_outcome() if absent else self._decide("", [])
+
+        outcome = wait_until(collect, Deadline(self.timeout), self.check)
+        return outcome or self._decide(self._why(absent), absent)
+
+    def _follow(self) -> Outcome:
+        leader = self.ranks[0]
+
+        def is_led() -> bool:
+            return self._find_outcome() is not None or self._has_arrived(leader)
+
+        if wait_until(is_led, Deadline(self.timeout), self.check):
+            limit = Deadline(self.timeout + _GRACE)
+            if outcome := wait_until(self._find_outcome, limit, self.check):
+                return outcome
+        absent = [rank for rank in self.ranks if not self._has_arrived(rank)]
+        why = self._why(absent) if absent else f"rank {leader} came, and did not decide in time"
+        return self._decide(why, absent)
+
+    def _has_arrived(self, rank: int) -> bool:
+        return read_number(self.store, f"{self.prefix}/arrived/{rank}") >= self.number
+
+    def _why(self, absent: list[int]) -> str:
+        return failed_text(absent if self.names_all else absent[:1], self.timeout)
+
+    def _find_outcome(self) -> Outcome | None:
+        """How this barrier ended, if it has."""
+        outcome, _ = self._read()
+        if outcome is None or outcome.number < self.number:
+            return None
+        if outcome.passed >= self.number:
+            outcome.failure = ""
+        return outcome
+
+    def _read(self) -> tuple[Outcome | None, str]:
+        key = f"{self.prefix}/outcome"
+        if not self.store.check([key]):
+            return None, ""
+        text = self.store.get(key).decode(errors="replace")
+        return read_json(self.store, key, Outcome.parse), text
+
+    def _decide(self, failure: str, absent: list[int]) -> Outcome:
+        """Decide how it ends, unless another member has; return how it does."""
+        while True:
+            latest, before = self._read()
+            if latest is not None and latest.number >= self.number:
+                found = self._find_outcome()
+                assert found is not None  # numbers only rise
+                return found
+            passed = self.number if not failure else latest.passed if latest else 0
+            mine = Outcome(self.number, passed, self.rank, failure, absent)
+            text = json.dumps(vars(mine))
+            after = self.store.compare_set(f"{self.prefix}/outcome", before, text)
+            if after == text.encode():
+                return mine

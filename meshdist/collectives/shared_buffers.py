@@ -9,11 +9,13 @@ import torch
 from ..checking.program import never_nested
 from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
-from ..groups.process_group import GroupLike, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
+from ..reduce_ops import ReduceOp
 from ..wires.failures import WireRefused
 from ..wires.operations import Terms
+from .verbs import all_reduce
 
-__all__ = ["shared_empty"]
+__all__ = ["flat_memory", "shared_empty"]
 
 
 @never_nested
@@ -84,3 +86,29 @@ def shared_empty(
     except BaseException as error:
         raise channel.failed(error) from None
     return memory.view(dtype).view(like.shape)
+
+
+def flat_memory(
+    count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
+) -> torch.Tensor:
+    """Return uninitialised memory for ``count`` numbers; collective over ``group`` on the CPU.
+
+    On the CPU it is memory that the group reduces where it lies, if its wire shares any. Where that
+    is refused, for want of memory, every member has ordinary memory: verbs take either, but on
+    memory that only some members share they would copy on all.
+
+    All arguments are equal on all members, but for the index of the device.
+
+    Cost: on the CPU one handshake of the members, and one all-reduce of a byte.
+    """
+    if device.type != "cpu":
+        return torch.empty(count, dtype=dtype, device=device)
+    try:
+        memory = shared_empty(count, dtype, group)
+        is_refused = torch.tensor([0], dtype=torch.uint8)
+    except BackendError:
+        memory = torch.empty(0, dtype=dtype)
+        is_refused = torch.tensor([1], dtype=torch.uint8)
+    # A wire refuses on all members alike, but the store may be lost on one alone.
+    all_reduce(is_refused, ReduceOp.MAX, group)
+    return torch.empty(count, dtype=dtype) if is_refused.item() else memory

@@ -1,4 +1,7 @@
-"""Sums of sparse tensors over a group: each member sends the rows that it has."""
+"""Sums of sparse tensors over a group, as the gradients of sparse embeddings are.
+
+Each member sends the rows that it has.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError, DtypeError
 from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceKind, ReduceOp
 from .verbs import all_gather_into_tensor
 
-__all__ = ["sparse_psum", "sum_rows"]
+__all__ = ["sparse_psum", "sum_rows", "sum_sparse"]
 
 
 def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -33,3 +38,25 @@ def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Ten
         torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
     )
     return summed.coalesce()
+
+
+def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
+    """Sum a sparse COO tensor of one shape over all members in place; indices may differ."""
+    if tensor.layout is not torch.sparse_coo:
+        raise ArgumentError(
+            "all_reduce of a tensor that is neither dense nor of coordinates",
+            expected="layout torch.strided or torch.sparse_coo",
+            found=f"layout {tensor.layout}",
+            fix="pass tensor.to_dense()",
+        )
+    if op != ReduceOp.SUM:
+        raise DtypeError(
+            f"all_reduce cannot reduce a sparse tensor with {op.name}",
+            expected="SUM",
+            fix="pass tensor.to_dense()",
+        )
+    mine = tensor.detach().coalesce()
+    counts = torch.empty(group.size(), dtype=torch.int64, device=mine.device)
+    group.all_gather_single(counts, torch.tensor([mine._nnz()], device=mine.device)).wait()
+    with torch.no_grad():
+        tensor.copy_(sum_rows(group, mine, counts.tolist()))

@@ -7,12 +7,11 @@ from typing import TypeAlias
 
 import torch
 
+from ..collectives.shared_buffers import flat_memory
 from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
-from .buckets import items_of, lay_out
+from .buckets import ReductionOptions, items_of, lay_out
 from .flat_bucket import Bucket
-from .flat_memory import flat_memory
-from .options import ReductionOptions
 from .reports import Reports
 from .single_bucket import InPlaceBucket
 from .sparse_bucket import SparseBucket

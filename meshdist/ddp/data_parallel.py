@@ -16,13 +16,12 @@ from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import leave_untraced
-from .buckets import bucket_caps
+from .buckets import ReductionOptions, bucket_caps
 from .comm_hooks.registered import hook_name
 from .gradient_hooks import moved
 from .in_backward import InBackward, marked_optimizers, refuse_late_marks
 from .joined_replica import JoinedReplica, JoinMethods
 from .logging_data import DataLogger
-from .options import ReductionOptions
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer

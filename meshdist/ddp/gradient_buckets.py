@@ -14,6 +14,7 @@ import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
+from ..collectives.shared_buffers import flat_memory
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
 from ..error_text import first_texts, ranks_text
@@ -22,7 +23,6 @@ from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
 from ..wires.work import Work, may_be_dropped
 from .buckets import assign_buckets, bucket_caps, items_of, views_into
-from .flat_memory import flat_memory
 from .replicas import check_equal_lines, tensor_line
 
 __all__ = ["GradientBuckets", "LeafPaths", "flattened"]

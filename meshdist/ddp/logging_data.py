@@ -27,7 +27,7 @@ from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket
-from .options import ReductionOptions
+from .buckets import ReductionOptions
 from .streams import is_capturing
 
 __all__ = ["DataLogger", "Timing", "has_sync_batch_norm", "notes_errors"]

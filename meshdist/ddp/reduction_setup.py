@@ -15,10 +15,10 @@ from ..collectives.verbs import broadcast
 from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
+from .buckets import ReductionOptions
 from .comm_hooks.registered import RegisteredHook
 from .gradient_hooks import Backward, GradientHooks, Hook
 from .logging_data import DataLogger, notes_errors
-from .options import ReductionOptions
 from .parting import Parting
 from .reports import Reports
 from .sending import Sending

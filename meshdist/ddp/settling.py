@@ -18,7 +18,7 @@ import torch
 from ..collectives.objects import all_gather_object
 from ..groups.process_group import ProcessGroup
 from .arrivals import Arrivals
-from .options import ReductionOptions
+from .buckets import ReductionOptions
 from .reports import Reports
 from .streams import reader_for
 

@@ -27,6 +27,7 @@ from ..error_text import grouped_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import leave_untraced
+from ..wires.failures import MembersDisagree
 from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
 from .signals import Endings, ask, last_call_text
@@ -62,9 +63,21 @@ class MembersOfWorld(OtherMembers):
 
     def compare_again(self) -> None:
         comparison = self._opened.comparison
-        if comparison is not None and not self.is_closed and self.find_abort() is None:
-            with suppress(StoreError, ValueError, TypeError):  # others may write what is no digest
+        if comparison is None or self.is_closed or self.find_abort() is not None:
+            return
+
+        def find() -> list[Any]:
+            try:
                 comparison.compare_now()
+            except MembersDisagree as failure:
+                return [failure.number, failure.late]
+            return []
+
+        with suppress(StoreError, ValueError, TypeError):  # others may write what is no digest
+            found, _ = self._by_the_first(f"compared/{comparison.last}", find, lambda it: list(it))
+            if found:
+                first, last = map(int, found[1])
+                raise MembersDisagree("calls of hosts differ", int(found[0]), late=(first, last))
 
     def find_abort(self) -> dict[str, Any] | None:
         try:

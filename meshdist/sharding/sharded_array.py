@@ -22,9 +22,8 @@ from ..mesh.named_dims import size_side
 from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding, PartitionSpec
 from ..mesh.splits import Box, box_text, index_of, shape_of
+from .descriptions import Drawing, SvgDrawing, describe_array, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
-from .metadata import describe_array
-from .pictures import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
 from .requests import on_mesh, whole_shape
 from .shardings import (
     array_type,

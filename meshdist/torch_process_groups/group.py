@@ -24,10 +24,10 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
 from ..bootstrap.bounded_store import within
-from ..checking.barrier_arrivals import MonitoredBarrier
 from ..checking.calls import Call, GroupFacts, Tensors
 from ..checking.program import never_nested, run_unnested
 from ..checking.recorder import Recorder
+from ..collectives.monitored import MonitoredBarrier
 from ..error_text import ranks_text
 from ..errors import (
     AbortedError,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..arrays import apart, apart_from_all
+from ..collectives.sparse_sums import sum_sparse
 from ..errors import ShapeError
 from ..groups.verb_methods import Asked, VerbMethods, read_options
 from .group import GroupOfWire
 from .requests import Request, check_some, find_tensor
-from .sparse import sum_sparse
 from .works import TorchWork
 
 __all__ = ["WireGroup"]

@@ -10,8 +10,8 @@ import torch
 
 import meshdist as md
 import meshdist.wires.shm.communicator as shm
-from meshdist.ddp import flat_memory as module
-from meshdist.ddp.flat_memory import flat_memory
+from meshdist.collectives import shared_buffers as module
+from meshdist.collectives.shared_buffers import flat_memory
 from meshdist.errors import BackendError
 from tests.pool import Pool
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.ddp import flat_bucket, reducer, sending, settling
+from meshdist.ddp.buckets import ReductionOptions
 from meshdist.ddp.gradient_hooks import tensors_in
-from meshdist.ddp.options import ReductionOptions
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.settling import Ending
 from meshdist.ddp.streams import FlagReader

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import meshdist as md
 from meshdist.ddp.arrivals import Arrivals
-from meshdist.ddp.options import ReductionOptions
+from meshdist.ddp.buckets import ReductionOptions
 from meshdist.ddp.reports import Reports
 from meshdist.ddp.settling import Ending, Settling
 from meshdist.errors import GradientError

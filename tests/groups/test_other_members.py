@@ -20,6 +20,7 @@ from meshdist.groups import other_members
 from meshdist.groups.failures import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
 from meshdist.groups.signals import Endings, last_call_text
+from meshdist.wires.failures import MembersDisagree
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)
@@ -112,6 +113,23 @@ class Waiting(HashStore):
         return super().__getattribute__(name)
 
 
+class Comparing:
+    """Stands for the comparison with other hosts, which finds that calls differ."""
+
+    last, num_asked = 5, 0
+
+    def compare_now(self) -> None:
+        self.num_asked += 1
+        raise MembersDisagree("calls differ", 2, late=(2, 5))
+
+
+def compared_again(one: MembersOfWorld) -> tuple[int | None, tuple[int, int] | None]:
+    one.find_abort = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(MembersDisagree) as caught:
+        one.compare_again()
+    return caught.value.number, caught.value.late
+
+
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> None:
     store, ranks = Waiting(), tuple(range(size))
@@ -124,12 +142,18 @@ def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> Non
         lines = [f"rank {one}: arrived; last call 3 on label" for one in ranks]
         lines[0] = "rank 0: gives no answer: it has ended or is stopped"
         assert report.splitlines() == lines[:rank] + lines[rank + 1 :]
+    for one in others:
+        one._opened.comparison = Comparing()
+    with ThreadPoolExecutor(size) as threads:
+        seen = list(threads.map(compared_again, others))
+    assert seen == [(2, (2, 5))] * size
+    assert sum(one._opened.comparison.num_asked for one in others) == 1
     fields = {**FIELDS, "found": ""}
     with ThreadPoolExecutor(size) as threads:
         agreed = list(threads.map(lambda one: one.agree_on_error(fields, CALL, ABOUT), others))
     assert len(asked.calls) == 2
     assert agreed == agreed[:1] * size
-    assert store.num_requests <= 8 * size
+    assert store.num_requests <= 12 * size
 
 
 def test_where_the_first_that_gives_up_ends_another_one_asks(

@@ -14,7 +14,7 @@ import meshdist as md
 from meshdist.errors import ArgumentError
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.spec import NamedSharding, P
-from meshdist.sharding.metadata import ArrayMetadata, describe_array
+from meshdist.sharding.descriptions import ArrayMetadata, describe_array
 
 MESH = Layout.from_ranks([[3, 1], [0, 2]], ("dp", "tp"))
 SPECS = [

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.spec import NamedSharding, P
-from meshdist.sharding.pictures import draw_sharding, draw_sharding_svg
+from meshdist.sharding.descriptions import draw_sharding, draw_sharding_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 MESH = Layout.from_shape((2, 2), ("dp", "tp"))

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from ...collectives.sparse_sums import sum_sparse
 from ...collectives.verbs import all_reduce
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...reduce_ops import ReduceKind, ReduceOp
-from ...torch_process_groups.sparse import sum_sparse
 from .bucket import GradBucket, PostLocalSGDState, group_for
 
 __all__ = ["allreduce_hook", "averaged", "done_with", "noop_hook", "post_localSGD_hook", "reduced"]

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from meshdist.checking.barrier_arrivals import MonitoredBarrier, Outcome, failed_text
+from meshdist.collectives.monitored import MonitoredBarrier, Outcome, failed_text
 
 RANKS = (4, 1, 7)
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=20)
