@@ -14,8 +14,8 @@ from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import kinds_in
-from .equal_values import check_invariant
 from .type_errors import axes_argument, tensor_text, type_of, where
+from .value_checks import check_invariant
 
 __all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
 

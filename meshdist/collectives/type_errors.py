@@ -13,7 +13,7 @@ from ..dtypes import dtype_name
 from ..errors import AxisTypeError, JoinError, KindError, MeshdistError
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, KINDS, axes_of_kind, kinds_in, shown
-from .leaf_gradients import names_of
+from .value_checks import names_of
 
 __all__ = [
     "OPERATORS",

@@ -25,10 +25,10 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors
 
 from ..collectives.axis_types import kinds_in
-from ..collectives.equal_values import find_differing
 from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import unseen
 from ..collectives.type_errors import type_of
+from ..collectives.value_checks import find_differing
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..error_text import first_texts, ranks_text

@@ -20,9 +20,9 @@ import torch
 from ..arrays import Array, as_tensor, like as as_array_of
 from ..collectives.annotations import mark_spec
 from ..collectives.contexts import find_mode
-from ..collectives.equal_values import check_replicas
 from ..collectives.objects import broadcast_object_list
 from ..collectives.torch_private import NotSeen
+from ..collectives.value_checks import check_replicas
 from ..dtypes import dtype_name
 from ..error_text import fields_among
 from ..errors import ArgumentError, DtypeError, KindError, MeshdistError

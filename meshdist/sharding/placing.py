@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
-from ..collectives.equal_values import check_replicas
+from ..collectives.value_checks import check_replicas
 from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh

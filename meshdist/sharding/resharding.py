@@ -18,10 +18,10 @@ from ..collectives.axis_types import (
     with_kinds,
 )
 from ..collectives.contexts import ContextMode, find_mode
-from ..collectives.equal_values import check_replicas
 from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import NotSeen, call_function
 from ..collectives.type_errors import foreign_mesh, refused_sharding, unmarked_shard
+from ..collectives.value_checks import check_replicas
 from ..errors import ArgumentError, DtypeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives.equal_values import (
+from meshdist.collectives.value_checks import (
     check_invariant,
     find_differing,
     relative_distance,

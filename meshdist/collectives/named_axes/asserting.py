@@ -13,9 +13,9 @@ from ...error_text import first_texts, grouped_text
 from ...errors import ArgumentError, UnequalError
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...mesh.device_mesh import DeviceMesh
-from ..equal_values import difference_text, find_differing
 from ..objects import all_gather_object
 from ..torch_private import are_transforms_active, unseen
+from ..value_checks import difference_text, find_differing
 from .axes import AxisName, get_axes
 
 __all__ = ["assert_equal"]
