@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_number, within
 from ..bootstrap.head_counts import HeadCount, head_count_of
@@ -31,8 +31,11 @@ from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.simulated.store import SimulatedStore
 from .signals import Endings, ask, last_call_text
 
-__all__ = ["Agreement", "Agreements", "digest_of_ranks", "lack_error"]
+__all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers", "digest_of_ranks", "lack_error"]
 
+Offers: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
+"""The labels of communicators, by slot, each with the ranks of the slot's group."""
+NO_OFFERS: Offers = {}
 _LOOK_S = 1.0
 _MOST_DOUBLINGS = 20
 _REST_PER_LOOK = 20
@@ -76,6 +79,7 @@ class Agreement:
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
+@dataclass(frozen=True)
 class Agreements:
     """The agreements of one world, as one rank takes part in them.
 
@@ -85,9 +89,8 @@ class Agreements:
             ranks that have no data left, so that they come to no agreement before it ends.
     """
 
-    def __init__(self, world: World, find_shadowing: Callable[[], Any] = lambda: None) -> None:
-        self._world = world
-        self._find_shadowing = find_shadowing
+    world: World
+    find_shadowing: Callable[[], Any] = lambda: None
 
     def agree(
         self,
@@ -95,7 +98,8 @@ class Agreements:
         kind: str,
         definition: Mapping[str, Any],
         timeout: timedelta,
-        offers: Mapping[str, tuple[str, Sequence[int]]] | None = None,
+        *,
+        offers: Offers = NO_OFFERS,
         lack: str = "",
     ) -> Agreement:
         """Return when all of ``ranks`` have come with an equal ``definition``.
@@ -105,8 +109,7 @@ class Agreements:
             kind: what is being made, for messages and keys ("mesh", "group").
             definition: plain values; its "text" entry is shown where members differ.
             timeout: how long to wait for the last member.
-            offers: the labels of communicators that this rank could share, by slot, each with the
-                ranks of the slot's group; may differ between members.
+            offers: what this rank could share, or close; may differ between members.
             lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
@@ -116,17 +119,16 @@ class Agreements:
             CollectiveTimeoutError: a member did not come; the text names it.
             JoinError: a member has no data left in a join context; nothing is left of the call.
         """
-        world, members = self._world, tuple(sorted(ranks))
-        count = world.next_number((kind, members))
-        name = f"agree/{kind}/{digest_of_ranks(members)}/{count}"
-        offered = {slot: offer for slot, offer in (offers or {}).items() if offer[0]}
+        world, members = self.world, tuple(sorted(ranks))
+        name = f"agree/{kind}/{digest_of_ranks(members)}/{world.next_number((kind, members))}"
+        shared = {slot: label for slot, (label, _) in offers.items()}
         if len(members) == 1:
-            return Agreement(name, members, {slot: label for slot, (label, _) in offered.items()})
+            return Agreement(name, members, shared)
         keys = {
-            slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(group)}')}"
-            for slot, (label, group) in offered.items()
+            slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(offers[slot][1])}')}"
+            for slot, label in shared.items()
         }
-        meeting = _Meeting(world, self._find_shadowing(), name, kind, definition, members, timeout)
+        meeting = _Meeting(world, self.find_shadowing(), name, kind, definition, members, timeout)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
@@ -136,17 +138,14 @@ class Agreements:
                 meeting.take_back()
                 raise
             meeting.raise_unless_agreed()
-            if not keys:
-                return Agreement(name, members)
-            counts = dict(zip(keys, world.store.multi_get(list(keys.values())), strict=True))
-        shared = {
-            slot: label
-            for slot, (label, group) in offered.items()
-            if counts[slot] == str(len(group)).encode()
-        }
+            counts = world.store.multi_get(list(keys.values())) if keys else []
+        for slot, number in zip(keys, counts, strict=True):
+            if number != str(len(offers[slot][1])).encode():
+                del shared[slot]
         return Agreement(name, members, shared)
 
 
+@dataclass(eq=False)
 class _Meeting:
     """One agreement in the making.
 
@@ -154,30 +153,22 @@ class _Meeting:
     them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
     """
 
-    def __init__(
-        self,
-        world: World,
-        shadowing: Any,
-        name: str,
-        kind: str,
-        definition: Mapping[str, Any],
-        members: tuple[int, ...],
-        timeout: timedelta,
-    ) -> None:
-        self._world = world
-        self._store = world.store
-        self._rank = world.rank
-        self._shadowing = shadowing
-        self._endings = Endings(world)
-        self._name = name
-        self._kind = kind
-        self._members = members
-        self._timeout = timeout
-        self.deadline = Deadline(timeout)
-        self._text = str(definition["text"])
-        self._about = json.dumps([definition, to_runs(members)])
+    world: World
+    shadowing: Any
+    name: str
+    kind: str
+    definition: Mapping[str, Any]
+    members: tuple[int, ...]
+    timeout: timedelta
+
+    def __post_init__(self) -> None:
+        self._store, self._rank = self.world.store, self.world.rank
+        self._endings = Endings(self.world)
+        self.deadline = Deadline(self.timeout)
+        self._text = str(self.definition["text"])
+        self._about = json.dumps([self.definition, to_runs(self.members)])
         self._digest = _digest(self._about)
-        self._all = head_count_of(members, world.hosts)
+        self._all = head_count_of(self.members, self.world.hosts)
         self._block = next(block for block in self._all.blocks() if self._rank in block.ranks)
         self._counted: list[tuple[str, int]] = []
         self._is_last = False
@@ -190,20 +181,20 @@ class _Meeting:
 
     def come(self, offers: Iterable[str], lack: str) -> None:
         """Count this rank, its ``offers`` before; the last member writes the outcome."""
-        store, name, below = self._store, self._name, f"{self._name}/{self._digest}"
+        store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
             store.set(f"{name}/lack", "")
         for key in offers:
             self._count(key, 1)
         # What is taken back would leave a wrong bit in the number of another that has come.
-        counted = self._all if self._shadowing is None else self._block
+        counted = self._all if self.shadowing is None else self._block
         place, _ = counted.count(self._count, below, self._rank)
         if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
             store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
         number = self._count(f"{name}/came", 1)
-        self._is_last = number == len(self._members) and self._is_first_to("conclude")
+        self._is_last = number == len(self.members) and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
         # The first member of a block looks for those of its block each second, and the first of all
@@ -226,21 +217,21 @@ class _Meeting:
 
     def _is_first_to(self, end: str) -> bool:
         """Whether this rank is the one that writes the outcome, which may take a while."""
-        return self._store.compare_set(f"{self._name}/end", "", end) == end.encode()
+        return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
         """Write the outcome, now that all members have come."""
-        name, found = self._name, dict[int, dict[str, Any]]()
+        name, found = self.name, dict[int, dict[str, Any]]()
         digests = self._digests(name, self._digest)
         for digest in digests if len(digests) > 1 else ():
             definition, _ = self._read_about(name, digest)
             absent = self._all.find_absent(self._read, [f"{name}/{digest}"])
-            found |= dict.fromkeys(set(self._members).difference(absent), definition)
+            found |= dict.fromkeys(set(self.members).difference(absent), definition)
         if len({json.dumps(definition) for definition in found.values()}) > 1:
-            self._decide("differ", found=_grouped(self._members, [found[r] for r in self._members]))
+            self._decide("differ", found=_grouped(self.members, [found[r] for r in self.members]))
             return
         lacks: list[tuple[int, str]] = []
-        for rank in self._members if self._peek(f"{name}/lack") is not None else ():
+        for rank in self.members if self._peek(f"{name}/lack") is not None else ():
             if lack := self._peek(f"{name}/lack/{rank}"):
                 lacks.append((rank, lack.decode(errors="replace")))
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
@@ -248,13 +239,13 @@ class _Meeting:
     def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
         """Write the outcome of this agreement, or of ``name``, unless it has one."""
         text = json.dumps({"how": how, "by": self._rank, **more})
-        self._store.compare_set(f"{name or self._name}/outcome", "", text)
+        self._store.compare_set(f"{name or self.name}/outcome", "", text)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     def await_outcome(self) -> None:
         """Return when the outcome is written; raise where a missing member has no data left."""
-        store, key = self._store, f"{self._name}/outcome"
+        store, key = self._store, f"{self.name}/outcome"
         if self._is_last:
             return
         if isinstance(store, SimulatedStore):
@@ -279,7 +270,7 @@ class _Meeting:
         self._refuse_joined()
         if self._notice_due is not None and self._notice_due.is_over:
             self._notice_due = None
-            notice = [self._name, self._digest, _has_other_threads()]
+            notice = [self.name, self._digest, _has_other_threads()]
             self._store.set(_notice_key(self._rank), json.dumps(notice))
         for which, counted in enumerate((self._block, self._all)):
             if self._next_looks[which].is_over and (which == 1 or counted is not self._all):
@@ -293,7 +284,7 @@ class _Meeting:
 
     def _find_missing(self, counted: HeadCount, among: Collection[int] | None = None) -> list[int]:
         """The members in ``counted`` that have not come."""
-        keys = [f"{self._name}/{digest}" for digest in self._digests(self._name, self._digest)]
+        keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
         return counted.find_absent(self._read, keys, among)
 
     def _end_if_lost(self, missing: list[int], counted: HeadCount) -> None:
@@ -322,17 +313,17 @@ class _Meeting:
             The name of the agreement for which it waits; the rank and that agreement as text;
             whether one of both has other threads, by which it may yet come.
         """
-        arrived = set(self._members) - set(missing)
+        arrived = set(self.members) - set(missing)
         for rank in missing:
             key = _notice_key(rank)
             if (value := self._peek(key)) is None:
                 continue
             name, digest, has_threads = parse_value(key, value, _notice)
-            if name == self._name or self._store.check([f"{name}/outcome"]):
+            if name == self.name or self._store.check([f"{name}/outcome"]):
                 continue
             definition, ranks = self._read_about(name, digest)
             keys = [f"{name}/{each}" for each in self._digests(name, digest)]
-            if head_count_of(ranks, self._world.hosts).find_absent(self._read, keys, arrived):
+            if head_count_of(ranks, self.world.hosts).find_absent(self._read, keys, arrived):
                 text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
                 return name, text, has_threads or _has_other_threads()
         return None
@@ -343,7 +334,7 @@ class _Meeting:
         if not missing:
             self._conclude()
             return
-        answers, lines = ask(self._world, tuple(missing)), []
+        answers, lines = ask(self.world, tuple(missing)), []
         for rank in missing:
             text = "gives no answer; it has not opened a group, or has ended"
             if (answer := answers.get(rank)) is not None:
@@ -354,7 +345,7 @@ class _Meeting:
     def _find_joined_before(self) -> list[int]:
         """The members that have no data left and had not come before."""
         # These first: one may come and then join meanwhile.
-        joined = self._shadowing.find_joined(self._members) if self._shadowing else ()
+        joined = self.shadowing.find_joined(self.members) if self.shadowing else ()
         return self._find_missing(self._all, joined) if joined else []
 
     def _refuse_joined(self) -> None:
@@ -363,10 +354,10 @@ class _Meeting:
         if not joined:
             return
         raise JoinError(
-            f"a {self._kind} cannot be made with {ranks_text(joined)}, which "
+            f"a {self.kind} cannot be made with {ranks_text(joined)}, which "
             f"{'has' if len(joined) == 1 else 'have'} no data left",
             where=f"rank {self._rank}, {self._whom}",
-            expected=f"the same call on {ranks_text(self._members)}",
+            expected=f"the same call on {ranks_text(self.members)}",
             fix="make meshes and groups, and use each once, before the loop",
         )
 
@@ -374,36 +365,29 @@ class _Meeting:
 
     @property
     def _whom(self) -> str:
-        return f"{self._text}, for {ranks_text(self._members)}"
+        return f"{self._text}, for {ranks_text(self.members)}"
 
     def raise_unless_agreed(self) -> None:
         """Raise what the outcome says, on every member alike."""
-        key, kind, rank = f"{self._name}/outcome", self._kind, self._rank
+        key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
         outcome = parse_value(key, self._peek(key) or b"", _outcome)
         how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
         if how == "agreed":
             return
-        among = f"rank {rank}, among {ranks_text(self._members)}"
-        where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self._members)}"
-        seconds = f"{self._timeout.total_seconds():g} s"
-        if how == "differ":
+        where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self.members)}"
+        seconds = f"{self.timeout.total_seconds():g} s"
+        if how in ("differ", "crossed"):
+            crossed = how == "crossed"
+            why = ": they wait for each other" if crossed else ""
             raise AgreementError(
-                f"the ranks do not define the same {kind}",
-                where=among,
+                f"the ranks do not define the same {kind}{why}",
+                where=f"rank {rank}, among {ranks_text(self.members)}",
                 expected=f"one and the same {kind} on every rank",
-                found=found,
+                found=f"rank {rank}: {self._whom}\n{found}" if crossed else found,
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
-        if how == "crossed":
-            raise AgreementError(
-                f"the ranks do not define the same {kind}: they wait for each other",
-                where=among,
-                expected="one and the same definition on every rank, in the same order",
-                found=f"rank {rank}: {self._whom}\n{found}",
-                fix="make meshes and groups from equal arguments on all of their ranks",
-            )
         if how == "lack":
-            raise lack_error(self._world, self._text, self._members, found)
+            raise lack_error(self.world, self._text, self.members, found)
         if how == "ended":
             raise BackendError(
                 f"{ranks_text(missing)} cannot come to make a {kind}",
@@ -452,7 +436,7 @@ class _Meeting:
 
         def parse(value: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
             definition, runs = value
-            size = self._world.size
+            size = self.world.size
             ranks = tuple(rank for rank in from_runs(runs, size) if 0 <= rank < size)
             if not ranks:
                 raise ValueError("no ranks")

@@ -69,6 +69,7 @@ class Channel:
     Args:
         opened: the communicator, which other groups may use as well.
         others: the other members, for the errors of failed calls.
+        user: returns its group, which is not collected as long as a Work is there.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Channel:
         opened: OpenCommunicator,
         device_type: str,
         others: OtherMembers,
+        user: Callable[[], Any] = lambda: None,
     ) -> None:
         self.group = group
         self.wire = wire
         self.opened = opened
+        self.user = user
         self.aborts = opened.aborts
         self.device_type = device_type
         self.timeout = group.timeout
@@ -306,6 +309,7 @@ class Channel:
             hand_back,
             noted,
             self._warn_dropped,
+            self.user(),
         )
 
     def is_broken(self) -> bool:

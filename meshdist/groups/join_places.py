@@ -85,7 +85,8 @@ class Place:
 
     def is_open(self) -> bool:
         """Whether members may call there still."""
-        return not (self.is_over or self.group.is_closed or self.channel.is_broken())
+        is_closed = self.group.is_closed or self.channel.opened.is_closed
+        return not (self.is_over or is_closed or self.channel.is_broken())
 
     def is_awaited(self) -> bool:
         """Whether a member has come to a call in a context after this member's last one.

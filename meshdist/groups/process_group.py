@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from weakref import ref
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
 from ..bootstrap.world import World, find_world, get_usable_world, get_world
 from ..checking.calls import GroupFacts
-from ..error_text import ranks_text
+from ..checking.program import Site, call_site, show_site
+from ..error_text import explain, ranks_text
 from ..errors import (
     BackendError,
     GroupClosedError,
@@ -45,6 +49,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("meshdist.groups")
+_warned: set[Site] = set()
 
 
 class ProcessGroup(VerbMethods):
@@ -87,6 +92,7 @@ class ProcessGroup(VerbMethods):
         device: torch.device | None = None,
         agreement: Agreement | None = None,
     ) -> None:
+        self._channels: dict[str, Channel] = {}
         self.world = world
         self.ranks = ranks
         self.name = name
@@ -94,7 +100,9 @@ class ProcessGroup(VerbMethods):
         self.backends = backends or world.backends
         self.named_for = named_for
         if self._chooses_wires and world.spans_hosts(ranks):
-            self.backends = _across_hosts(self.backends)
+            wires = {kind: find_wire(name) for kind, name in self.backends.items()}
+            across = {kind: wire.across_hosts for kind, wire in wires.items() if wire}
+            self.backends = {kind: across.get(kind) or name for kind, name in self.backends.items()}
         self.options = options
         self.device = device or world.device
         self.is_private = is_private
@@ -104,7 +112,7 @@ class ProcessGroup(VerbMethods):
         self._group_rank = ranks.index(world.rank)
         self._num_forks = num_forks()
         self._agreement = agreement
-        self._channels: dict[str, Channel] = {}
+        self._site = call_site() if world.has_processes else None
         self._closed = False
         self.fast_path: FastPath | None = None
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
@@ -112,6 +120,24 @@ class ProcessGroup(VerbMethods):
         """Whether a wire is open whose verbs are enqueued on a device."""
         self.has_devices = True
         """Whether all members have chosen their devices, as far as that is known."""
+
+    def __del__(self) -> None:
+        """Stay with the registry, which needs it as long as a member uses what it has open.
+
+        Warn of that, once a place, where it takes more than memory.
+        """
+        is_over = not self._channels or self._num_forks != num_forks() or self.is_closed
+        if is_over or sys.is_finalizing() or not get_registry(self.world).drop(self):
+            return
+        if self._site and self._site not in _warned:
+            _warned.add(self._site)
+            text = explain(
+                f"{self.name} was dropped, and not closed",
+                where=f"rank {self.world.rank}, made at {show_site(self._site)}",
+                found="its communicator, open until all its ranks have dropped it and make another",
+                fix="call mesh.close() or destroy_process_group(group), or keep it",
+            )
+            warnings.warn_explicit(text, ResourceWarning, *self._site)
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -175,19 +201,17 @@ class ProcessGroup(VerbMethods):
 
     def offer(self, device_type: str, slot: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
         """The communicators that this member could share for ``device_type``, for an agreement."""
+        if self.is_private:
+            return {}
         wire = get_wire(self.wire_name(device_type))
-        label = ""
-        if not self.is_private:
-            label = get_registry(self.world).find_label(wire, self.ranks, self.options)
-        return {f"{slot}{wire.name}": (label, self.ranks)}
+        label = get_registry(self.world).find_label(wire, self.ranks, self.options)
+        return {f"{slot}{wire.name}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
         """What opening the channel for ``device_type`` takes; nothing where one may be shared."""
-        wire = get_wire(self.wire_name(device_type))
-        if device_type in self._channels or any(
-            label for label, _ in self.offer(device_type).values()
-        ):
+        if device_type in self._channels or self.offer(device_type):
             return Needs(0, 0)
+        wire = get_wire(self.wire_name(device_type))
         opening = self._opening("", device_type, self._timeout_on(wire))
         descriptors, threads = wire.needs(opening)
         # Where calls are compared beside the wire, members of a host map a file of each other.
@@ -244,16 +268,14 @@ class ProcessGroup(VerbMethods):
         Those whose verbs are enqueued on a device, and one of the others, if any is open: that for
         ``device_type``, which is opened, where it is one of them.
         """
-        asked = self.open_channel(device_type)
-        opened = [asked, *self._channels.values()]
-        enqueueing = {id(one): one for one in opened if one.communicator.on_stream}
+        opened = dict.fromkeys([self.open_channel(device_type), *self._channels.values()])
         waiting = [one for one in opened if not one.communicator.on_stream]
-        return [*enqueueing.values(), *waiting[:1]]
+        return [*(one for one in opened if one.communicator.on_stream), *waiting[:1]]
 
     @property
     def channels(self) -> list[Channel]:
         """Its open channels."""
-        return list(dict.fromkeys(self._channels.values()))
+        return list(dict.fromkeys(c for c in self._channels.values() if not c.opened.is_closed))
 
     def release(self) -> None:
         """Let plain calls go by the fast path again, and no channel be intercepted."""
@@ -281,11 +303,10 @@ class ProcessGroup(VerbMethods):
         if self._closed:
             return
         self._closed = True
-        registry = get_registry(self.world)
-        channels = {id(c.opened): c for c in self._channels.values()}
+        opened = dict.fromkeys(channel.opened for channel in self._channels.values())
         self.forget_channels()
-        for channel in channels.values():
-            registry.release(channel.opened, self)
+        for one in opened:
+            get_registry(self.world).release(one, self)
 
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""
@@ -333,19 +354,17 @@ class ProcessGroup(VerbMethods):
                 self._channels[device_type] = channel
                 self._connect(channel, device_type)
                 return channel
-        lack = "" if agreement else find_lack({f"{device_type} tensors": self.needs(device_type)})
-        if agreement is None and self._agreement is not None:
-            if lack:  # of the world, whose ranks have not agreed upon anything
-                found = f"rank {self.world.rank}: {lack}"
-                raise lack_error(self.world, self.name, self.ranks, found)
-            known = replace(self._agreement, name=f"{self._agreement.name}/{wire.name}", opened=[])
-            with registry.opening(known):
-                return self._open_channel(device_type, known, slot)
         if agreement is None:
-            definition = {"text": self.name, "ranks": self.ranks, "wire": wire.name}
-            with registry.opening() as agree:
-                offer = self.offer(device_type)
-                agreed = agree(self.ranks, "group", definition, timeout, offer, lack)
+            lack = find_lack({f"{device_type} tensors": self.needs(device_type)})
+            if (known := self._agreement) is not None:
+                if lack:  # of the world, whose ranks have not agreed upon anything
+                    found = f"rank {self.world.rank}: {lack}"
+                    raise lack_error(self.world, self.name, self.ranks, found)
+                known = replace(known, name=f"{known.name}/{wire.name}", opened=[])
+            told = self.ranks, "group", {"text": self.name, "ranks": self.ranks, "wire": wire.name}
+            with registry.opening(known) as agree:
+                offers = self.offer(device_type)
+                agreed = known or agree(*told, timeout, offers=offers, lack=lack)
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)
@@ -359,13 +378,12 @@ class ProcessGroup(VerbMethods):
             return self._open_channel(device_type, agreement, slot)
         except WireFailure as failure:
             raise self._not_opened(wire, failure) from failure
-        facts = GroupFacts(
-            self.name, self.ranks, self._group_rank, opened.label, wire.name, timeout
-        )
+        of_group = self.name, self.ranks, self._group_rank
+        facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
         if registry.look is None:
             registry.look = LateMembers(self.world).look
         others = MembersOfWorld(self.world, facts, opened)
-        channel = Channel(facts, wire, opened, device_type, others)
+        channel = Channel(facts, wire, opened, device_type, others, ref(self))
         self._channels[device_type] = channel
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
@@ -410,13 +428,6 @@ class ProcessGroup(VerbMethods):
         silent = "" if is_refused else silent_ranks(self.world, self.ranks)
         where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
         return opening_error(failure, self.name, self.ranks, wire, where, silent)
-
-
-def _across_hosts(backends: dict[str, str]) -> dict[str, str]:
-    """The default wires, for ranks of several hosts."""
-    wires = {kind: find_wire(name) for kind, name in backends.items()}
-    found = {kind: wire.across_hosts for kind, wire in wires.items() if wire and wire.across_hosts}
-    return {**backends, **found}
 
 
 def world_group(world: World | None = None) -> ProcessGroup:
@@ -483,17 +494,14 @@ def resolve_group(group: object) -> ProcessGroup:
 
 def _instead_of(group: object) -> str | None:
     """The fix for an argument that is no group."""
-    if isinstance(group, str) or _is_names(group):
+    names = group if isinstance(group, (tuple, list)) else [group]
+    if all(isinstance(name, str) for name in names):
         return f"name the axis on its mesh: group=mesh[{group!r}]"
     if isinstance(group, TorchGroup):
         return "make ours of the same ranks: meshdist.new_group(ranks)"
     if type(group).__module__ == "torch.distributed.device_mesh":
         return "make ours of it: DeviceMesh.from_torch(mesh)"
     return None
-
-
-def _is_names(given: object) -> bool:
-    return isinstance(given, (tuple, list)) and all(isinstance(one, str) for one in given)
 
 
 class _MemberKinds(type):

@@ -4,6 +4,10 @@ Two groups with equal ranks in equal order, on the same wire with the same optio
 communicator; private groups never share. Whether one can be shared depends on all members, since
 one of them may have closed it, or seen it fail, before the others: each offers what it has when
 they agree on what they make, and the agreement gives the communicator its label.
+
+Groups that the program drops are collected at any time, on other ranks later or never. So what
+they have open stays, and is answered in join contexts, until all of its members close it at once:
+when they agree on something else, and all of them offer its end.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+from weakref import ref
 
 from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
 from ..bootstrap.head_counts import head_count_of
@@ -33,7 +39,7 @@ from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_ex
 from ..wires.communicator import Communicator
 from ..wires.failures import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
-from .agreement import Agreement, Agreements
+from .agreement import NO_OFFERS, Agreement, Agreements, Offers
 from .announcement_table import AnnouncementTable
 from .header_tables import HeaderTables
 from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
@@ -53,19 +59,6 @@ _LAST_S = 2.0
 _DIFFERS_S = 10.0
 
 
-class User(Protocol):
-    """A group, as far as its communicators are concerned."""
-
-    is_private: bool
-
-    @property
-    def channels(self) -> Sequence[Any]:
-        """Those that are open."""
-
-    def forget_channels(self) -> None:
-        """Drop the references to all communicators."""
-
-
 @dataclass(eq=False)
 class OpenCommunicator:
     """One communicator, its label (equal on all members), and the groups that use it."""
@@ -80,10 +73,24 @@ class OpenCommunicator:
     sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
     share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
-    users: set[User] = field(default_factory=set)
+    users: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    """By ``id``: weak references, and functions that hold the groups that were dropped."""
+    ranks: tuple[int, ...] = ()
     is_closed: bool = False
+    is_leaving: bool = False  # whether this member has offered to close it
     announcements: AnnouncementTable | None = None  # from the first join context on
     comparison: HostComparison | None = None  # where members are on several hosts
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a group uses it that the program has not dropped."""
+        return any(isinstance(refer, ref) for refer in list(self.users.values()))
+
+    def groups(self) -> list[Any]:
+        """The groups that use it, also those that were dropped."""
+        while None in (found := [refer() for refer in list(self.users.values())]):
+            time.sleep(0)  # another thread collects it, and calls `drop` next
+        return found
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -123,6 +130,7 @@ class Registry:
         self._comparisons = HostComparisons(world, self._wake)
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
+        self._num_openings = 0
         self._signals: SignalThread | None = None
 
     def start(self) -> None:
@@ -132,10 +140,10 @@ class Registry:
             return
         if world.has_processes and world.handle is not None:
             self.endings.announce(words=self.header_tables.make_words())
-            abort, look = self._abort_as_told, self._look
             self._answerer = Answerer(self.where)
             signs = self.header_tables.signs_of_life()
-            self._signals = SignalThread(world, world.handle, self.answer, abort, look, signs)
+            told = self.answer, self._abort_as_told, self._look, signs
+            self._signals = SignalThread(world, world.handle, *told)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
     @contextmanager
@@ -147,12 +155,18 @@ class Registry:
         ended now would fail others that still connect to it.
         """
         made = [] if agreement is None else [agreement]
+        leaving: list[OpenCommunicator] = []
 
-        def agree(*definition: Any) -> Agreement:
-            made.append(self._agreements.agree(*definition))
+        def agree(*what: Any, offers: Offers = NO_OFFERS, lack: str = "") -> Agreement:
+            dropped = self._find_dropped(what[0], offers)
+            leaving.extend(dropped)
+            ends = {f"end/{one.label}": (one.label, one.ranks) for one in dropped}
+            made.append(self._agreements.agree(*what, offers={**offers, **ends}, lack=lack))
             return made[-1]
 
         has_failed = True
+        with self._lock:
+            self._num_openings += 1
         try:
             yield agree
             has_failed = False
@@ -160,6 +174,35 @@ class Registry:
             for each in made:
                 patience = timedelta(0) if has_failed or not each.opened else _PATIENCE
                 self._finish_opening(each, self._patience_of_server(has_failed) or patience)
+            agreed = {label for each in made for label in each.shared.values()}
+            with self._lock:
+                self._num_openings -= 1
+                for one in leaving:
+                    one.is_leaving = one.label in agreed
+            self._close([one for one in leaving if one.is_leaving])
+
+    def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
+        """The communicators that ranks ``here`` may close now: none that a new group may share."""
+        found, kept = [], {label for label, _ in offers.values()}
+        with self._lock:
+            if self._num_openings > 1 or self.shadowing is not None:  # they may be in use there
+                return []
+            for label, one in sorted(self._by_label.items()):
+                is_kept = label in kept or one.is_leaving or one.is_in_use
+                if not is_kept and {*here} >= {*one.ranks}:
+                    one.is_leaving = True
+                    found.append(one)
+        return found
+
+    def drop(self, group: Any) -> bool:
+        """Keep a group that the program has dropped; return whether no other uses what it has."""
+        with self._lock:
+            opened = {channel.opened for channel in group.channels}
+            for one in opened:
+                one.users.pop(id(group), None)
+                if not one.is_in_use:
+                    one.users[id(group)] = lambda: group
+        return any(id(group) in one.users for one in opened)
 
     def _patience_of_server(self, has_failed: bool = False) -> timedelta | None:
         """How long this rank waits for others that need the store; None where it does not."""
@@ -178,12 +221,10 @@ class Registry:
             for opened in agreement.opened if are_open else ():
                 table = opened.header_table
                 if opened.communicator.on_stream and table is not None and table.sees_all():
-                    is_blind = find_value(world.store, f"{opened.label}/blind") is not None
-                    opened.sees_all_calls = not is_blind
-                    for channel in (one for user in opened.users for one in user.channels):
-                        channel.demands_layouts = (
-                            opened.sees_all_calls and not channel.is_intercepted
-                        )
+                    sees_all = find_value(world.store, f"{opened.label}/blind") is None
+                    opened.sees_all_calls = sees_all
+                    for channel in (one for group in opened.groups() for one in group.channels):
+                        channel.demands_layouts = sees_all and not channel.is_intercepted
 
     def finish(self, call: str, members: Collection[int]) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.
@@ -205,7 +246,7 @@ class Registry:
                     world.store.delete_key(old)
 
     def acquire(
-        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: User
+        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
         """Return the communicator called ``label``; opening a new one, by the agreement.
 
@@ -214,7 +255,7 @@ class Registry:
         with self._lock:
             shared = self._by_label.get(label)
             if shared is not None:
-                shared.users.add(user)
+                shared.users[id(user)] = ref(user)
                 return shared
         world, ranks, options = self.world, opening.ranks, opening.options
         # The table comes first, so that members that have opened their side find it.
@@ -246,7 +287,8 @@ class Registry:
             communicator.on_stream and len(ranks) == 1,
             options,
             None if user.is_private else (wire.name, ranks, id(options)),
-            {user},
+            {id(user): ref(user)},
+            ranks,
             comparison=comparison,
         )
         agreement.opened.append(opened)
@@ -256,26 +298,30 @@ class Registry:
 
     def _is_blind(self, ranks: tuple[int, ...], table: HeaderTable | None) -> bool:
         """Whether this rank will not see the words of all ``ranks``, though they share a host."""
-        if len(ranks) == 1 or self.world.spans_hosts(ranks):
-            return False
-        return table is None or not self.header_tables.reaches(ranks)
+        is_one_host = len(ranks) > 1 and not self.world.spans_hosts(ranks)
+        return is_one_host and (table is None or not self.header_tables.reaches(ranks))
 
     def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
         """The label of the communicator that a new group could share, or ""."""
         key = (wire.name, ranks, id(options))
         with self._lock:
-            found = [entry.label for entry in self._by_label.values() if entry.share_key == key]
-        return found[-1] if found else ""
+            found = [one for one in self._by_label.values() if one.share_key == key]
+            return next((one.label for one in reversed(found) if not one.is_leaving), "")
 
-    def release(self, opened: OpenCommunicator, user: User) -> None:
+    def release(self, opened: OpenCommunicator, user: Any) -> None:
         """Give up one use; the last one closes the communicator."""
         with self._lock:
-            opened.users.discard(user)
+            opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
                 return
-        error = self._compare_last([opened])  # others may ask for its calls
-        self._by_label.pop(opened.label, None)
-        opened.close()
+        self._close([opened])
+
+    def _close(self, opened: list[OpenCommunicator]) -> None:
+        error = self._compare_last(opened)  # others may ask for their calls
+        for one in opened:
+            self._by_label.pop(one.label, None)
+            one.users.clear()
+            one.close()
         if error is not None:
             raise error
 
@@ -296,28 +342,23 @@ class Registry:
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
         """Refuse every later verb of this rank on a failed communicator, with the reason."""
-        message = {"rank": self.world.rank, "labels": [label], "reason": reason, **more}
-        self._abort_here(message)
+        self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
         """Which rank aborted a communicator and why, if one did; asks the store."""
-        known = self.aborts.get(label)
-        if known is None:
-            store = self.world.store
-            if store.check([f"{label}/abort"]):
-                known = read_json(store, f"{label}/abort", _abort_message)
-                # Its signal may not have arrived yet, and the next verb must not use the wire.
-                self._abort_here(known)
+        known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
+        if known is None and store.check([key]):
+            known = read_json(store, key, _abort_message)
+            # Its signal may not have arrived yet, and the next verb must not use the wire.
+            self._abort_here(known)
         return known
 
     def answer(self, about: dict[str, Any]) -> Answer:
         """The last call on each communicator and beside them, and the call that is asked about."""
-        with self._lock:
-            recorders = [(entry.label, entry.recorder) for entry in self._by_label.values()]
-            asked = self._by_label.get(about.get("label", ""))
+        asked = self._by_label.get(about.get("label", ""))
+        recorders = [(one.label, one.recorder) for one in self.all_opened()]
         recorders.append(("", self.beside_wires))
-        used = [(label, recorder) for label, recorder in recorders if recorder.moment]
-        used.sort(key=lambda one: one[1].moment)
+        used = sorted((one for one in recorders if one[1].moment), key=lambda one: one[1].moment)
         calls: list[dict[str, Any]] = [
             {"label": label, "sequence": recorder.sequence, "text": call.heading}
             for label, recorder in used
@@ -351,15 +392,13 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
-        error = self._compare_last(self.all_opened())
-        self._leave(DESTROYED)
+        error = self._leave(DESTROYED)
         if self._signals is not None:
             self._signals.stop()
             self._signals = None
             self._answerer.close()
-        opened = self.all_opened()
-        for entry in opened:
-            for user in entry.users:
+        for entry in (opened := self.all_opened()):
+            for user in filter(None, [refer() for refer in entry.users.values()]):
                 user.forget_channels()
         self._by_label.clear()
         for entry in opened:
@@ -380,20 +419,21 @@ class Registry:
         with self._lock:
             return list(self._by_label.values())
 
-    def _leave(self, how: str) -> None:
-        """Tell the others that this rank leaves the world, and how."""
+    def _leave(self, how: str) -> MeshdistError | None:
+        """Tell the others that this rank leaves the world, and how; return ``_compare_last``'s."""
+        opened = self.all_opened()
+        error = self._compare_last(opened)
         self._comparisons.stop()
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
-            opened = self.all_opened()
             self.endings.leave(how, {one.label: one.recorder.sequence for one in opened})
+        return error
 
     def _end(self) -> None:
         """Leave, and let the others see how, before this process ends."""
         if self.world.process_id != os.getpid():
             return
-        error = self._compare_last(self.all_opened())
-        self._leave(ending_text())
+        error = self._leave(ending_text())
         for entry in self.all_opened():
             if not is_ending_by_exception():
                 entry.leave()
@@ -468,11 +508,9 @@ class Registry:
             opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
             for entry in opened:
                 entry.share_key = None  # no group that is made later shares a broken one
-        by_kind: dict[type[Communicator], list[Communicator]] = {}
-        for entry in opened:
-            by_kind.setdefault(type(entry.communicator), []).append(entry.communicator)
-        for kind, communicators in by_kind.items():
-            kind.abort_together(communicators)
+        communicators = [entry.communicator for entry in opened]
+        for kind in {type(one) for one in communicators}:
+            kind.abort_together([one for one in communicators if type(one) is kind])
 
 
 def _all_key(key: str) -> str:
@@ -495,13 +533,10 @@ def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
 
 def get_registry(world: World) -> Registry:
     """Return the world's registry, made on first use."""
-    registry = world.registry
-    if isinstance(registry, Registry):
-        return registry
-    with _making:
-        registry = world.registry
-        if not isinstance(registry, Registry):
-            registry = world.registry = Registry(world)
-            world.closers.append(registry.close)
-            registry.start()
-    return registry
+    if not isinstance(world.registry, Registry):
+        with _making:
+            if not isinstance(world.registry, Registry):
+                world.registry = Registry(world)
+                world.closers.append(world.registry.close)
+                world.registry.start()
+    return world.registry

@@ -122,9 +122,8 @@ class Shadowing:
         self._registry.shadowing = self
         self._watch = register_optimizer_step_pre_hook(self._refuse_unknown_step)
         for opened in self._registry.all_opened():
-            for user in opened.users:
-                if isinstance(user, ProcessGroup):
-                    self.cover(user)
+            for group in opened.groups():
+                self.cover(group)
 
     def cover(self, group: ProcessGroup) -> None:
         """Let all calls of ``group`` be announced, as far as it is open."""
@@ -143,9 +142,8 @@ class Shadowing:
         self._registry.shadowing = None
         self._watch.remove()
         for opened in self._registry.all_opened():
-            for user in opened.users:
-                if isinstance(user, ProcessGroup):
-                    user.release()
+            for group in opened.groups():
+                group.release()
         if error is not None:
             # Members of a broken group are told by what broke it.
             whole = [one.channel for one in self._places if not one.channel.is_broken()]

@@ -159,20 +159,18 @@ class DeviceMesh:
 
     __delattr__ = __setattr__
 
-    def _new_group(self, definition: MeshDefinition, axes: tuple[int, ...]) -> ProcessGroup:
+    def _new_group(
+        self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
+    ) -> ProcessGroup:
         """The group over ``axes`` of a mesh derived from this one, opened now if this one is."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
-        if any(mine.is_open for mine in self._groups):
-            self._open_group(group, definition)
-        return group
-
-    def _open_group(self, group: ProcessGroup, definition: MeshDefinition) -> ProcessGroup:
-        check_device(definition.device_type, is_planned=True)
-        group.open_channel(definition.device_type)
-        device = select_device(definition.device_type, definition.world)
-        if device is not None:
-            group.connect(device)
+        if opens or any(mine.is_open for mine in self._groups):
+            check_device(definition.device_type, is_planned=True)
+            group.open_channel(definition.device_type)
+            device = select_device(definition.device_type, definition.world)
+            if device is not None:
+                group.connect(device)
         return group
 
     def _open(self) -> None:
@@ -188,8 +186,8 @@ class DeviceMesh:
                 offer |= group.offer(definition.device_type, f"{axis}/")
                 name = definition.layout.names[axis] if definition.layout.names else axis
                 needs[f"axis {name!r}"] = group.needs(definition.device_type)
-            told = definition.timeout, offer, find_lack(needs)
-            agreement = agree(members, "mesh", entries, *told)
+            told = members, "mesh", entries, definition.timeout
+            agreement = agree(*told, offers=offer, lack=find_lack(needs))
             for axis, group in enumerate(self._groups):
                 group.open_channel(definition.device_type, agreement, f"{axis}/")
                 if device is not None:
@@ -272,9 +270,7 @@ class DeviceMesh:
             return self._groups[0]
         if self._flat_group is None:
             coordinate_in(self, "a verb")
-            group = self._definition.make_group(tuple(range(self.ndim)))
-            self._own_groups.append(group)
-            self._open_group(group, self._definition)
+            group = self._new_group(self._definition, tuple(range(self.ndim)), opens=True)
             vars(self).update(_flat_group=group)
             return group
         return self._flat_group

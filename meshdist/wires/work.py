@@ -47,6 +47,7 @@ class Work:
         note: under which the verb was noted.
         warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
             nor taken a future of it, as long as the Work is there; None where that is as meant.
+        user: its group, which is not collected as long as the Work is there.
     """
 
     _operation: Operation
@@ -60,6 +61,7 @@ class Work:
     _hand_back: Callable[[], None] | None = None
     _note: int = 0
     _warn_dropped: Callable[[int], None] | None = None
+    _user: object = None
     # One thread at a time ends the verb.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)

@@ -50,7 +50,7 @@ FIRST_VERBS = {
         " md.P2POp(md.irecv, x, 1 - me)]): work.wait()\n"
         "answer = x.item()"
     ),
-    "new_group": "answer = md.new_group([0, 1]).size()",
+    "new_group": "group = md.new_group([0, 1]); answer = group.size()",
     "mesh": "answer = md.init_device_mesh('cpu', (-1,)).size()",
     "DDP": "answer = md.DDP(torch.nn.Linear(2, 2)).process_group.size()",
 }
