@@ -4,7 +4,8 @@
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
-#   WIRE, COUNT, EXITS, SEED   of soak-faults: over what, how many faults and exits, drawn from what
+#   WIRE, COUNT, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
+#                namespaces), how many faults and exits, drawn from what
 
 PYTHON      ?= python3
 VENV        ?= .venv

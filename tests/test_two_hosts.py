@@ -82,6 +82,7 @@ def family_of(mark: str) -> list[int]:
     return found
 
 
+@pytest.mark.soak
 def test_the_hosts_end_with_a_killed_test_session(two_hosts: TwoHosts, tmp_path: Path) -> None:
     mark = f"OF_THE_SESSION={tmp_path}"
     session = subprocess.Popen(
@@ -112,3 +113,21 @@ def test_a_program_that_is_late_ends_with_all_it_has_started(two_hosts: TwoHosts
     while any(map(is_running, workers)) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(map(is_running, workers))
+
+
+@pytest.mark.soak  # it runs a suite of its own
+def test_where_there_can_be_no_hosts_the_last_lines_say_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not soak"]
+    done = subprocess.run(
+        [*command, f"{TESTS / 'test_two_hosts.py'}"],
+        env={**os.environ, "PATH": str(tmp_path)},  # where there is no command ip
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    text = (
+        "4 tests over two hosts did not run: Skipped: two hosts need namespaces, which this "
+        "system refuses: there is no command ip"
+    )
+    assert text in done.stdout.splitlines(), done.stdout + done.stderr

@@ -16,6 +16,7 @@ import pytest
 from tests.faults.cases import (
     EXIT,
     FAULT,
+    HOSTS,
     KINDS,
     SKIPPING,
     Case,
@@ -23,9 +24,11 @@ from tests.faults.cases import (
     can_be_missed,
     case_of,
 )
-from tests.faults.outcomes import Outcome, judge, named_ranks
+from tests.faults.outcomes import TORCHS_GLOO, Outcome, judge, named_ranks
 from tests.faults.programs import Program, Step
 from tests.faults.reports import Result, Tally
+from tests.pool import Pool
+from tests.two_hosts import two_hosts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -40,13 +43,16 @@ SAMPLE = {
     "shm": {FAULT: (1, 8, 37, 53), EXIT: (1, 4)},
     "gloo": {FAULT: (0, 20, 21, 23, 38), EXIT: (1, 3, 6)},
     "mpi": {FAULT: (1, 15, 27, 37), EXIT: (1, 3)},
+    HOSTS: {FAULT: (2, 10, 73, 176, 214), EXIT: (1, 3)},
 }
 
 
 @pytest.mark.parametrize(
     "wire", ["shm", *(pytest.param(one, marks=pytest.mark.soak) for one in SAMPLE if one != "shm")]
 )
-def test_every_promise_is_kept(wire: str) -> None:
+def test_every_promise_is_kept(wire: str, pool: Pool) -> None:
+    if wire == HOSTS:
+        two_hosts_of(pool)  # skips where there can be none
     names = [f"{wire} {kind} 1 {n}" for kind, numbers in SAMPLE[wire].items() for n in numbers]
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.run", *names],
@@ -254,6 +260,37 @@ def test_under_mpi_the_job_may_name_the_rank() -> None:
     assert kinds_of(outcome, over_mpi) == ["unnamed culprit"]
     outcome = outcome_with(kind_of_end=-15)
     assert kinds_of(outcome, over_mpi) == []
+
+
+WRONG = {"what": "wrong", "step": 2, "text": "3 is not 4"}
+
+
+def over_hosts(kind: str, hosts: str) -> Case:
+    fault = Fault(kind, rank=1, step=2)
+    return Case("a test", HOSTS, BARRIERS, "env", "return", "raise", fault, hosts=hosts)
+
+
+def test_numbers_are_wrong_between_hosts_only_until_that_is_told() -> None:
+    told = outcome_with(WRONG, error_with("ranks 0-1: all_reduce; rank 1: barrier"))
+    told.ends[1] = (10.1, 1)
+    assert kinds_of(told, over_hosts("other verb", "AB")) == []
+    silent = outcome_with(WRONG, {"what": "end"}, kind_of_end=0)
+    silent.ends[1] = told.ends[1]
+    assert kinds_of(silent, over_hosts("other verb", "AB")) == ["wrong numbers"]
+    silent.said["0"] = "AgreementError: the members of a group disagree about their call 2"
+    assert kinds_of(silent, over_hosts("other verb", "AB")) == []
+    assert over_hosts("other verb", "AB").is_compared_late((0, 1))
+    assert not over_hosts("other verb", "AA").is_compared_late((0, 1))
+    assert not over_hosts("SIGKILL", "AB").is_compared_late((0, 1))
+
+
+def test_a_rank_that_torchs_gloo_ends_is_counted_apart() -> None:
+    outcome = outcome_with(kind_of_end=-6)
+    outcome.said["0"] = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
+    assert kinds_of(outcome, over_hosts("SIGKILL", "AB")) == ["crash"]
+    outcome.ends[1] = (10.1, 1)
+    assert kinds_of(outcome, over_hosts("other count", "AB")) == [TORCHS_GLOO]
+    assert kinds_of(outcome, over_hosts("other count", "AA")) == ["crash"]
 
 
 def test_ranks_are_read_from_lists_and_ranges() -> None:
