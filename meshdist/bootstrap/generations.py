@@ -340,6 +340,9 @@ class Attempt:
 
     def _silent(self, keys: Store, absent: list[int] | None = None) -> dict[str, Any]:
         absent = absent or self._absent(keys, "confirmed")
+        if not absent:  # the last one has ended before it told the others, maybe on another host
+            found = {rank: self._card_of(keys, rank) for rank in range(self.size)}
+            absent = [rank for rank, card in found.items() if not (card and is_alive(card))]
         ranks = ranks_text(absent)
         cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
         return _failure(

@@ -228,6 +228,22 @@ def test_a_dead_process_of_another_host_does_not_complete_a_world() -> None:
     assert f"rank 0: process {my_card().pid} on elsewhere" in str(outcome)
 
 
+def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
+    """Rank 1, on another host, has confirmed after rank 0, and has ended before it told so."""
+
+    def confirm_and_end(store: md.Store) -> None:
+        keys = md.PrefixStore("meshdist/0", store)
+        while not keys.check(["confirmed/0.0"]):
+            time.sleep(0.01)
+        keys.add("confirmed/0.0", 1 << 1)
+
+    store = md.HashStore()
+    leave_claim(store, 1, host="other", hostname="elsewhere")
+    error, _ = join_all(store, [as_rank(0, 2, SHORT), confirm_and_end])
+    assert str(error).startswith("rank 1 came to the world of 2, and then fell silent")
+    assert f"rank 1: process {my_card().pid} on elsewhere" in str(error)
+
+
 def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = md.HashStore()
 
