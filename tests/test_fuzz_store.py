@@ -133,7 +133,8 @@ def signals(junk: bytes) -> None:
     store = Memory()
     store.values["signal/1"] = junk
     world = found_by(store)
-    handle: Any = SimpleNamespace(ends=[], set_bare=lambda key: None)
+    handle: Any = SimpleNamespace(ends=[], alarm=None)
+    handle.set_bare, handle.has_ended = lambda key: None, lambda: False
     signs = SignsOfLife(None, Regions(lambda member: None), 0)
     answer = Registry(world).answer
     thread = SignalThread(world, handle, answer, lambda _: None, lambda: None, signs)

@@ -36,6 +36,7 @@ from .server_watch import ServerWatch, accept_clients, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
 __all__ = [
+    "AlarmLost",
     "BoundedStore",
     "KeyAlarm",
     "await_key",
@@ -56,8 +57,12 @@ _ANSWER_S = 5.0
 _END_S = 20.0
 _POLL_S = 0.2
 _CLOSING_S = 1.0
-# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that.
-_VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), b"\0"
+# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that;
+# what calls a wait off, and the answer.
+_VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
+_CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
+_MOST_ANSWERS = 64
+_TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
 _NO_VALUE = b"?"
@@ -126,7 +131,8 @@ class BoundedStore(Store):
         self._busy_since: float | None = None
         root = root_of(raw)
         self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
-        self._alarms: list[KeyAlarm] = []  # idle: to accept one may make a server ask for names
+        # The last is in use; kept, since to accept one may make a server ask for names.
+        self._alarms: list[KeyAlarm] = []
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
         self._thread: threading.Thread | None = None
         if self._file is None and not is_served_here:
@@ -138,6 +144,8 @@ class BoundedStore(Store):
             return
         try:
             self._watch = self.ask(self._watched)
+            if self._watch.to_store is not None:
+                self._alarms.append(KeyAlarm(self._watch.to_store))
         except BaseException:
             self.close()
             raise
@@ -200,27 +208,25 @@ class BoundedStore(Store):
     def _await_alarm_at(
         self, address: tuple[str, int], key: str, slice_s: Callable[[], float]
     ) -> bool | None:
-        alarm = None
+        kept, alarm = self.alarm, None
         try:
-            alarm = self._alarms.pop() if self._alarms else KeyAlarm(address)
+            is_mine = kept is not None and kept.turn.acquire(timeout=_TURN_S)
+            alarm = kept if is_mine and kept is not None else KeyAlarm(address)
             alarm.reset(key)
-        except OSError:
-            return None
-        try:
             while (seconds := slice_s()) > 0:
-                if find_readable([alarm.connection, *self.ends], seconds):
-                    try:
-                        has_rung = alarm.has_rung()
-                    except OSError:
-                        return None
-                    if has_rung:
-                        self._alarms.append(alarm)
-                        alarm = None
-                        return True
+                find_readable([alarm.connection, *self.ends], seconds)
+                if alarm.has_rung(key):
+                    return True
             return False
+        except AlarmLost:
+            return None
         finally:
-            if alarm is not None:
+            if alarm is not None and alarm is not kept:
                 alarm.connection.close()
+            elif alarm is not None:
+                with suppress(AlarmLost):
+                    alarm.reset("")
+                alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
@@ -255,14 +261,29 @@ class BoundedStore(Store):
     # -- the server --------------------------------------------------------------------------------
 
     @property
+    def alarm(self) -> KeyAlarm | None:
+        """This process's alarm, for waits in turn; None where no server is reached."""
+        if self._address is not None and (not self._alarms or self._alarms[-1].is_lost):
+            with suppress(AlarmLost):
+                self._alarms.append(KeyAlarm(self._address))
+        return self._alarms[-1] if self._alarms else None
+
+    @property
     def ends(self) -> list[Any]:
-        """The file descriptors that become readable when the server ends."""
+        """The sockets that become readable when the server ends, or an alarm rings."""
         return [] if self._watch is None else self._watch.connections
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether the server closes this process's watch within so many ``seconds``."""
+        for alarm in self._alarms:  # an answer that no wait has read would hide the end
+            with suppress(AlarmLost):
+                alarm.rings_beside()
+        return self._watch is not None and self._watch.has_ended(seconds)
 
     @property
     def is_served(self) -> bool:
         """Whether the server still lives; True where no process serves the store."""
-        return self._watch is None or self._watch.is_served()
+        return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
         """A connection of its own, for torch's classes that use a store in threads of theirs."""
@@ -289,8 +310,8 @@ class BoundedStore(Store):
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(0.0 if self._busy_s() > _ANSWER_S else _END_S)
-        while self._alarms:
-            self._alarms.pop().connection.close()
+        for alarm in self._alarms:
+            alarm.connection.close()
         if self._watch is not None:
             self._watch.close()
         if self._file is not None:
@@ -351,7 +372,7 @@ class BoundedStore(Store):
             except DistNetworkError as error:
                 # A server that ends closes this connection first, perhaps. One that goes on has
                 # closed it for a request that was wrong.
-                if not find_readable(self.ends, _CLOSING_S):
+                if not self.has_ended(_CLOSING_S):
                     with suppress(RuntimeError, NotImplementedError):
                         self._raw = cloned(raw)
                 answer.set_exception(error)
@@ -390,31 +411,87 @@ class BoundedStore(Store):
         )
 
 
+class AlarmLost(ConnectionError):
+    """The server has closed an alarm's connection, or does not know the request."""
+
+
 class KeyAlarm:
     """A connection to a TCPStore's server that becomes readable when the key of ``reset`` is set.
 
     torch's own wait cannot be called off, and its expiry is reported on stderr: here its request
     travels over a socket that can be polled. Where the server does not know it no alarm rings.
+    Every method raises AlarmLost where the connection is lost.
+
+    Example: the requests "wait for a", "call it off", "wait for b" have the answers 1 0, or 0 1 0
+    where "a" was set before it was called off: only a 0 behind as many 1 as calls rings for "b".
+
+    Attributes:
+        turn: held while a wait has the alarm.
+        is_lost: whether it cannot ring any more.
     """
 
     def __init__(self, to: tuple[str, int] | socket.socket) -> None:
-        if not isinstance(to, socket.socket):
-            to = socket.create_connection(to, timeout=_CLOSING_S)
-        self.connection = to
-        self._greeting = _VALIDATE
+        self.turn, self._lock = threading.Lock(), threading.RLock()
+        self.is_lost = self._has_rung = False
+        self._greeting, self._key, self._num_canceled = _VALIDATE, "", 0
+        with self._watched():
+            if not isinstance(to, socket.socket):
+                to = socket.create_connection(to, timeout=_CLOSING_S)
+            to.settimeout(None)  # else MSG_DONTWAIT waits, too
+            self.connection = to
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except OSError:
+                self.is_lost = True
+                raise AlarmLost from None
 
     def reset(self, key: str) -> None:
-        """Ring when ``key`` is set."""
-        name = f"/{key}".encode()  # torch begins each key with "/"
-        self.connection.sendall(self._greeting + _WAIT + struct.pack("=Q", len(name)) + name)
-        self._greeting = b""
+        """Ring when ``key`` is set, and for no other key any more; "" for none at all."""
+        with self._watched():
+            text = b""
+            if self._key and not self._has_rung:
+                text, self._num_canceled = _CANCEL, self._num_canceled + 1
+            self._key, self._has_rung = key, False
+            if key:
+                name = f"/{key}".encode()  # torch begins each key with "/"
+                text += self._greeting + _WAIT + struct.pack("=Q", len(name)) + name
+                self._greeting = b""
+            self.connection.sendall(text)
 
-    def has_rung(self) -> bool:
-        """Whether the key is set; says so once. OSError where the connection is lost."""
-        is_readable = bool(find_readable([self.connection], 0.0))
-        if is_readable and self.connection.recv(1) != _IS_SET:
-            raise ConnectionError
-        return is_readable
+    def has_rung(self, key: str) -> bool:
+        """Whether ``key``, for which it was set, is set; says so once."""
+        with self._watched():
+            with suppress(BlockingIOError):
+                answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)
+                for answer in answers or b"?":
+                    if answer == _IS_SET:
+                        self._has_rung |= not self._num_canceled
+                    elif answer == _IS_CANCELED and self._num_canceled:
+                        self._num_canceled -= 1
+                    else:
+                        raise ConnectionError
+            if not key or self._key != key or not self._has_rung:
+                return False
+            self._key = ""
+            return True
+
+    def rings_beside(self, key: str | None = None) -> bool | None:
+        """Let it ring for ``key`` while no wait has it, as now (None); whether it has rung.
+
+        Without a key only read what is there.
+        """
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            if key is not None and self._key != key:
+                self.reset(key)
+            return self.has_rung(key or "")
+        finally:
+            self.turn.release()
 
 
 def _is_unlocked(file: int) -> bool:

@@ -52,22 +52,23 @@ _served: list[_Clients] = []
 class ServerWatch:
     """Connections to the process that serves ``store``; none where no process does.
 
-    One goes to the store itself and ends with it, however that happens; a server of ours closes
-    the other one first.
+    A server of ours offers to be watched, and closes that connection first where it ends in order.
 
     Attributes:
-        connections: become readable when the server ends.
+        connections: end with the server.
+        to_store: to the store itself, and free for requests that this one watches for answers.
     """
 
     def __init__(self, store: Store) -> None:
         self.connections: list[socket.socket] = []
+        self.to_store: socket.socket | None = None
         self._server: ProcessCard | None = None
         self._next_look = 0.0
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if not isinstance(store, TCPStore):
             return
-        self._connect(store.host, store.port, _CONNECT_S)
+        self.to_store = self._connect(store.host, store.port, _CONNECT_S)
         try:
             offer = find_offer(store.compare_set(_KEY, "?", "?"))  # "?" where there is none
         except BaseException:
@@ -77,27 +78,21 @@ class ServerWatch:
             return
         self._server = offer.server
         if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
+            self.connections = [connection]
             with suppress(OSError):
                 connection.sendall(offer.word)
-
-    def give_spare(self) -> list[socket.socket]:
-        """Give away the connection to the store, where the other one tells of the end alone."""
-        spare, self.connections = self.connections[:-1], self.connections[-1:]
-        return spare
 
     def _connect(self, host: str, port: int, limit_s: float) -> socket.socket | None:
         with suppress(OSError):
             connection = socket.create_connection((host, port), timeout=limit_s)
+            connection.settimeout(None)  # else MSG_DONTWAIT waits, too
             self.connections.append(connection)
             return connection
         return None
 
     def is_served(self) -> bool:
         """Whether the process that serves the store is still there."""
-        try:
-            if find_readable(self.connections, 0.0):
-                return False
-        except (OSError, ValueError):  # closed
+        if self.has_ended():
             return False
         # Of a process that is ending the connections stay open for a while.
         if self._server is not None and time.monotonic() > self._next_look:
@@ -105,9 +100,21 @@ class ServerWatch:
             return is_alive(self._server) is not False
         return True
 
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether a connection ends within so many ``seconds``; answers of the store are no end."""
+        try:
+            ready = find_readable(self.connections, seconds)
+            ended = [one for one in self.connections if one.fileno() in ready]
+            return any(not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for one in ended)
+        except BlockingIOError:  # another thread has read it
+            return False
+        except (OSError, ValueError):  # closed
+            return True
+
     def close(self) -> None:
         """Close the connections, also for the server where a forked child has copies of them."""
-        for connection in self.connections:
+        for connection in {*self.connections, self.to_store} - {None}:
+            assert connection is not None
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()

@@ -28,7 +28,14 @@ from uuid import uuid4
 
 from torch.distributed import Store
 
-from ..bootstrap.bounded_store import BoundedStore, KeyAlarm, read_json, read_jsons, read_number
+from ..bootstrap.bounded_store import (
+    AlarmLost,
+    BoundedStore,
+    KeyAlarm,
+    read_json,
+    read_jsons,
+    read_number,
+)
 from ..bootstrap.server_watch import find_readable
 from ..bootstrap.world import World
 from ..checking.shared_words import SignsOfLife
@@ -55,6 +62,7 @@ T = TypeVar("T")
 
 _PERIOD_S = 0.125
 _SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
+_LENT_S = 0.5  # between looks while a wait of this process has the alarm
 _SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
 _SILENCE_S = 10.0
 _ANSWER_S = 2.0
@@ -105,7 +113,8 @@ class SignalThread:
     ) -> None:
         self._world = world
         self._signs = signs
-        self._alarm: KeyAlarm | None = None
+        self._alarm: KeyAlarm | None = None  # while this process looks for others
+        self._awaited, self._is_proven = "", False
         self._next_alarm, self._next_look = Grace(_SETTLE_S), Grace(0.0)
         self._look = look
         self._store = store = world.store
@@ -145,17 +154,16 @@ class SignalThread:
             os.close(self._woken)
 
     def _run(self) -> None:
-        ends = [self._woken, *self._handle.ends]
-        ended: set[int] = set()
-        while not (ended or self._is_stopped):
+        has_ended = False
+        while not (has_ended or self._is_stopped):
             self._act_on_all(self._signs.find_told())
             self._look()
-            alarms = {self._alarm.connection.fileno()} if self._alarm is not None else set()
-            ended = find_readable([*ends, *alarms], _PERIOD_S) - alarms
-            if self._woken in ended:
+            alarms = [self._alarm.connection] if self._alarm is not None else []
+            ready = find_readable([self._woken, *{*self._handle.ends, *alarms}], _PERIOD_S)
+            if self._woken in ready:
                 os.read(self._woken, 1 << 16)
-                ended.remove(self._woken)
-        if not ended:  # another rank may be waiting for this one's receipt
+            has_ended = self._handle.has_ended()
+        if not has_ended:  # another rank may be waiting for this one's receipt
             self._drop_alarm(_SETTLE_S)
             self._act_on_all(None)
         else:
@@ -185,30 +193,36 @@ class SignalThread:
     def _find_latest(self) -> int:
         """How many signals there are; asks the store unless an alarm would have rung."""
         latest, alarm = self._seen, self._alarm
-        has_rung = alarm is not None and alarm.has_rung()
+        has_rung = False if alarm is None else alarm.rings_beside(self._awaited)
+        if has_rung is None and self._next_look.left_s > _LENT_S:
+            self._next_look = Grace(_LENT_S)
         if not (has_rung or self._next_look.is_over):
             return latest
         while self._store.check([_signal_key(latest + 1)]):
             latest += 1
-        if alarm is not None and has_rung:
-            alarm.reset(_alarm_key(self._store, latest + 1))
+        if has_rung:
+            self._awaited, self._is_proven = _alarm_key(self._store, latest + 1), True
             self._next_look = Grace(_SURE_S)
+        elif has_rung is None:
+            self._next_look = Grace(_LENT_S)
         elif latest > self._seen:  # an alarm that has not rung is worth nothing
             self._drop_alarm(_SETTLE_S)
+        elif self._is_proven:
+            self._next_look = Grace(_SURE_S)
         elif alarm is None and self._next_alarm.is_over:
             self._next_alarm = Grace(_SURE_S)
-            known = _alarm_key(self._store, 0)
-            if address := self._handle.set_bare(known):
-                self._alarm = KeyAlarm(address)
-                self._alarm.reset(known)  # rings at once if the server knows it
+            self._awaited = _alarm_key(self._store, 0)
+            self._handle.set_bare(self._awaited)
+            self._alarm = self._handle.alarm  # rings at once if the server knows it
         return latest
 
     def _drop_alarm(self, pause_s: float) -> None:
         """Ask the store at each look until another alarm, made ``pause_s`` later, has rung."""
         self._next_alarm, self._next_look = Grace(pause_s), Grace(0.0)
         if self._alarm is not None:
-            self._alarm.connection.close()
-        self._alarm = None
+            with suppress(AlarmLost):
+                self._alarm.rings_beside("")
+        self._alarm, self._is_proven = None, False
 
     def _act(self, message: dict[str, Any]) -> None:
         number, kind = self._seen, message["kind"]

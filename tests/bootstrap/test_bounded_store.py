@@ -21,6 +21,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 import meshdist as md
 from meshdist.bootstrap import bounded_store
 from meshdist.bootstrap.bounded_store import (
+    AlarmLost,
     BoundedStore,
     KeyAlarm,
     read_json,
@@ -240,21 +241,59 @@ def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends() ->
         alarm = KeyAlarm(address)
         alarm.reset("known")
         assert find_readable([alarm.connection], 10.0)
-        assert alarm.has_rung()
-        assert not alarm.has_rung()
+        assert not alarm.has_rung("next")
+        assert alarm.has_rung("known")
+        assert not alarm.has_rung("known")
         alarm.reset("next")
         below.set("next", "")  # which is another key
-        assert not find_readable([alarm.connection], 0.1)
+        store.check(["next"])
+        assert not alarm.has_rung("next")
         assert below.set_bare("next") == address
-        assert find_readable([alarm.connection], 10.0)
-        assert alarm.has_rung()
+        assert await_ring(alarm, "next")
+        assert not alarm.has_rung("next")
         alarm.reset("never")
         below.close()
         store.close()
         server.kill()
+        with pytest.raises(AlarmLost):
+            await_ring(alarm, "never")
+        assert alarm.is_lost
+        alarm.connection.close()
+
+
+def await_ring(alarm: KeyAlarm, key: str) -> bool:
+    """Whether it rings within some seconds."""
+    deadline = Deadline(10.0)
+    while not (has_rung := alarm.has_rung(key)) and not deadline.is_over:
+        find_readable([alarm.connection], 0.2)
+    return has_rung
+
+
+def test_what_an_alarm_waited_for_before_rings_no_more() -> None:
+    with served() as (_, store):
+        address = store.set_bare("set already")
+        assert address is not None
+        alarm = KeyAlarm(address)
+        for key in ("a", "b", "set already", "c"):  # each is called off by the next one
+            alarm.reset(key)
+        for key in ("a", "b"):
+            store.set_bare(key)
+        assert not alarm.has_rung("c")
+        store.set_bare("c")
+        assert await_ring(alarm, "c")
+        alarm.reset("d")
+        alarm.reset("")
+        store.set_bare("d")
+        assert store.check(["d"])
+        assert not alarm.has_rung("d")
+        with alarm.turn:  # of a wait
+            assert alarm.rings_beside("e") is None
+        assert alarm.rings_beside("e") is False
+        store.set_bare("e")
         assert find_readable([alarm.connection], 10.0)
-        with pytest.raises(OSError):  # noqa: PT011 # its kind is the system's affair
-            alarm.has_rung()
+        while not (rings := alarm.rings_beside("e")):
+            find_readable([alarm.connection], 0.2)
+        assert rings
         alarm.connection.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import select
 import signal
 import socket
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -35,6 +38,78 @@ print(store.port, flush=True)
 if sys.stdin.readline().strip():
     raise ValueError("no data")
 """
+
+
+_COUNTING = """
+import os, re, sys
+from pathlib import Path
+import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.groups.registry import get_registry
+from meshdist.runtime.deadlines import Deadline, wait_until
+
+def count(port):
+    own = [re.fullmatch(r"socket:.([0-9]+).", os.readlink(f"/proc/self/fd/{one}")) for one in fds()]
+    inodes = {found[1] for found in own if found}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).open()]
+    peers = [line[2] for line in lines if line[9] in inodes]
+    return sum(peer.endswith(f":{port:04X}") for peer in peers)
+
+def fds():
+    return [one for one in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{one}")]
+
+url, port = sys.argv[1] or None, int(sys.argv[2] or os.environ["MASTER_PORT"])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+md.init_process_group("shm", url, rank=rank if url else -1, world_size=size if url else -1)
+for number in range(3):
+    md.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)).close()
+signals = get_registry(get_world())._signals
+if rank == 0:  # which waits for signals of the host, in a second
+    assert wait_until(lambda: signals._is_proven, Deadline(30))
+md.barrier()
+sys.stdout.write(f"connections {rank} {count(port)}\\n")
+sys.stdout.flush()
+md.barrier()
+md.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there is no /proc")
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("tcp", marks=pytest.mark.soak),
+        pytest.param("env", marks=pytest.mark.soak),
+        "torchrun",
+    ],
+)
+def test_a_rank_has_two_connections_to_the_store(launcher: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_COUNTING)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    commands, places = [[sys.executable, str(program), "", ""]] * 2, [at, at]
+    if launcher == "tcp":
+        commands = [[sys.executable, str(program), f"tcp://127.0.0.1:{port}", str(port)]] * 2
+    elif launcher == "torchrun":
+        module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        commands, places = [[*module, "--master-port", str(port), str(program), "", ""]], [{}]
+    running = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (command, place) in enumerate(zip(commands, places, strict=True))
+    ]
+    said = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0] * len(running), said
+    counts = sorted(re.findall(r"connections (\d) (\d+)", "".join(out for out, _ in said)))
+    assert counts == [("0", "2"), ("1", "2")], said
 
 
 @contextmanager
@@ -81,7 +156,7 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
 def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(listener: str) -> None:
     with served(listener) as (server, store):
         watch, late = ServerWatch(store), ServerWatch(store)
-        assert len(watch.connections) == 2
+        assert len({*watch.connections, watch.to_store}) == 2
         tell_to_end(server)
         assert select.select(watch.connections, [], [], 1.0)[0] == []
         assert watch.is_served()
@@ -99,7 +174,7 @@ def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
         start = time.monotonic()
         tell_to_end(server, "fail")
         assert is_up(store)  # the others may still read what it has left for them
-        assert select.select(watch.connections, [], [], 20.0)[0] == [watch.connections[1]]
+        assert select.select(watch.connections, [], [], 20.0)[0] == watch.connections
         assert not watch.is_served()
         assert is_up(store)  # a request that comes just then is answered
         watch.close()
@@ -124,7 +199,7 @@ def test_watches_that_were_closed_leave_room_for_others(monkeypatch: pytest.Monk
     for _ in range(40):
         watch = ServerWatch(store)
         accept_clients()
-        assert len(watch.connections) == 2
+        assert watch.connections != [watch.to_store]
         watch.close()
     assert is_within(time.monotonic() - start, 10.0)
 
