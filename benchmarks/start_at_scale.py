@@ -134,7 +134,8 @@ class StandInStore(BoundedStore):
         store: Any = self._raw
         store.note("wait", [key])
         if isinstance(store.raw, md.TCPStore):
-            return self._await_alarm_at((store.raw.host, store.raw.port), key, slice_s)
+            self._address = store.raw.host, store.raw.port  # where its alarm connects
+            return self._await_alarm_at(self._address, key, slice_s)
         while (seconds := slice_s()) > 0:
             with suppress(RuntimeError):  # of this process's memory, which reports nothing
                 store.raw.wait([key], timedelta(seconds=seconds))
