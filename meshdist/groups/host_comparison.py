@@ -60,7 +60,7 @@ class HostComparison:
     label: str
     ranks: tuple[int, ...]
     is_leader: bool
-    wake: Callable[[], None]
+    wake: Callable[[], object]
 
     def __post_init__(self) -> None:
         self.explain: Callable[..., MeshdistError]
@@ -154,7 +154,7 @@ class HostComparisons:
         wake: lets the signal thread call ``look`` at once.
     """
 
-    def __init__(self, world: World, wake: Callable[[], None]) -> None:
+    def __init__(self, world: World, wake: Callable[[], object]) -> None:
         self._world, self._wake = world, wake
         self._interval_s = max(_INTERVAL_S, world.size * _INTERVAL_PER_RANK_S)
         self._next = Grace(0.0)

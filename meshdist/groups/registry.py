@@ -127,7 +127,9 @@ class Registry:
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
         self._agreements = Agreements(world, lambda: self.shadowing)
-        self._comparisons = HostComparisons(world, self._wake)
+        self._comparisons = HostComparisons(
+            world, lambda: self._signals.wake() if self._signals else None
+        )
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._num_openings = 0
@@ -385,10 +387,6 @@ class Registry:
             self.look()
         self._answerer.look()
         self._comparisons.look(opened.comparison for opened in self.all_opened())
-
-    def _wake(self) -> None:
-        if self._signals is not None:
-            self._signals.wake()
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
