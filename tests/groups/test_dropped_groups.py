@@ -6,7 +6,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -19,6 +19,14 @@ from tests.mpi_job import job_of
 from tests.pool import Pool
 
 PRIVATE = md.AxisOptions(private=True)
+
+
+@pytest.fixture(autouse=True)
+def collecting_is_quick() -> Iterator[None]:
+    """Simulated ranks lie in this process, of which only what is made from here on is looked at."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def make_mesh() -> md.DeviceMesh:
