@@ -81,11 +81,11 @@ from .ddp.joining import (
     Join as Join,
     Joinable as Joinable,
     JoinHook as JoinHook,
+    uneven as uneven,
 )
 from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from .ddp.uneven_loops import uneven as uneven
 from .debug.pausing import breakpoint as breakpoint
 from .errors import (
     AbortedError as AbortedError,

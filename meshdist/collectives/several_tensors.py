@@ -21,8 +21,8 @@ from ..groups.process_group import GroupLike
 from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean, multiply
 from ..wires.c10d.substitutes import read_as
 from ..wires.communicator import Communicator
+from ..wires.fallbacks import divide, reduced
 from ..wires.operations import Chain, Operation, Terms
-from ..wires.reductions import divide, reduced
 from ..wires.work import Work
 from .checks import get_peer
 from .collective import Collective

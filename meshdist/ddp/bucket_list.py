@@ -13,8 +13,7 @@ from .arrivals import Arrivals
 from .buckets import ReductionOptions, items_of, lay_out
 from .flat_bucket import Bucket
 from .reports import Reports
-from .single_bucket import InPlaceBucket
-from .sparse_bucket import SparseBucket
+from .single_bucket import InPlaceBucket, SparseBucket
 
 __all__ = ["AnyBucket", "BucketList"]
 

@@ -18,8 +18,7 @@ from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Bucket, Pending
 from .logging_data import Timing
 from .parting import Parting
-from .single_bucket import InPlaceBucket
-from .sparse_bucket import SparseBucket
+from .single_bucket import InPlaceBucket, SparseBucket
 
 __all__ = ["Sending"]
 

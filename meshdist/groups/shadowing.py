@@ -56,9 +56,8 @@ from ..errors import (
 from ..runtime.untraced import leave_untraced
 from ..wires.failures import WireTimeout
 from ..wires.work import Work
-from .announcements import Announcement, Round
+from .announcements import Announcement, Place, Places, Round
 from .channel import Channel
-from .join_places import Place, Places
 from .process_group import ProcessGroup, world_group
 from .registry import get_registry
 from .waits import Waits

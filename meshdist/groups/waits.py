@@ -17,8 +17,8 @@ from ..wires.failures import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from ..wires.work import Work, is_ready as is_done, may_be_dropped
+from .announcements import Place
 from .channel import Channel
-from .join_places import Place
 from .registry import get_registry
 from .whereabouts import Whereabouts
 

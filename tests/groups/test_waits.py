@@ -11,7 +11,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.groups.join_places import Place
+from meshdist.groups.announcements import Place
 from meshdist.groups.waits import Waits
 from meshdist.groups.whereabouts import Whereabouts
 from tests.load import is_within

@@ -25,10 +25,10 @@ from ...verb_table import REDUCING_VERBS
 from .. import fallbacks
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout
+from ..fallbacks import find_lack
 from ..messages import Mailbox
 from ..operations import DONE, Chain, Operation, Terms
 from ..packing import Sizes, Tensors, parts
-from ..reductions import find_lack
 from .substitutes import Arithmetic, Substitute, read_as
 
 __all__ = [

@@ -19,9 +19,9 @@ from ...reduce_ops import ReduceKind, ReduceOp
 from ...runtime.deadlines import Deadline
 from .. import fallbacks
 from ..communicator import Communicator
+from ..fallbacks import divide
 from ..operations import Terms
 from ..packing import Tensors, cuts, packed, parts, parts_like, write, write_all
-from ..reductions import divide
 
 __all__ = [
     "HostPlaces",

@@ -22,9 +22,9 @@ from ...reduce_ops import ReduceKind
 from ...verb_table import REDUCING_VERBS
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
+from ..fallbacks import check_reducible, find_lack
 from ..operations import DONE, Operation, Terms
 from ..packing import Sizes, Tensors, parts
-from ..reductions import check_reducible, find_lack
 from ..registry import Opening, Wire, register_wire
 from .meeting import Collective, Meeting, Message, Receive, synchronize
 from .scheduler import Rank, find_rank_here

@@ -27,9 +27,9 @@ from ...errors import AgreementError
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import ROOTED_VERBS
 from ..failures import WireAborted, WireFailure
+from ..fallbacks import reduced
 from ..operations import Operation
 from ..packing import Tensors, blocks
-from ..reductions import reduced
 from .scheduler import Rank, find_rank_here
 
 __all__ = [
