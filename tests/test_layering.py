@@ -175,7 +175,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "linear_function",
             "functional",
             "rearranging",
-            "ragged",
             "shared_buffers",
             "neutral_answers",
             "operation_rules",

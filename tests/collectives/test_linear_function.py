@@ -16,7 +16,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 import meshdist as md
 from meshdist.collectives.axis_types import GRADIENT_KINDS
 from meshdist.collectives.functional import pmax, pmin, psum, pvary
-from meshdist.collectives.ragged import ragged_all_to_all
+from meshdist.collectives.rearranging import ragged_all_to_all
 from tests.collectives.verb_cases import FUNCTIONAL, REARRANGING, Case, draw, drawn, shape_of
 from tests.mpi_job import job_of
 from tests.pool import Pool

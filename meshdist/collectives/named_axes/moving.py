@@ -10,7 +10,7 @@ from ...arrays import as_tensor, like
 from ...checking.program import one_frame
 from ...groups.process_group import resolve_group
 from ...mesh.device_mesh import DeviceMesh
-from .. import functional, ragged, rearranging
+from .. import functional, rearranging
 from ..linear_function import get_dim
 from ..torch_private import NotSeen
 from ..typed_verbs import find_typed_verb
@@ -224,7 +224,7 @@ def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh)
     )
     starts, sent, places, taken = numbers
     group = resolve_group(axes)
-    result = ragged.ragged_all_to_all(rows, initial, starts, sent, places, taken, group)
+    result = rearranging.ragged_all_to_all(rows, initial, starts, sent, places, taken, group)
     return like(result, output)
 
 
