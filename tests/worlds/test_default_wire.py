@@ -263,9 +263,13 @@ def test_a_hundred_groups_leave_nothing_behind(pool: Pool) -> None:
             time.sleep(0.01)
         return before, holdings()
 
+    # The signal thread of a host's first rank may open its connection meanwhile.
+    spare = (1, 0, 0)
+
     there = leftovers()
     for before, after in pool.run(program, 2, backend="shm"):
-        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+        more = [now - then for now, then in zip(after, before, strict=True)]
+        assert all(n <= m for n, m in zip(more, spare, strict=True)), (before, after)
     of_others = ("meshdist-launch-", "meshdist-pool", "meshdist-mpi-", f"meshdist-{os.getuid()}-")
     left = {name for name in leftovers() - there if "meshdist" in name}
     assert {one for one in left if not os.path.basename(one).startswith(of_others)} == set()

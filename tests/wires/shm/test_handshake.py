@@ -340,7 +340,10 @@ def test_too_few_file_numbers_are_a_refusal_for_all_and_leave_none_behind(pool: 
     by_rank = pool.run(program, 4)
     refused = ("WireRefused", "rank 1: [Errno 24] Too many open files", 0)
     outcomes = by_rank[1]
-    assert all(found == outcomes for found in by_rank)
+    for found in by_rank:
+        assert [told for *told, _ in found] == [told for *told, _ in outcomes]
+        # The signal thread of a host's first rank may open its connection meanwhile.
+        assert sum(gained for *_, gained in found) <= 1
     assert set(outcomes) == {refused, ("", "", 0)}
     assert outcomes == sorted(outcomes, reverse=True)  # refused until there are enough
     assert outcomes[0] == refused
