@@ -24,7 +24,7 @@ from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_n
 from ..bootstrap.head_counts import HeadCount, head_count_of
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError
+from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError, StoreError
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
@@ -136,6 +136,9 @@ class Agreements:
             except JoinError:  # on all members that come, so that they count alike
                 world.take_back_number((kind, members))
                 meeting.take_back()
+                raise
+            except BaseException as error:
+                meeting.leave(error)
                 raise
             meeting.raise_unless_agreed()
             counts = world.store.multi_get(list(keys.values())) if keys else []
@@ -252,18 +255,24 @@ class _Meeting:
             store.wait_unless([key], lambda: bool(self._find_joined_before()))
             self._refuse_joined()
             return
-        try:
-            if await_key(store, key, self.deadline, self._look):
-                return
-            # In few words first: a member that comes now must not go on alone.
-            is_mine = self._is_first_to(f"give up by {self._rank}")
-            if is_mine or not await_key(store, key, Grace(_TELLING_S)):
-                self._give_up()
-        except BaseException:
+        if await_key(store, key, self.deadline, self._look):
+            return
+        # In few words first: a member that comes now must not go on alone.
+        is_mine = self._is_first_to(f"give up by {self._rank}")
+        if is_mine or not await_key(store, key, Grace(_TELLING_S)):
+            self._give_up()
+
+    def leave(self, error: BaseException) -> None:
+        """Write as the outcome that this rank waits no more, though it may be counted."""
+        if isinstance(self._store, SimulatedStore):  # its ranks end together
+            return
+        with suppress(RuntimeError):  # the store may be lost
+            if not isinstance(error, StoreError):
+                why = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+                found = f"rank {self._rank} was interrupted by {why}"
+                self._decide("left", missing=[self._rank], found=found)
             if self._notice_due is None:  # others would take this rank for one that waits
-                with suppress(RuntimeError):  # the store may be lost
-                    store.delete_key(_notice_key(self._rank))
-            raise
+                self._store.delete_key(_notice_key(self._rank))
 
     def _look(self) -> None:
         """Look for missing members where it is due; raise where they have no data left."""
@@ -388,13 +397,17 @@ class _Meeting:
             )
         if how == "lack":
             raise lack_error(self.world, self._text, self.members, found)
-        if how == "ended":
+        if how in ("ended", "left"):
+            has_left, them = how == "left", ranks_text(missing)
+            why, again = "ended", "on the ranks that are left"
+            if has_left:
+                why, again = "interrupted", "again on all of them"
             raise BackendError(
-                f"{ranks_text(missing)} cannot come to make a {kind}",
+                f"{them} {'has given up' if has_left else 'cannot come'} to make a {kind}",
                 where=where,
                 expected=same,
                 found=found,
-                fix=f"look at what ended {ranks_text(missing)}; make it on the ranks that are left",
+                fix=f"look at what {why} {them}; make it {again}",
             )
         if rank in missing:
             raise CollectiveTimeoutError(

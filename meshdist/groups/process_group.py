@@ -379,12 +379,16 @@ class ProcessGroup(VerbMethods):
         except WireFailure as failure:
             raise self._not_opened(wire, failure) from failure
         of_group = self.name, self.ranks, self._group_rank
-        facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
-        if registry.look is None:
-            registry.look = LateMembers(self.world).look
-        others = MembersOfWorld(self.world, facts, opened)
-        channel = Channel(facts, wire, opened, device_type, others, ref(self))
-        self._channels[device_type] = channel
+        try:
+            facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
+            if registry.look is None:
+                registry.look = LateMembers(self.world).look
+            others = MembersOfWorld(self.world, facts, opened)
+            channel = Channel(facts, wire, opened, device_type, others, ref(self))
+            self._channels[device_type] = channel
+        except BaseException:  # an interrupt: without a channel `__del__` would not give it up
+            registry.release(opened, self)
+            raise
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
         if registry.shadowing is not None:

@@ -56,6 +56,7 @@ _SLICE_S = 0.5
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
 _LAST_S = 2.0
+_COLLECTED_S = 1.0
 _DIFFERS_S = 10.0
 
 
@@ -88,9 +89,12 @@ class OpenCommunicator:
 
     def groups(self) -> list[Any]:
         """The groups that use it, also those that were dropped."""
+        grace = Grace(_COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
+            if grace.is_over:  # its `__del__` was interrupted, or never ran
+                break
             time.sleep(0)  # another thread collects it, and calls `drop` next
-        return found
+        return [group for group in found if group is not None]
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -181,7 +185,9 @@ class Registry:
                 self._num_openings -= 1
                 for one in leaving:
                     one.is_leaving = one.label in agreed
-            self._close([one for one in leaving if one.is_leaving])
+            error = self._close([one for one in leaving if one.is_leaving])
+            if error is not None:  # not of what is opened here
+                _log.warning("calls on a group that was dropped, and is closed now: %s", error)
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
         """The communicators that ranks ``here`` may close now: none that a new group may share."""
@@ -316,16 +322,21 @@ class Registry:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
                 return
-        self._close([opened])
+            opened.is_leaving = (
+                True  # so that no thread shares it while the last calls are compared
+            )
+        error = self._close([opened])
+        if error is not None:
+            raise error
 
-    def _close(self, opened: list[OpenCommunicator]) -> None:
+    def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
+        """Close communicators; return the error of a call that the program has not seen."""
         error = self._compare_last(opened)  # others may ask for their calls
         for one in opened:
             self._by_label.pop(one.label, None)
             one.users.clear()
             one.close()
-        if error is not None:
-            raise error
+        return error
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Free the ranks that wait in the named communicators, everywhere in the world."""

@@ -115,6 +115,46 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
     assert "fix:      look at what kept rank 1, or raise the timeout" in str(late)
 
 
+class Interrupting:
+    """Stands for a handler of a signal, which raises while its rank waits for the others."""
+
+    def find_joined(self, ranks: Any) -> None:
+        raise InterruptedError("stop")
+
+
+def test_an_interrupted_rank_is_not_agreed_with() -> None:
+    """The others are told at once, whenever they come, and all can make it again."""
+    has_left = threading.Event()
+
+    def body(world: World) -> list[Any]:
+        if world.rank != 1:
+            has_left.wait(30)
+        shadowing = Interrupting() if world.rank == 1 else None
+        found: list[Any] = []
+        try:
+            Agreements(world, lambda: shadowing).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+        except (md.BackendError, InterruptedError) as error:
+            found.append(error)
+        has_left.set()
+        Agreements(world).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+        return found
+
+    began = time.monotonic()
+    for rank, found in enumerate(together(3, body)):
+        (error,) = found
+        if rank == 1:
+            assert isinstance(error, InterruptedError)
+            continue
+        assert str(error) == (
+            "rank 1 has given up to make a mesh\n"
+            f"  where:    rank {rank}, a mesh, for ranks 0-2\n"
+            "  expected: the same call on ranks 0-2\n"
+            "  found:    rank 1 was interrupted by InterruptedError: stop\n"
+            "  fix:      look at what interrupted rank 1; make it again on all of them"
+        )
+    assert time.monotonic() - began < LONG.total_seconds() / 2
+
+
 def test_a_communicator_is_shared_only_where_all_members_of_its_group_have_it_still() -> None:
     def body(world: World) -> list[str]:
         pair = (0, 1) if world.rank < 2 else (2, 3)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
 
 import meshdist as md
+from meshdist.groups import process_group, registry
 from meshdist.groups.registry import get_registry
 from tests.mpi_job import job_of
 from tests.pool import Pool
@@ -334,3 +337,74 @@ def test_an_exception_keeps_what_its_frames_hold(pool: Pool) -> None:
 
     for total, kept, after in pool.run(program, 2, backend="shm"):
         assert (total, after) == (2.0, kept - 1)
+
+
+def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def program() -> tuple[int, int]:
+        with monkeypatch.context() as patched:
+            patched.setattr(process_group, "Channel", mock.Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                make_mesh()
+        after = num_open()
+        make_mesh().close()
+        return after, num_open()
+
+    assert md.simulate(program, 1) == [(0, 0)]
+
+
+def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_COLLECTED_S", 0.01)
+
+    def program() -> list[Any]:
+        group = md.new_group()
+        (opened,) = get_registry(md.group.WORLD.world).all_opened()
+        opened.users[1] = ref(Interrupted())
+        return [one is group for one in opened.groups()]
+
+    assert md.simulate(program, 1) == [[True]]
+
+
+class Interrupted:
+    """Stands for a group of which the registry was not told that it is gone."""
+
+
+def test_a_communicator_that_is_being_closed_is_not_shared() -> None:
+    def program() -> tuple[int, list[Any]]:
+        opened: Any = get_registry(md.group.WORLD.world)
+        seen: list[Any] = []
+        mesh = md.DeviceMesh("cpu", list(range(md.get_world_size())))
+        group = mesh.get_group()
+        before = len(group.offer("cpu"))
+        opened._compare_last = lambda _: seen.append(group.offer("cpu"))
+        mesh.close()
+        return before, seen[:1]
+
+    assert md.simulate(program, 2) == [(1, [{}])] * 2
+
+
+def test_an_error_of_a_dropped_group_does_not_stop_the_next(pool: Pool) -> None:
+    """Its calls differed on two hosts: that is written to stderr as the next mesh is made."""
+
+    def program() -> tuple[float, list[str]]:
+        warnings.simplefilter("ignore")
+        said: list[str] = []
+        handler: Any = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("meshdist.groups").addHandler(handler)
+        mesh: Any = make_mesh()
+        op = md.ReduceOp.MAX if md.get_rank() else md.ReduceOp.SUM
+        md.all_reduce(torch.ones(2), op, mesh["tp"])
+        del mesh
+        gc.collect()
+        x = torch.ones(1)
+        md.all_reduce(x, group=make_mesh()["tp"])
+        logging.getLogger("meshdist.groups").removeHandler(handler)
+        return x.item(), [text for text in said if "was dropped" in text]
+
+    for total, said in pool.run(program, 2, backend=None, hosts="AB"):
+        assert total == 2.0
+        (text,) = said
+        assert text.startswith("calls on a group that was dropped, and is closed now: the members")
+        assert "rank 1: all_reduce((2,) float32, MAX) at" in text
