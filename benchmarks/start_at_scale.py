@@ -1,6 +1,6 @@
 """Starting at any size: stand-ins of ranks begin a world and make a mesh against one real store.
 
-    python benchmarks/start_at_scale.py [REPORT.json] [--sizes 64,256,1024,4096]
+    python benchmarks/start_at_scale.py [REPORT.json] [--sizes 64,256,1024]
 
 One process holds all stand-ins, each a thread with a world of its own, eight to a host; the store's
 server is a process of its own. They join, agree and open as ranks do, on a wire that opens nothing,
@@ -46,7 +46,7 @@ from meshdist.wires import registry as wire_registry
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 
-SIZES = [64, 256, 1024, 4096]
+SIZES = [64, 256, 1024]
 EXTRAPOLATED = 16384
 PER_HOST = 8
 LATE_S = 4.0

@@ -158,11 +158,7 @@ class BoundedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for ``key`` and return its value."""
-        value = self.ask(lambda raw: raw.get(key) if raw.check([key]) else None)
-        if value is None:
-            self.wait([key])
-            return self.ask(lambda raw: raw.get(key))
-        return value
+        return self.multi_get([key])[0]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``, 0 at first, and return the sum."""
@@ -203,15 +199,10 @@ class BoundedStore(Store):
         raw = self._check_usable()
         if self._address is None or not isinstance(raw, (TCPStore, NamedPrefixStore)):
             return None
-        return self._await_alarm_at(self._address, self._prefix + key, slice_s)
-
-    def _await_alarm_at(
-        self, address: tuple[str, int], key: str, slice_s: Callable[[], float]
-    ) -> bool | None:
-        kept, alarm = self.alarm, None
+        key, kept, alarm = self._prefix + key, self.alarm, None
         try:
             is_mine = kept is not None and kept.turn.acquire(timeout=_TURN_S)
-            alarm = kept if is_mine and kept is not None else KeyAlarm(address)
+            alarm = kept if is_mine and kept is not None else KeyAlarm(self._address)
             alarm.reset(key)
             while (seconds := slice_s()) > 0:
                 find_readable([alarm.connection, *self.ends], seconds)

@@ -152,6 +152,15 @@ class Attempt:
             terms = parse_value("open", held, lambda it: [int(it[0]), *map(int, it[1:2])])
             if len(terms) == 2:
                 break
+        else:
+            raise RendezvousError(
+                f"{_MOST_TRIES} worlds of the store have ended while this process came to join one",
+                where=f"{self.origin}; {self._card}",
+                expected="a world that waits for this process",
+                found=f"worlds up to number {terms[0]}, each of which other processes have closed",
+                fix="end the processes that make worlds at this address again and again, or give "
+                "this job another address, file or store",
+            )
         generation, agreed = parse_value("open", held, lambda it: (int(it[0]), int(it[1])))
         self._terms = held.decode()
         if agreed != self.size:

@@ -21,11 +21,13 @@ _MOST = 60  # bits that any store can add
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Some members; ``name`` is that of their number below a key.
+    """Some members that are counted in one number of the store.
 
     Args:
-        ranks: who is counted.
-        parts: a bit of the number each, once whole; none in a block, where members have the bits.
+        name: of the number, below a key.
+        ranks: the members.
+        parts: their head counts, each of which sets a bit of the number once all of its members
+            have come; none in a block, where each member sets a bit.
     """
 
     name: str

@@ -91,10 +91,7 @@ class ServerWatch:
         return None
 
     def is_served(self) -> bool:
-        """Whether the process that serves the store is still there."""
-        if self.has_ended():
-            return False
-        # Of a process that is ending the connections stay open for a while.
+        """Whether the process that serves the store lives; its connections may end later."""
         if self._server is not None and time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + _LOOK_S
             return is_alive(self._server) is not False

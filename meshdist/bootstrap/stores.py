@@ -59,11 +59,12 @@ LEAST_STORE_TIMEOUT = timedelta(seconds=60)
 which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
 
 _BACKLOG = 4096
-# Measured in worlds of 1 to 4 ranks: what a process has open once it can communicate, and what the
-# one that serves the store has besides for each other.
+# Measured in worlds of 1 to 5 ranks: what a process has open once it can communicate, and what the
+# process that serves the store has besides for each other rank: its requests, its alarm, its watch,
+# and one that comes first to see whether the store listens. Groups count their own as they open.
 _DESCRIPTORS = 16
 _DESCRIPTORS_TO_SERVE = 24
-_DESCRIPTORS_PER_CLIENT = 5
+_DESCRIPTORS_PER_CLIENT = 4
 _DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
 _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request

@@ -141,6 +141,10 @@ class World:
         """The store's keys on a connection of its own, for torch's classes, which have threads."""
         return self.store if self.given_torch_store is None else self.given_torch_store()
 
+    def num_here(self, ranks: tuple[int, ...]) -> int:
+        """How many of ``ranks`` run on this rank's host."""
+        return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
+
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
         """Whether some of ``ranks`` run on different hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1

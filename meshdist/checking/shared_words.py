@@ -225,7 +225,7 @@ class Regions:
 
 
 class SignsOfLife:
-    """By which a process finds the lowest of its host's that is alive, and what that one tells.
+    """How a process finds the lowest process of its host that is alive, and the number it tells.
 
     Each counts its beats in words that it shares, and writes the number there that it tells:
 
@@ -251,7 +251,7 @@ class SignsOfLife:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 
     def find_told(self) -> int | None:
-        """The number that the lowest one tells; None where that is this process."""
+        """The number that the lowest process alive tells; None where that is this process."""
         for member, (beat, silence) in enumerate(self._beats):
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):

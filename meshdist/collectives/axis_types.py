@@ -111,7 +111,7 @@ ATTRIBUTE = "_axis_types"
 """Where a tensor's ``__dict__`` has the text of its type."""
 
 SPEC_ATTRIBUTE = "_spec"
-"""Where a tensor's ``__dict__`` has the text of its spec (``carried_specs``)."""
+"""Where a tensor's ``__dict__`` has the text of its spec (``annotations``)."""
 
 REDUCED_BY_OWNER = "_axes_of_owner"
 """Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its

@@ -117,7 +117,7 @@ def check_replicas(
 
 
 def host_checksum(x: torch.Tensor) -> int:
-    """A number made of a tensor's bits, on the host: ``ddp/checksums`` awaits no device."""
+    """A number made of a tensor's bits, on the host: ``ddp/parting`` awaits no device."""
     bits = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
     return crc32(bits.view(torch.uint8).cpu().numpy().data)
 

@@ -92,7 +92,7 @@ def new_group(
     )
     limit = timeout or world.timeout or default
     with get_registry(world).opening() as agree:
-        made.open_all(agree(members, "group", definition, limit, lack=made.find_lack()))
+        made.open_all(agree(members, "group", definition, limit, lack=made.make_room()))
     return made
 
 

@@ -8,8 +8,9 @@ first member on each other host (a *leader*) reads them, and compares its own at
     member 4 (host B) at call 280 compares those up to 280, and the others once it is there
 
 That is one request of each, whatever the number of hosts, at every 256th call and a second after
-others, made by its signal thread. Members also compare before a failure is explained, and as they
-leave. No call waits for it.
+others, made by its signal thread; in large worlds less often, for the sake of the store's server.
+Members also compare before a failure is explained, and as they leave. No call waits for it while
+calls are equal; once they differ the next call waits until the error is made.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
+from ..bootstrap.bounded_store import await_key
 from ..bootstrap.world import World
 from ..errors import MeshdistError
 from ..runtime.bounded_calls import BoundedCall
@@ -37,10 +39,13 @@ _log = logging.getLogger("meshdist.groups")
 
 NUM_DIGESTS = 1024
 """How many calls and digests a member keeps."""
-_NUM_TOLD = 768  # of these; calls that go on meanwhile overwrite the oldest
+_NUM_TOLD = 768  # at most; calls that go on meanwhile overwrite the oldest
 _EVERY = 256
 _INTERVAL_S = 0.875  # and an eighth until the signal thread looks: two of these are two seconds
 _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server busy for 0.05 of it
+# Of the part of the interval that is due to the ranks: calls wake no sooner than that again, else
+# 2,048 leaders that make 4,000 calls a second would ask the server for 32,000 answers a second.
+_LEAST_SHARE = 0.125
 _ANSWER_S = 1.0
 _END = timedelta(seconds=20)  # a request to the store ends in a few seconds
 _UNSET = "[0]"
@@ -84,7 +89,7 @@ class HostComparison:
         if number >= self.wake_at:
             self.wake_at = sys.maxsize
             self.wake()
-            if self.differs:  # more calls would push the one in question out of what members keep
+            if self.differs:  # more calls would push that call out of what members keep
                 self.is_explained.wait(_END.total_seconds())
 
     def digests(self, number: int, after: int) -> list[int]:
@@ -131,10 +136,21 @@ class HostComparison:
             self._compare(json.loads(answer["about"] or _UNSET))
 
     def compare_last(self) -> None:
-        """Compare with the leader that has come here first, as this member leaves."""
-        if self.is_leader:
-            mine = json.dumps(self.digests(self.last, 0))
-            self._compare(json.loads(self.world.store.compare_set(f"{self.label}/last", "", mine)))
+        """Compare with the leader that has come here first, as this member leaves.
+
+        Digests roll: the last one alone tells whether calls differ, and its list, read then, where.
+        """
+        if not self.is_leader:
+            return
+        store, key, rank = self.world.store, f"{self.label}/last", self.world.rank
+        mine = [*self.digests(self.last, self.last - 1), rank]
+        *theirs, first = json.loads(store.compare_set(key, "", json.dumps(mine)))
+        if first == rank:
+            store.set(f"{key}/list", json.dumps(self.digests(self.last, 0)))
+        elif theirs[0] > self.last or self._digests[theirs[0] % NUM_DIGESTS] & _MASK != theirs[1]:
+            if await_key(store, f"{key}/list", Grace(_ANSWER_S)):
+                theirs = json.loads(store.get(f"{key}/list"))
+            self._compare(theirs)
 
     def _compare(self, theirs: Sequence[int]) -> None:
         first, end = theirs[0], min(theirs[0] + len(theirs) - 2, self.last)
@@ -157,7 +173,8 @@ class HostComparisons:
     def __init__(self, world: World, wake: Callable[[], object]) -> None:
         self._world, self._wake = world, wake
         self._interval_s = max(_INTERVAL_S, world.size * _INTERVAL_PER_RANK_S)
-        self._next = Grace(0.0)
+        self._least_s = _LEAST_SHARE * (self._interval_s - _INTERVAL_S)
+        self._next = self._next_woken = Grace(0.0)
         self._explaining: list[BoundedCall] = []
         self._is_stopped = False
 
@@ -165,27 +182,29 @@ class HostComparisons:
         """The comparison of a new communicator; None where its members are on one host.
 
         Args:
-            is_alone: whether no other member compares its calls with this one's.
+            is_alone: whether no other member compares its calls with this member's.
         """
         hosts, rank = self._world.hosts, self._world.rank
         if not (self._world.has_processes and self._world.spans_hosts(ranks)):
             return None
-        is_leader = is_alone or rank == next(one for one in ranks if hosts[one] == hosts[rank])
+        is_leader = is_alone or rank == next(peer for peer in ranks if hosts[peer] == hosts[rank])
         return HostComparison(self._world, label, ranks, is_leader, self._wake)
 
     def look(self, comparisons: Iterable[HostComparison | None]) -> None:
-        """Let those look that are woken, and all of them where the interval is over."""
+        """Let members look that are woken, and all of them where the interval is over."""
         if is_due := self._next.is_over:
             self._next = Grace(self._interval_s)
-        for one in comparisons:
-            if self._is_stopped or one is None or one.differs or not one.is_leader:
+        if may_wake := self._next_woken.is_over:
+            self._next_woken = Grace(self._least_s)
+        for member in comparisons:
+            if self._is_stopped or member is None or member.differs or not member.is_leader:
                 continue
             try:
-                if is_due or one.wake_at == sys.maxsize:
-                    one.look()
+                if is_due or (may_wake and member.wake_at == sys.maxsize):
+                    member.look()
             except MembersDisagree as failure:
                 # It asks other ranks, which may ask this one: the signal thread is to answer.
-                explain = partial(one.tell, failure, is_seen=False)
+                explain = partial(member.tell, failure, is_seen=False)
                 self._explaining.append(BoundedCall(explain, "differs"))
             except Exception as error:  # the store may answer later, and hold no junk
                 _log.debug("calls are not compared across hosts now: %s", error)
@@ -193,6 +212,6 @@ class HostComparisons:
     def stop(self) -> None:
         """Begin to explain nothing more, and let end what is being explained."""
         self._is_stopped = True
-        for one in self._explaining:
+        for explaining in self._explaining:
             with suppress(Exception):
-                one.wait(_END)
+                explaining.wait(_END)

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..runtime.hosts import num_forks
 from ..wires.failures import WireFailure, WireRefused
-from ..wires.registry import Needs, Opening, Wire, find_lack, find_wire, get_wire
+from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
 from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error
 from .channel import Channel
@@ -218,9 +218,10 @@ class ProcessGroup(VerbMethods):
         words = 0 if wire.compares_calls else opening.hosts.count(opening.hosts[opening.rank]) - 1
         return Needs(descriptors + words, threads)
 
-    def find_lack(self) -> str:
-        """Why this process cannot open what ``open_all`` opens, or ""."""
-        return find_lack({f"{kind} tensors": self.needs(kind) for kind in self._types_to_open()})
+    def make_room(self, *kinds: str) -> str:
+        """As for a wire, for device types; without any for what ``open_all`` opens."""
+        needs = {f"{kind} tensors": self.needs(kind) for kind in kinds or self._types_to_open()}
+        return make_room(needs, self.world.num_here(self.ranks))
 
     def open_all(self, agreement: Agreement | None = None) -> None:
         """Open every wire of the group that this machine can serve, with all other members.
@@ -355,7 +356,7 @@ class ProcessGroup(VerbMethods):
                 self._connect(channel, device_type)
                 return channel
         if agreement is None:
-            lack = find_lack({f"{device_type} tensors": self.needs(device_type)})
+            lack = self.make_room(device_type)
             if (known := self._agreement) is not None:
                 if lack:  # of the world, whose ranks have not agreed upon anything
                     found = f"rank {self.world.rank}: {lack}"

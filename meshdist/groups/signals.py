@@ -7,9 +7,9 @@ others look as often at its shared words. A signal is of one of three kinds:
 * ``abort`` frees the ranks that wait in the named groups;
 * ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
   elsewhere. So a timeout can name the ranks that are missing, and where they are;
-* ``clock`` pauses or resumes the clocks of all ranks, since one is being debugged.
+* ``clock`` pauses or resumes the clocks of all ranks, since a rank is being debugged.
 
-A rank that leaves in good order, or by an exception, writes so to the store. One that is killed
+A rank that leaves in good order, or by an exception, writes so to the store. A rank that is killed
 cannot, but processes of one host see that its process has ended.
 """
 
@@ -66,7 +66,7 @@ _LENT_S = 0.5  # between looks while a wait of this process has the alarm
 _SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
 _SILENCE_S = 10.0
 _ANSWER_S = 2.0
-_MOST_NAMED = 64  # ranks that a question names; one to more ranks all ranks answer
+_MOST_NAMED = 64  # ranks that a question names; where it is for more, it names none, and all answer
 _END_S = 20.0  # a request to the store ends in a few seconds
 _NUM_LEFT = "ended"
 
@@ -372,8 +372,8 @@ def ask(
 def parse_answer(value: Any) -> Answer:
     """Return an answer as its rank gave it; raises where it is none."""
     calls = [
-        {"label": str(one["label"]), "sequence": int(one["sequence"]), "text": str(one["text"])}
-        for one in value["calls"]
+        {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}
+        for it in value["calls"]
     ]
     about = None if value["about"] is None else str(value["about"])
     return {"calls": calls, "about": about, "now": str(value["now"])}
@@ -395,7 +395,7 @@ def collect(
 
 
 class Endings:
-    """The endings of one world's ranks, as one of them sees them; none where they are simulated."""
+    """The endings of a world's ranks, as a rank sees them; none where they are simulated."""
 
     def __init__(self, world: World) -> None:
         self._world = world

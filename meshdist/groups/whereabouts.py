@@ -1,9 +1,9 @@
 """The notes of ranks in join contexts to each other, beside the wires: no data left, or gone.
 
-It goes through the store, under keys of this context alone; simulated ranks, which must be able to
+Notes go through the store, under keys of this context alone; simulated ranks, which must be able to
 look without letting others run, use a table of their scheduler.
 
-And the calls that ranks without data cannot answer: they are refused on every member alike.
+Calls that ranks without data cannot answer are refused here, too, on every member alike.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
 from ..groups.process_group import ProcessGroup, world_group
 from ..groups.registry import get_registry
-from ..wires.registry import find_lack
+from ..wires.registry import make_room
 from .definition import (
     AxisOptions,
     MeshDefinition,
@@ -187,7 +187,8 @@ class DeviceMesh:
                 name = definition.layout.names[axis] if definition.layout.names else axis
                 needs[f"axis {name!r}"] = group.needs(definition.device_type)
             told = members, "mesh", entries, definition.timeout
-            agreement = agree(*told, offers=offer, lack=find_lack(needs))
+            lack = make_room(needs, definition.world.num_here(members))
+            agreement = agree(*told, offers=offer, lack=lack)
             for axis, group in enumerate(self._groups):
                 group.open_channel(definition.device_type, agreement, f"{axis}/")
                 if device is not None:

@@ -1,6 +1,6 @@
 """Which host is this, which process, what is installed: answers for other processes and people.
 
-And the calls that this process makes at its end, and how it ends, asked there.
+And functions called as this process ends, which may ask whether an exception ends it.
 
 Imports the standard library only.
 """
@@ -172,15 +172,16 @@ def make_descriptor_room(num_needed: int) -> str:
     return f"{left} more files can be opened of about {num_needed} needed; the limit is {limit}"
 
 
-def find_thread_lack(num_needed: int) -> str:
-    """Why this process cannot start so many more threads, as its control group says; or ""."""
+def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
+    """Why ``num_processes`` of one control group cannot each start so many more threads, or ""."""
+    num_needed *= num_processes
     with suppress(OSError, ValueError):  # no such group, or no limit
         limit, used = (int(Path(path).read_text()) for path in _PIDS)
         if limit - used < num_needed:
             left = max(0, limit - used)
-            return (
-                f"{left} more threads can be started of {num_needed} needed; the limit is {limit}"
-            )
+            by = f" by {num_processes} ranks" if num_processes > 1 else ""
+            needed = f"{num_needed} needed{by}"
+            return f"{left} more threads can be started of {needed}; the limit is {limit}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Operations in flight: what a communicator's verb returns, several as one, and late starters."""
+"""Operations in flight: what verbs of communicators return, several as one, and queues."""
 
 from __future__ import annotations
 

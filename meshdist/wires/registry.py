@@ -27,9 +27,9 @@ __all__ = [
     "Needs",
     "Opening",
     "Wire",
-    "find_lack",
     "find_wire",
     "get_wire",
+    "make_room",
     "register_wire",
     "wire_names",
 ]
@@ -88,15 +88,20 @@ class Needs(NamedTuple):
     threads: int
 
 
-def find_lack(needs: Mapping[str, Needs]) -> str:
-    """Why this process cannot open the groups that need so much, by their names; or "".
+def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
+    """Let this process open the groups that need so much, by name; return why it cannot, or "".
+
+    Its soft limit of open files is raised where it is too low; threads are those of ``num_local``
+    ranks, which share a control group.
 
     Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
     be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
     """
     descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
-    lacks = make_descriptor_room(descriptors + _MORE), find_thread_lack(threads)
-    for kind, lack in enumerate(lacks if descriptors or threads else ()):
+    if not descriptors and not threads:
+        return ""
+    lacks = make_descriptor_room(descriptors + _MORE), find_thread_lack(threads, num_local)
+    for kind, lack in enumerate(lacks):
         if lack:
             return f"{lack} ({', '.join(f'{name}: {of[kind]}' for name, of in needs.items())})"
     return ""

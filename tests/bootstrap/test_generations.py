@@ -118,6 +118,30 @@ def test_after_a_failure_the_next_generation_begins() -> None:
     assert [one.generation for one in found] == [1, 1]
 
 
+def test_a_process_for_which_no_world_stays_open_says_so() -> None:
+    """Where others end world after world, each closed before this process has read of it."""
+
+    class Closing(md.HashStore):
+        number = 6
+
+        def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+            if not key.endswith("open"):
+                return super().compare_set(key, expected, desired)
+            self.number += 1
+            return f"[{self.number}]".encode()
+
+    with pytest.raises(md.RendezvousError) as caught:
+        as_rank(0, 2)(Closing())
+    assert str(caught.value) == (
+        "8 worlds of the store have ended while this process came to join one\n"
+        f"  where:    a test; {my_card()}\n"
+        "  expected: a world that waits for this process\n"
+        "  found:    worlds up to number 14, each of which other processes have closed\n"
+        "  fix:      end the processes that make worlds at this address again and again, or give "
+        "this job another address, file or store"
+    )
+
+
 def test_one_rank_claimed_twice() -> None:
     def latecomer(store: md.Store) -> Joined:
         keys = md.PrefixStore("meshdist/0", store)

@@ -19,9 +19,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from meshdist.bootstrap import server_watch
+from meshdist.bootstrap import server_watch, stores
+from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.server_watch import ServerWatch, accept_clients, find_offer
 from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
+from meshdist.runtime.deadlines import Deadline, wait_until
 from meshdist.runtime.hosts import my_card
 from tests.load import is_within
 
@@ -144,9 +146,9 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     watch = ServerWatch(PrefixStore("deep", PrefixStore("down", server)))
     assert len(watch.connections) == 1
-    assert watch.is_served()
+    assert not watch.has_ended() and watch.is_served()
     watch.close()
-    assert not watch.is_served()
+    assert watch.has_ended() or not watch.is_served()
 
 
 @pytest.mark.parametrize(
@@ -159,13 +161,34 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(list
         assert len({*watch.connections, watch.to_store}) == 2
         tell_to_end(server)
         assert select.select(watch.connections, [], [], 1.0)[0] == []
-        assert watch.is_served()
+        assert not watch.has_ended() and watch.is_served()
         watch.close()
         assert is_up(store)
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(0.5)
         late.close()
         assert server.wait(10) == 0
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there is no /proc")
+def test_a_server_takes_no_more_descriptors_for_a_client_than_are_counted() -> None:
+    with served('bind_listener("127.0.0.1", 0)') as (server, store):
+        timeout = timedelta(seconds=60)
+        clients = []
+
+        def num_open() -> int:
+            store.check(["any"])
+            return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+        before = num_open()
+        for _ in range(5):
+            clients.append(BoundedStore(connect_store("127.0.0.1", store.port, timeout), timeout))
+            clients[-1].check(["any"])
+        wait_until(lambda: num_open() - before <= 10, Deadline(20))  # first looks have ended
+        assert num_open() - before == 5 * 2  # the watch comes as ranks meet
+        for client in clients:
+            client.close()
+    assert stores._DESCRIPTORS_PER_CLIENT == 2 + 1 + 1  # and for a moment the first look
 
 
 def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
@@ -175,7 +198,7 @@ def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
         tell_to_end(server, "fail")
         assert is_up(store)  # the others may still read what it has left for them
         assert select.select(watch.connections, [], [], 20.0)[0] == watch.connections
-        assert not watch.is_served()
+        assert watch.has_ended() or not watch.is_served()
         assert is_up(store)  # a request that comes just then is answered
         watch.close()
         assert server.wait(10) == 1
@@ -240,9 +263,9 @@ def test_strangers_keep_no_server_from_ending(said: bytes) -> None:
 def test_a_process_that_is_ending_is_known_by_its_card() -> None:
     with served("None") as (server, store):
         watch = ServerWatch(store)
-        assert watch.is_served()
+        assert not watch.has_ended() and watch.is_served()
         watch._next_look = 0.0
         watch._server = dataclasses.replace(my_card(), start="1")
-        assert not watch.is_served()
+        assert watch.has_ended() or not watch.is_served()
         watch.close()
         server.kill()

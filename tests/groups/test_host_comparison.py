@@ -390,6 +390,33 @@ def test_who_leaves_first_is_compared_with(pair: list[HostComparison]) -> None:
     assert caught.value.number == 6
 
 
+def test_members_that_leave_alike_send_their_last_digest_alone(
+    pair: list[HostComparison], store: Counting
+) -> None:
+    for one in pair:
+        enter(one, 1, 900)
+        one.compare_last()
+    assert store.requests == ["compare_set", "set", "compare_set"]
+    assert len(store.get("label/last")) < 50
+
+
+@pytest.mark.parametrize("num_more", [0, 3, -3])
+def test_where_the_list_does_not_come_a_range_is_told(
+    pair: list[HostComparison], store: Counting, num_more: int
+) -> None:
+    enter(pair[0], 1, 5)
+    enter(pair[0], 6, 10, 9)
+    pair[0].compare_last()
+    store.delete_key("label/last/list")
+    enter(pair[1], 1, 10 + num_more)
+    if num_more < 0:  # nothing tells what the other had at call 7
+        pair[1].compare_last()
+        return
+    with pytest.raises(MembersDisagree) as caught:
+        pair[1].compare_last()
+    assert caught.value.number == 10 and caught.value.late == (1, 10 + num_more)
+
+
 def test_calls_wait_once_a_difference_is_found(pair: list[HostComparison]) -> None:
     enter(pair[0], 1, 1)
     enter(pair[1], 1, 1, 9)
@@ -450,6 +477,27 @@ def test_between_looks_lies_an_interval_or_are_256_calls(looking: Any, store: Co
     enter(one, 301, 301)
     comparisons.look([one])
     assert store.requests == ["set", "set", "set"] and wakes == ["woken"]
+
+
+@pytest.mark.parametrize(("size", "most"), [(2, 40), (800, 40), (16384, 1)])
+def test_fast_calls_of_large_worlds_do_not_flood_the_store(
+    store: Counting, size: int, most: int
+) -> None:
+    world = SimpleNamespace(
+        rank=0, size=size, hosts=range(size), store=store, has_processes=True, spans_hosts=bool
+    )
+    wakes: list[str] = []
+    comparisons = HostComparisons(world, partial(wakes.append, "woken"))  # type: ignore[arg-type]
+    one = comparisons.make("label", tuple(range(size)), False)
+    assert one is not None
+    comparisons.look([one])  # both intervals begin
+    for number in range(40):
+        enter(one, one.last + 1, 256 * (number + 1))
+        comparisons.look([one])
+    assert most - 1 <= len(store.requests) <= most and len(wakes) <= most
+    comparisons._next_woken = Grace(0.0)
+    comparisons.look([one])
+    assert one.wake_at == 256 * 41  # it has looked, and will wake again
 
 
 def test_a_look_does_not_wait_until_a_difference_is_explained(looking: Any) -> None:

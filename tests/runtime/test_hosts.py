@@ -80,6 +80,10 @@ def test_threads_that_the_control_group_lets_start(
     files[0].write_text("100\n")
     assert find_thread_lack(10) == ""
     assert find_thread_lack(11) == ("10 more threads can be started of 11 needed; the limit is 100")
+    assert find_thread_lack(2, 5) == ""  # the ranks of a host share the limit
+    assert find_thread_lack(2, 6) == (
+        "10 more threads can be started of 12 needed by 6 ranks; the limit is 100"
+    )
 
 
 def test_whether_a_process_lives_is_not_known_where_no_file_can_be_opened() -> None:

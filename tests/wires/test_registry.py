@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +12,8 @@ import meshdist as md
 import meshdist.wires.c10d.communicator
 import meshdist.wires.names  # registers all wires
 from meshdist.bootstrap import mpi_library
-from meshdist.wires.registry import find_wire, get_wire, wire_names
+from meshdist.wires.registry import Needs, find_wire, get_wire, make_room, wire_names
+from tests.few_files import room_for
 
 
 def test_names_in_any_case() -> None:
@@ -99,3 +103,27 @@ def test_why_there_is_no_nccl(
 def test_default_timeouts_are_torchs() -> None:
     assert get_wire("gloo").default_timeout.total_seconds() == 1800
     assert find_wire("nccl").default_timeout.total_seconds() == 600
+
+
+def test_room_is_made_where_it_is_needed_alone() -> None:
+    with room_for(4, num_hard=100):
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert make_room({"cpu tensors": Needs(0, 0)}, 4) == ""
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+        assert make_room({"cpu tensors": Needs(20, 0)}, 4) == ""
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > before[0]
+
+
+def test_threads_are_those_of_all_ranks_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = tmp_path / "pids.max", tmp_path / "pids.current"
+    monkeypatch.setattr("meshdist.runtime.hosts._PIDS", files)
+    files[0].write_text("100\n")
+    files[1].write_text("90\n")
+    needs = {"axis 'dp'": Needs(1, 2), "axis 'tp'": Needs(1, 2)}
+    assert make_room(needs, 2) == ""
+    assert make_room(needs, 3) == (
+        "10 more threads can be started of 12 needed by 3 ranks; the limit is 100 "
+        "(axis 'dp': 2, axis 'tp': 2)"
+    )

@@ -32,7 +32,11 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 
-_PIECE = 1 << 17  # elements
+_PIECE = 1 << 17  # elements, and of those that are sent in 8 bits
+_QUANTIZED_PIECE = 1 << 16
+_STEPS = 255
+_LEAST_SCALE = torch.finfo(torch.float32).eps
+_CHANNEL_SIZE = 512
 
 Hook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -147,7 +151,7 @@ def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 def _pieces(
     buffer: torch.Tensor, half: torch.Tensor
 ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-    """The pieces of both, in order; and whether one is the first."""
+    """The pieces of both, in order, each with whether it is the first."""
     pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
     return ((place == 0, *pair) for place, pair in enumerate(pairs))
 
@@ -163,12 +167,6 @@ def _converted(
         return buffer.copy_(value[0] if isinstance(value, (list, tuple)) else value)
 
     return hook(state, bucket).then(convert_back)
-
-
-_STEPS = 255
-_LEAST_SCALE = torch.finfo(torch.float32).eps
-_CHANNEL_SIZE = 512
-_QUANTIZED = 1 << 16  # elements
 
 
 def quantization_pertensor_hook(
@@ -233,8 +231,8 @@ def _averaged(
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
     """Scales and zero points of channels of ``size`` values, then a step per value; as bytes."""
     ends = [
-        _rows(values[one], channels).aminmax(dim=1)
-        for channels, one in _channels(values.numel(), size)
+        _rows(values[elements], channels).aminmax(dim=1)
+        for channels, elements in _channels(values.numel(), size)
     ]
     least = torch.cat([end.min for end in ends]).float()
     greatest = torch.cat([end.max for end in ends]).float()
@@ -264,7 +262,7 @@ def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor
 def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
     """The channels, and the elements, of each piece; the last one may be part of a channel."""
     whole = numel - numel % size
-    step = max(_QUANTIZED // size, 1) * size
+    step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):
         stop = min(start + step, whole)
         yield slice(start // size, stop // size), slice(start, stop)

@@ -437,7 +437,7 @@ class GlooWire(Wire):
             options._timeout = opening.timeout
         except RuntimeError as error:
             with suppress(RuntimeError):  # the store may be lost
-                check_interfaces(opening)
+                check_interfaces(opening, timedelta(0))
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
         return GlooCommunicator(

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo
 
-from ...bootstrap.bounded_store import read_json
+from ...bootstrap.bounded_store import read_jsons
 from ...error_text import grouped_text
 from ...runtime.deadlines import Deadline, wait_until
 from ..failures import WireRefused
@@ -50,6 +50,9 @@ _RETURN_CONSTANT = 0x06
 # One instruction, which keeps no byte of any packet, and the program that consists of it.
 _drop = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN_CONSTANT, 0, 0, 0))
 _DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_drop))
+_LOOPBACK = ("127.0.0.1",)
+_YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
+_MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
 class Devices:
@@ -107,18 +110,14 @@ def _listeners() -> dict[int, int]:
 
 
 def _listens(descriptor: int) -> bool:
-    with _socket_of(descriptor) as one:
-        is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-        return is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    with _socket_of(descriptor) as found:
+        is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
+        return is_tcp and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
 
 
 def _socket_of(descriptor: int) -> socket.socket:
     """A socket that is closed without its descriptor, which is Gloo's."""
     return socket.socket(fileno=os.dup(descriptor))
-
-
-_LOOPBACK = ("127.0.0.1",)
-_YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
 
 
 def connects_late() -> bool:
@@ -154,25 +153,21 @@ def agreed_devices(opening: Opening) -> Devices:
     finally:
         opening.store.set(f"interfaces/{opening.rank}", json.dumps(said))
     if named:
-        wait_until(lambda: opening.store.check(_keys(opening)), Deadline(opening.timeout))
-        check_interfaces(opening)
+        check_interfaces(opening, opening.timeout)
     return devices
 
 
-def check_interfaces(opening: Opening) -> None:
-    """Raise WireRefused where what members have said of their interfaces does not fit."""
-    said = {
-        rank: read_json(opening.store, key, lambda it: (int(it[0]), str(it[1])))
-        for rank, key in zip(opening.ranks, _keys(opening), strict=True)
-        if opening.store.check([key])
-    }
-    if len({count for count, _ in said.values()}) > 1:
-        texts = [(rank, text) for rank, (_, text) in said.items()]
-        raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{grouped_text(texts)}")
-
-
-def _keys(opening: Opening) -> list[str]:
-    return [f"interfaces/{member}" for member in range(len(opening.ranks))]
+def check_interfaces(opening: Opening, patience: timedelta) -> None:
+    """Raise WireRefused where what all members say of their interfaces in time does not fit."""
+    keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
+    if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
+        return
+    said = read_jsons(opening.store, keys, lambda it: (int(it[0]), str(it[1])))
+    if len({count for count, _ in said}) > 1:
+        found = grouped_text(
+            (rank, text) for rank, (_, text) in zip(opening.ranks, said, strict=True)
+        )
+        raise _refusal(f"GLOO_SOCKET_IFNAME does not fit between the ranks\n{found}")
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
@@ -212,9 +207,6 @@ def _refusal(text: str) -> WireRefused:
     return refusal
 
 
-_MOST_THREADS = 8  # as many messages that never come hold up no other
-
-
 class DroppedMessages:
     """Dropped messages of one communicator; threads wait ``patience``, as good as for ever."""
 
@@ -225,15 +217,15 @@ class DroppedMessages:
         self._threads: set[threading.Thread] = set()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep one; called in any thread at any time, by the garbage collector.
+        """Keep a message; called in any thread at any time, by the garbage collector.
 
-        No thread waits for one that may come from anyone, since none could be freed when the group
-        ends.
+        No thread waits for a message that may come from anyone, since none could be freed when the
+        group ends.
         """
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:
-        """Let a thread wait for those that were added; called now and then."""
+        """Let a thread wait for messages that were added; called now and then."""
         if self._unfinished and len(self._threads) < _MOST_THREADS:
             thread = threading.Thread(target=self._finish, name="meshdist-dropped", daemon=True)
             self._threads.add(thread)

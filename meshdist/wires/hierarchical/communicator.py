@@ -207,9 +207,11 @@ class HierarchicalWire(Wire):
 
     def needs(self, opening: Opening) -> Needs:
         """Those of shared memory here, of Gloo with a member of each other host, and with all."""
+        if opening.is_one_host:
+            return get_wire("shm").needs(opening)
         num_here = opening.hosts.count(opening.hosts[opening.rank])
         num_peers = 2 * (num_here - 1) + len(set(opening.hosts)) - 1 + len(opening.ranks) - 1
-        return Needs(num_peers, 0 if opening.is_one_host else 4)
+        return Needs(num_peers, 4)
 
     def open(self, opening: Opening) -> Communicator:
         """Open all levels; a group on one host gets shared memory's communicator.
@@ -262,16 +264,10 @@ def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -
     """Return when all hosts can share memory; raises on every member where one cannot."""
     if places.local == 0:
         store.set(f"host {places.host} says", refusal or "yes")
-    deadline = Deadline(timeout)
-    refusals = []
-    for host in range(len(places.members)):
-        key = f"host {host} says"
-        if not wait_until(partial(store.check, [key]), deadline):
-            raise WireTimeout("a host did not come")
-        said = store.get(key).decode()
-        if said != "yes":
-            refusals.append(said)
-    if refusals:
+    keys = [f"host {host} says" for host in range(len(places.members))]
+    if not wait_until(partial(store.check, keys), Deadline(timeout)):
+        raise WireTimeout("a host did not come")
+    if refusals := [said.decode() for said in store.multi_get(keys) if said != b"yes"]:
         raise WireRefused("; ".join(refusals))
 
 

@@ -155,7 +155,7 @@ class Stages:
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
         """Reduce ``part`` among the owners here into ``result``, which is its memory or narrower.
 
-        Large ones cross in float32 to be added, and come back rounded: 6 bytes an element, not 8.
+        A large part crosses in float32, and comes back rounded: 6 bytes an element, not 8.
         """
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
             self.across("all_reduce", part, _step(op))

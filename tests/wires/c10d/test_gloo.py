@@ -17,8 +17,13 @@ from torch.distributed import HashStore, PrefixStore
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
 from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _end_within
-from meshdist.wires.c10d.gloo_connections import gloo_devices, gloo_interfaces
-from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
+from meshdist.wires.c10d.gloo_connections import (
+    agreed_devices,
+    check_interfaces,
+    gloo_devices,
+    gloo_interfaces,
+)
+from meshdist.wires.failures import WireAborted, WireFailure, WireRefused, WireTimeout
 from meshdist.wires.operations import Terms
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.load import is_within
@@ -342,6 +347,33 @@ def test_interfaces_are_compared_as_a_group_opens(
             expected = [one.format(missing=missing) for one in found]
             pairs = zip(lines[1:], expected, strict=True)
             assert all(line.startswith(one) for line, one in pairs)
+
+
+@pytest.mark.parametrize("size", [2, 64])
+def test_interfaces_are_compared_by_a_few_requests_however_many_members_there_are(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    class Counting(HashStore):
+        num_requests = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in {"set", "get", "check", "multi_get", "wait", "compare_set"}:
+                self.num_requests += 1
+            return super().__getattribute__(name)
+
+    store = Counting()
+    ranks = tuple(range(10, 10 + size))
+    opening = Opening(store, lambda: store, ranks, 0, "cpu", SECONDS)
+    check_interfaces(opening, timedelta(0))  # others have not come
+    for member in range(1, size):
+        store.set(f"interfaces/{member}", '[1, "lo"]')
+    store.num_requests = 0
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert agreed_devices(opening).made
+    assert store.num_requests == 3
+    store.set(f"interfaces/{size - 1}", '[2, "lo,lo"]')
+    with pytest.raises(WireRefused, match=rf"(?s)fit between.*rank {9 + size}: lo,lo"):
+        check_interfaces(opening, timedelta(0))
 
 
 @pytest.mark.parametrize("lazily", ["0", "1"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -15,13 +16,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.failures import WireFailure, WireRefused
 from meshdist.wires.hierarchical.communicator import HierarchicalWire
 from meshdist.wires.operations import Terms
-from meshdist.wires.registry import get_wire
+from meshdist.wires.registry import Opening, get_wire
 from tests.load import is_within
 from tests.pool import QUICK_NAMES, TESTS, Failure, Pool
 from tests.wires.samples import DTYPES
@@ -47,6 +49,16 @@ def test_it_is_the_default_of_groups_that_span_hosts(pool: Pool) -> None:
     assert pool.run(program, 4, backend=None, hosts="AABB") == [[two, two, one]] * 4
     assert pool.run(program, 4, backend=None, hosts="ABAB") == [[two, one, two]] * 4
     assert pool.run(program, 4, backend=None) == [[one] * 3] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_on_one_host_it_needs_what_shared_memory_does(size: int) -> None:
+    members = tuple(range(size))
+    opening = Opening(HashStore(), HashStore, members, 0, "cpu", SECONDS, hosts=(0,) * size)
+    assert HierarchicalWire().needs(opening) == get_wire("shm").needs(opening)
+    two = dataclasses.replace(opening, is_one_host=False, hosts=(0,) * (size - 1) + (1,))
+    if size > 1:
+        assert HierarchicalWire().needs(two) == (2 * (size - 2) + 1 + size - 1, 4)
 
 
 def test_a_named_wire_stays(pool: Pool) -> None:
