@@ -17,6 +17,7 @@ below ``world``. However many ranks there are, each makes as many requests.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ __all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
 SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
 
+_log = logging.getLogger("meshdist.waits")
+_NOTICE_S = 30.0
 _TELLING_S = 5.0
 """How long the first rank that gives up may take to say so for all."""
 _MOST_TRIES = 8  # generations that end while this process comes
@@ -231,8 +234,23 @@ class Attempt:
         return None
 
     def _wait_for(self, keys: Store, key: str) -> bool:
-        """Wait until the key is there; return whether it came in time."""
-        return await_key(keys, key, self._deadline)
+        """Wait until the key is there; return whether it came in time.
+
+        After half a minute one rank tells which others are missing.
+        """
+        notice = Grace(_NOTICE_S)
+
+        def look() -> None:
+            nonlocal notice
+            if notice.is_over:
+                notice = Grace(float("inf"))
+                if key == "full" and keys.add("noticed", 1) == 1:
+                    absent = ranks_text(self._absent(keys, "joined"))
+                    limit_s = f"{self.timeout.total_seconds():g} s"
+                    text = f"{absent} to join the world of {self.size}; the timeout is {limit_s}"
+                    _log.warning("meshdist: the ranks have waited for %g s for %s", _NOTICE_S, text)
+
+        return await_key(keys, key, self._deadline, look)
 
     def _give_up(
         self, keys: Store, story: Callable[[Store], dict[str, Any]]
@@ -372,7 +390,7 @@ class Attempt:
             where=self.origin,
             expected="the same world_size on every rank",
             found=f"{process} ({self._card}): {self.size}; the first that came: {agreed}",
-            fix="give every rank the same world_size (or WORLD_SIZE)",
+            fix="give every rank the same world_size (WORLD_SIZE; -n of a launcher on each host)",
         )
 
 

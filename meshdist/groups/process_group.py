@@ -214,8 +214,9 @@ class ProcessGroup(VerbMethods):
         wire = get_wire(self.wire_name(device_type))
         opening = self._opening("", device_type, self._timeout_on(wire))
         descriptors, threads = wire.needs(opening)
-        # Where calls are compared beside the wire, members of a host map a file of each other.
-        words = 0 if wire.compares_calls else opening.hosts.count(opening.hosts[opening.rank]) - 1
+        # Where calls are compared beside the wire, processes of a host map a file of each other.
+        is_beside = self.world.has_processes and not wire.compares_calls
+        words = 0 if not is_beside else opening.hosts.count(opening.hosts[opening.rank]) - 1
         return Needs(descriptors + words, threads)
 
     def make_room(self, *kinds: str) -> str:

@@ -106,7 +106,9 @@ def _last_report(text: bytes) -> bytes:
     return report
 
 
-_PLACE = re.compile(rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\bpid \d+\b|\b0x[0-9a-f]+\b)")
+_PLACE = re.compile(
+    rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\b(?:pid|process) \d+\b|\b0x[0-9a-f]+\b)"
+)
 # The text of an error below the last frame, in two parts: around the line about the own call.
 _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\n((?: +.*\n?)*)")
 

@@ -105,6 +105,17 @@ def test_a_missing_rank_is_named_by_everyone_who_waits() -> None:
     assert "where:    a test" in text
 
 
+def test_one_of_those_who_wait_long_says_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("meshdist.bootstrap.generations._NOTICE_S", 0.1)
+    join_all(md.HashStore(), [as_rank(rank, 5, timedelta(seconds=2)) for rank in (0, 2, 3)])
+    assert [record.getMessage() for record in caplog.records] == [
+        "meshdist: the ranks have waited for 0.1 s for ranks 1, 4 to join the world of 5; "
+        "the timeout is 2 s"
+    ]
+
+
 def test_one_missing_rank() -> None:
     (outcome,) = join_all(md.HashStore(), [as_rank(0, 2, SHORT)])
     assert str(outcome).startswith("rank 1 has not joined the world of 2 within 0.3 s")
@@ -160,7 +171,7 @@ def test_different_sizes() -> None:
     outcomes = join_all(md.HashStore(), [as_rank(0, 2), as_rank(1, 3)])
     assert len({str(one) for one in outcomes}) == 1
     assert "the ranks disagree about the size of the world" in str(outcomes[0])
-    assert "give every rank the same world_size (or WORLD_SIZE)" in str(outcomes[0])
+    assert "give every rank the same world_size (WORLD_SIZE; -n of" in str(outcomes[0])
 
 
 def test_more_processes_than_ranks() -> None:

@@ -524,3 +524,19 @@ def test_inside_hypothesis(values: list[int]) -> None:
 def test_args_are_a_tuple(wrong: object) -> None:
     with pytest.raises(md.KindError, match=r"args must be a tuple\n(.|\n)*write args=\(x,\)"):
         md.simulate(print, 2, wrong)
+
+
+def test_ranks_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "meshdist.wires.registry.make_descriptor_room", lambda number: f"{number} are too many"
+    )
+
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
+        x = torch.ones(1)
+        for group in (None, mesh["tp"], md.new_group([0, 2, 4])):
+            if group is None or md.get_rank(group) >= 0:
+                md.all_reduce(x, group=group)
+        return x.item()
+
+    assert len(md.simulate(program, 6)) == 6
