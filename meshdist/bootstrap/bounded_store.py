@@ -62,6 +62,7 @@ _CLOSING_S = 1.0
 _VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
 _CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
 _MOST_ANSWERS = 64
+_LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
@@ -200,6 +201,8 @@ class BoundedStore(Store):
         if self._address is None or not isinstance(raw, (TCPStore, NamedPrefixStore)):
             return None
         key, kept, alarm = self._prefix + key, self.alarm, None
+        if len(key) > _LONGEST_KEY:  # torch's server closes a connection that brings a longer one
+            return None
         try:
             is_mine = kept is not None and kept.turn.acquire(timeout=_TURN_S)
             alarm = kept if is_mine and kept is not None else KeyAlarm(self._address)
@@ -215,9 +218,11 @@ class BoundedStore(Store):
             if alarm is not None and alarm is not kept:
                 alarm.connection.close()
             elif alarm is not None:
-                with suppress(AlarmLost):
-                    alarm.reset("")
-                alarm.turn.release()
+                try:
+                    with suppress(AlarmLost):
+                        alarm.reset("")
+                finally:
+                    alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
@@ -439,16 +444,19 @@ class KeyAlarm:
             except OSError:
                 self.is_lost = True
                 raise AlarmLost from None
+            except BaseException:  # a handler's, in the middle: nobody knows which answers come
+                self.is_lost = True
+                raise
 
     def reset(self, key: str) -> None:
         """Ring when ``key`` is set, and for no other key any more; "" for none at all."""
+        name = f"/{key}".encode()  # torch begins each key with "/"
         with self._watched():
             text = b""
             if self._key and not self._has_rung:
                 text, self._num_canceled = _CANCEL, self._num_canceled + 1
             self._key, self._has_rung = key, False
             if key:
-                name = f"/{key}".encode()  # torch begins each key with "/"
                 text += self._greeting + _WAIT + struct.pack("=Q", len(name)) + name
                 self._greeting = b""
             self.connection.sendall(text)

@@ -153,6 +153,8 @@ class HostComparison:
             self._compare(theirs)
 
     def _compare(self, theirs: Sequence[int]) -> None:
+        if not all(type(digest) is int for digest in theirs):
+            raise ValueError("what no member writes")
         first, end = theirs[0], min(theirs[0] + len(theirs) - 2, self.last)
         for number in range(max(first, self._equal + 1), end + 1):
             if self._digests[number % NUM_DIGESTS] & _MASK == theirs[number - first + 1]:

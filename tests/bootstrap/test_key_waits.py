@@ -152,3 +152,43 @@ def test_values_and_numbers_are_read_by_one_request_and_nothing_is_written() -> 
     with pytest.raises(md.StoreError, match="what no rank of this job has written"):
         read_number(handle, "key")
     handle.close()
+
+
+def test_an_exception_in_the_middle_of_a_request_spoils_no_later_wait() -> None:
+    server = serve()
+    handle = BoundedStore(client_of(server), LONG)
+    alarm = handle.alarm
+    assert alarm is not None
+    sent = alarm.connection
+
+    class Interrupting:
+        """A socket; a handler of signals raises before it has sent anything."""
+
+        def sendall(self, text: bytes) -> None:
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(sent, name)
+
+    assert alarm.rings_beside("another") is False
+    alarm.connection = Interrupting()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        await_key(handle, "key", Deadline(5))
+    alarm.connection = sent
+    server.set("key", "value")
+    asked = handle.ask
+    handle.ask = None  # type: ignore[assignment] # the wait must ring
+    assert await_key(handle, "key", Deadline(5))
+    handle.ask = asked  # type: ignore[method-assign]
+    assert not alarm.turn.locked()
+    handle.close()
+
+
+def test_a_key_that_the_server_takes_for_junk_does_not_end_the_watch() -> None:
+    handle = BoundedStore(client_of(server := serve()), LONG)
+    with pytest.raises(md.StoreError, match="has closed this process's connection"):
+        await_key(handle, "x" * 9000, Deadline(5))
+    server.set("key", "value")
+    assert handle.is_served
+    assert await_key(handle, "key", Deadline(5))
+    handle.close()

@@ -528,7 +528,7 @@ def test_junk_and_a_lost_store_do_not_end_the_thread_that_looks(
     looking: Any, store: Counting
 ) -> None:
     _, (comparisons, one, _) = looking
-    for junk in ("[]", "{}", "7", "x", '["a"]'):
+    for junk in ("[]", "{}", "7", "x", '["a"]', '[1, "z"]', "[1e400, null]"):
         store.set("label/calls", junk)
         enter(one, one.last + 1, one.last + 1)
         comparisons._next = Grace(0.0)
