@@ -533,6 +533,7 @@ def test_junk_and_a_lost_store_do_not_end_the_thread_that_looks(
         enter(one, one.last + 1, one.last + 1)
         comparisons._next = Grace(0.0)
         comparisons.look([one])
+    assert not one.differs
     one.world.store = None
     enter(one, one.last + 1, one.last + 300)
     comparisons.look([one])
