@@ -18,6 +18,7 @@ __all__ = [
     "first_line",
     "first_texts",
     "grouped_text",
+    "ranks_by_text",
     "ranks_text",
     "without_frames",
 ]
@@ -26,6 +27,7 @@ E = TypeVar("E", bound=BaseException)
 
 _LABELS = ("where", "expected", "found", "fix")
 _WIDTH = len("expected:") + 1
+_MOST_TEXTS = 50
 
 
 def explain(
@@ -151,14 +153,21 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """The text of each rank, ranks with equal texts together.
+    """The text of each rank, ranks with equal texts together; of 50 different texts at most.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))
         ranks 0-1, 3: float32
         rank 2: int64
     """
+    ranks_of = ranks_by_text(texts)
+    return separator.join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """The ranks of each text; those of the 51st and further texts together."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts:
-        ranks_of.setdefault(text, []).append(rank)
-    return separator.join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items())
+        is_shown = text in ranks_of or len(ranks_of) < _MOST_TEXTS
+        ranks_of.setdefault(text if is_shown else "... (other texts)", []).append(rank)
+    return ranks_of

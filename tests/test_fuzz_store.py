@@ -27,7 +27,7 @@ from meshdist.errors import MeshdistError
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.registry import Registry
-from meshdist.groups.signals import SignalThread, collect, last_call_text, parse_answer
+from meshdist.groups.signals import Endings, SignalThread, collect, last_call_text, parse_answer
 from meshdist.runtime.deadlines import Grace, clock
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi.opening import parse_member
@@ -100,7 +100,8 @@ def agreeing(junk: bytes) -> None:
     store = Memory()
     name = f"agree/mesh/{digest_of_ranks((0, 1))}/1"
     store.values[f"{name}/outcome"] = junk
-    Agreements(found_by(store)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
+    world = found_by(store)
+    Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
 
 
 def waiting_elsewhere(junk: bytes) -> None:
@@ -108,7 +109,8 @@ def waiting_elsewhere(junk: bytes) -> None:
     store.values["agree/waiting/1"] = junk
     store.values["other/digest/about"] = b'[{"text": "another mesh"}, [[0, 1, 2]]]'
     with patch.object(agreement, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
-        Agreements(found_by(store)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
+        world = found_by(store)
+        Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
     assert f"{name}/outcome" in store.values
 
 

@@ -4,8 +4,9 @@ Every member counts itself in the store, under a digest of its definition, and w
 the outcome, which the last member writes. Where digests differ, that member reads the definitions,
 and every member raises the same error, which shows both. While members wait, the first to come look
 for those that are missing, more and more seldom: one that has ended, or that waits for this rank in
-another agreement, can never come, and the outcome says so. All members make equally many requests,
-however many there are.
+another agreement, can never come, and the outcome says so. A member makes equally many requests
+whatever the number of members, but for the few that look, and the last, which reads what differs.
+Three agreements whose members wait for each other in a cycle end by their timeouts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _REST_PER_LOOK = 20
 """How much longer than a look for missing members is the rest before the next."""
 _TELLING_S = 5.0
 """How long the first member that gives up may take to tell the others what is missing."""
+_MOST_ENDS = 8
 _SURE_AFTER_LOOKS = 3
 _SURE_AMONG_THREADS = 20
 
@@ -85,11 +87,13 @@ class Agreements:
 
     Args:
         world: whose they are.
+        endings: how its ranks have left it.
         find_shadowing: the ``Shadowing`` of the join context that this rank is in, which tells of
             ranks that have no data left, so that they come to no agreement before it ends.
     """
 
     world: World
+    endings: Endings
     find_shadowing: Callable[[], Any] = lambda: None
 
     def agree(
@@ -100,6 +104,7 @@ class Agreements:
         timeout: timedelta,
         *,
         offers: Offers = NO_OFFERS,
+        ends: Offers = NO_OFFERS,
         lack: str = "",
     ) -> Agreement:
         """Return when all of ``ranks`` have come with an equal ``definition``.
@@ -109,7 +114,8 @@ class Agreements:
             kind: what is being made, for messages and keys ("mesh", "group").
             definition: plain values; its "text" entry is shown where members differ.
             timeout: how long to wait for the last member.
-            offers: what this rank could share, or close; may differ between members.
+            offers: the communicators that this rank could share; may differ between members.
+            ends: those that it could close, of which it offers a few, as others do.
             lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
@@ -121,14 +127,19 @@ class Agreements:
         """
         world, members = self.world, tuple(sorted(ranks))
         name = f"agree/{kind}/{digest_of_ranks(members)}/{world.next_number((kind, members))}"
+        # Each agreement takes others, and all members the same where they have the same.
+        some = sorted(ends, key=lambda slot: _digest(f"{name} {slot}"))[:_MOST_ENDS]
+        offers = {**offers, **{slot: ends[slot] for slot in some}}
         shared = {slot: label for slot, (label, _) in offers.items()}
         if len(members) == 1:
             return Agreement(name, members, shared)
         keys = {
             slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(offers[slot][1])}')}"
             for slot, label in shared.items()
+            if len(offers[slot][1]) > 1
         }
-        meeting = _Meeting(world, self.find_shadowing(), name, kind, definition, members, timeout)
+        about = name, kind, definition, members, timeout
+        meeting = _Meeting(world, self.endings, self.find_shadowing(), *about)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
@@ -157,6 +168,7 @@ class _Meeting:
     """
 
     world: World
+    endings: Endings
     shadowing: Any
     name: str
     kind: str
@@ -166,7 +178,6 @@ class _Meeting:
 
     def __post_init__(self) -> None:
         self._store, self._rank = self.world.store, self.world.rank
-        self._endings = Endings(self.world)
         self.deadline = Deadline(self.timeout)
         self._text = str(self.definition["text"])
         self._about = json.dumps([self.definition, to_runs(self.members)])
@@ -201,8 +212,8 @@ class _Meeting:
         if self._is_last:
             self._conclude()
         # The first member of a block looks for those of its block each second, and the first of all
-        # for all; the second ones half as often, and so on: members that end are replaced, and many
-        # members cost no more than two.
+        # for all; the second members half as often, and so on: members that end are replaced, and
+        # many cost no more than two.
         first, second = (_LOOK_S * 2 ** min(k - 1, _MOST_DOUBLINGS) for k in (place, number))
         self._periods_s = first, second
         self._next_looks = [Grace(first), Grace(second)]
@@ -298,7 +309,7 @@ class _Meeting:
 
     def _end_if_lost(self, missing: list[int], counted: HeadCount) -> None:
         """Write the outcome where some of the ``missing`` have ended, before they came."""
-        ended = self._endings.find_all(missing)
+        ended = self.endings.find_all(missing)
         # In this order: one may come and end meanwhile.
         if ended and (lost := self._find_missing(counted, ended)):
             found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
@@ -343,13 +354,10 @@ class _Meeting:
         if not missing:
             self._conclude()
             return
-        answers, lines = ask(self.world, tuple(missing)), []
-        for rank in missing:
-            text = "gives no answer; it has not opened a group, or has ended"
-            if (answer := answers.get(rank)) is not None:
-                text = last_call_text(answer).removeprefix("last ")
-            lines.append(f"rank {rank}: {text}")
-        self._decide("late", missing=missing, found="\n".join(lines))
+        texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
+        for rank, answer in ask(self.world, tuple(missing)).items():
+            texts[rank] = last_call_text(answer).removeprefix("last ")
+        self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def _find_joined_before(self) -> list[int]:
         """The members that have no data left and had not come before."""

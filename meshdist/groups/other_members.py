@@ -23,16 +23,23 @@ from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
 from ..checking.calls import Call, GroupFacts
 from ..checking.recorder import FORGOTTEN
-from ..error_text import grouped_text, ranks_text
+from ..error_text import grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import leave_untraced
+from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.failures import MembersDisagree
 from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
 from .signals import Endings, ask, last_call_text
 
-__all__ = ["VARIABLE", "LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
+__all__ = [
+    "WAIT_NOTICE_VARIABLE",
+    "LateMembers",
+    "MembersOfWorld",
+    "silent_ranks",
+    "wait_notice",
+]
 
 T = TypeVar("T")
 
@@ -74,7 +81,7 @@ class MembersOfWorld(OtherMembers):
             return []
 
         with suppress(StoreError, ValueError, TypeError):  # others may write what is no digest
-            found, _ = self._by_the_first(f"compared/{comparison.last}", find, lambda it: list(it))
+            found, _ = self._by_the_first(f"again/{comparison.last}", find, lambda it: list(it))
             if found:
                 first, last = map(int, found[1])
                 raise MembersDisagree("calls of hosts differ", int(found[0]), late=(first, last))
@@ -97,21 +104,29 @@ class MembersOfWorld(OtherMembers):
     def report(self, call: Call, but: int | None = None) -> str:
         if self._world.is_simulated:
             return ""
-        but_me = f"rank {self._world.rank}: "
         try:
             if call.message is None and but is None:  # many may give up together
-                find = partial(self.find_lines, call, self._group.ranks)
-                lines, _ = self._by_the_first(f"late/{call.sequence}", find, lambda it: list(it))
+                name, find = f"late/{call.sequence}", partial(self._find_grouped, call)
+                texts, _ = self._by_the_first(name, find, self._parse_grouped)
             else:
                 missing = None if but is None else self._group.ranks[but]
-                lines = self.find_lines(call, [rank for rank in self.others if rank != missing])
+                texts = self.find_texts(call, [rank for rank in self.others if rank != missing])
         except StoreError as lost:
             return f"{STORE_LOST}: {lost.summary}"
-        return "\n".join(line for line in map(str, lines) if not line.startswith(but_me))
+        return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
-    def find_lines(self, call: Call, ranks: Sequence[int]) -> list[str]:
+    def _find_grouped(self, call: Call) -> Any:
+        """The ranks of each text, of which all members read a few, however many ranks there are."""
+        grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
+        return {text: to_runs(ranks) for text, ranks in grouped.items()}
+
+    def _parse_grouped(self, grouped: Any) -> dict[int, str]:
+        size = self._world.size
+        return {r: str(text) for text, runs in grouped.items() for r in from_runs(runs, size)}
+
+    def find_texts(self, call: Call, ranks: Sequence[int]) -> dict[int, str]:
         """How far each of ``ranks`` has come."""
-        endings, label, lines = get_registry(self._world).endings, self._opened.label, []
+        endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
         answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent))
         for rank in ranks:
@@ -123,8 +138,8 @@ class MembersOfWorld(OtherMembers):
                 if call.message is None:
                     has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
                     line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
-            lines.append(f"rank {rank}: {line}")
-        return lines
+            texts[rank] = line
+        return texts
 
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
@@ -253,7 +268,7 @@ def silent_ranks(
     return f"{ranks_text(silent)}: give no answer: they have ended or are stopped"
 
 
-VARIABLE = "MESHDIST_WAIT_NOTICE_S"
+WAIT_NOTICE_VARIABLE = "MESHDIST_WAIT_NOTICE_S"
 """The variable that says after how many seconds; 0 for never."""
 
 _DEFAULT_S = 30.0
@@ -301,14 +316,14 @@ class LateMembers:
         with suppress(StoreError):
             if call.message is None and store.compare_set(key, "", mine) != mine.encode():
                 return
-            found = members.find_lines(call, members.others)
-            lines = [line for line in found if ": arrived; " not in line]
+            ranks = members.others
             if call.message is not None and call.message[1] is not None:
-                peer = f"rank {call.group.ranks[call.message[1]]}: "
-                lines = [line for line in lines if line.startswith(peer)]
-            if lines and _moment(opened) == self._moment:
+                ranks = (call.group.ranks[call.message[1]],)
+            texts = members.find_texts(call, ranks).items()
+            late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived; ")), "\n  ")
+            if late and _moment(opened) == self._moment:
                 text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
-                _log.warning("%s", "\n  ".join([f"meshdist: {text}", *lines]))
+                _log.warning("meshdist: %s\n  %s", text, late)
 
 
 @contextmanager
@@ -357,14 +372,14 @@ def _is_in_a_verb() -> bool:
 
 
 def _read_limit() -> float:
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(WAIT_NOTICE_VARIABLE, "")
     try:
         limit_s = float(text) if text else _DEFAULT_S
     except ValueError:
         limit_s = -1.0
     if not 0 <= limit_s < threading.TIMEOUT_MAX:
         raise ArgumentError(
-            f"{VARIABLE} is {text!r}",
+            f"{WAIT_NOTICE_VARIABLE} is {text!r}",
             expected="after how many seconds a wait is told of, as in 30; 0: never",
         )
     return limit_s

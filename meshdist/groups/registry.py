@@ -130,7 +130,7 @@ class Registry:
         """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
-        self._agreements = Agreements(world, lambda: self.shadowing)
+        self._agreements = Agreements(world, self.endings, lambda: self.shadowing)
         self._comparisons = HostComparisons(
             world, lambda: self._signals.wake() if self._signals else None
         )
@@ -167,7 +167,7 @@ class Registry:
             dropped = self._find_dropped(what[0], offers)
             leaving.extend(dropped)
             ends = {f"end/{one.label}": (one.label, one.ranks) for one in dropped}
-            made.append(self._agreements.agree(*what, offers={**offers, **ends}, lack=lack))
+            made.append(self._agreements.agree(*what, offers=offers, ends=ends, lack=lack))
             return made[-1]
 
         has_failed = True

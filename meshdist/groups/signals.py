@@ -401,6 +401,7 @@ class Endings:
         self._world = world
         self._cards: dict[int, ProcessCard] = {}
         self._left: dict[int, tuple[str, dict[str, int]]] = {}
+        self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
         """Show the others of this host which process this rank is, and what else they need."""
@@ -418,7 +419,9 @@ class Endings:
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
-        """How those of ``ranks`` left the world that did, as in "has ended"; one request if none.
+        """How those of ``ranks`` left the world that did, as in "has ended".
+
+        It takes one request where no rank has left since the last call.
 
         With a communicator's ``label`` an end in good order tells how many collectives it called.
 
@@ -431,10 +434,12 @@ class Endings:
         for rank in ranks:  # first: what a process has left behind is there when it ends
             if (card := self._find_card(rank)) is not None and is_alive(card) is False:
                 found[rank] = "has ended"
-        has_more = read_number(store, _NUM_LEFT) > len(self._left)
+        num_left = read_number(store, _NUM_LEFT)
         for rank in ranks:
-            if has_more and rank not in self._left and store.check([key := _ending_key(rank)]):
-                self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+            if rank not in self._left and self._looked.get(rank, 0) < num_left:
+                if store.check([key := _ending_key(rank)]):
+                    self._left[rank] = read_json(store, key, lambda it: (str(it[0]), dict(it[1])))
+                self._looked[rank] = num_left
             if rank in self._left:
                 how, counts = self._left[rank]
                 if how in IN_GOOD_ORDER and (number := counts.get(label)) is not None:

@@ -18,10 +18,15 @@ import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
 from meshdist.groups.agreement import Agreements, digest_of_ranks
+from meshdist.groups.signals import Endings
 from tests.few_files import room_for
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
+
+
+def agreements(world: World, find_shadowing: Callable[[], Any] = lambda: None) -> Agreements:
+    return Agreements(world, Endings(world), find_shadowing)
 
 
 def together(size: int, body: Callable[[World], Any]) -> list[Any]:
@@ -47,20 +52,20 @@ def together(size: int, body: Callable[[World], Any]) -> list[Any]:
 def test_equal_definitions_agree_again_and_again() -> None:
     def body(world: World) -> str:
         for number in range(3):
-            Agreements(world).agree((2, 0, 1), "mesh", {"text": f"number {number}"}, LONG)
+            agreements(world).agree((2, 0, 1), "mesh", {"text": f"number {number}"}, LONG)
         return "agreed"
 
     assert together(3, body) == ["agreed"] * 3
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    Agreements(World(0, 1, HashStore(), {})).agree((0,), "mesh", {"text": "alone"}, LONG)
+    agreements(World(0, 1, HashStore(), {})).agree((0,), "mesh", {"text": "alone"}, LONG)
 
 
 def test_every_member_raises_and_shows_what_differs() -> None:
     def body(world: World) -> None:
         sizes = [2, 2] if world.rank else [4]
-        Agreements(world).agree(
+        agreements(world).agree(
             (0, 1, 2), "mesh", {"text": "a mesh", "sizes": sizes, "same": 1}, LONG
         )
 
@@ -79,7 +84,7 @@ def test_every_member_raises_and_shows_what_differs() -> None:
 def test_a_member_that_does_not_come_is_named() -> None:
     def body(world: World) -> None:
         if world.rank != 1:
-            Agreements(world).agree((0, 1, 2), "group", {"text": "a group"}, timedelta(seconds=0.5))
+            agreements(world).agree((0, 1, 2), "group", {"text": "a group"}, timedelta(seconds=0.5))
 
     for rank, error in enumerate(together(3, body)):
         if rank == 1:
@@ -93,8 +98,8 @@ def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() 
     def body(world: World) -> str:
         if world.rank:
             time.sleep(0.2 if world.rank == 1 else 2.5)
-            Agreements(world).agree((1, 2), "mesh", {"text": "the pair"}, LONG)
-        Agreements(world).agree((0, 1, 2), "mesh", {"text": "everyone"}, LONG)
+            agreements(world).agree((1, 2), "mesh", {"text": "the pair"}, LONG)
+        agreements(world).agree((0, 1, 2), "mesh", {"text": "everyone"}, LONG)
         return "agreed"
 
     assert together(3, body) == ["agreed"] * 3
@@ -104,7 +109,7 @@ def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:
     def body(world: World) -> None:
         if world.rank == 1:
             time.sleep(2.5)
-        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=1))
+        agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=1))
 
     early, late = together(2, body)
     assert isinstance(early, md.CollectiveTimeoutError)
@@ -132,11 +137,11 @@ def test_an_interrupted_rank_is_not_agreed_with() -> None:
         shadowing = Interrupting() if world.rank == 1 else None
         found: list[Any] = []
         try:
-            Agreements(world, lambda: shadowing).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+            agreements(world, lambda: shadowing).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
         except (md.BackendError, InterruptedError) as error:
             found.append(error)
         has_left.set()
-        Agreements(world).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+        agreements(world).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
         return found
 
     began = time.monotonic()
@@ -164,7 +169,7 @@ def test_a_communicator_is_shared_only_where_all_members_of_its_group_have_it_st
             "c": (f"group/{world.rank}", pair),
             "d": ("group/4", (0, 1, 2, 3)),
         }
-        agreement = Agreements(world).agree(
+        agreement = agreements(world).agree(
             range(4), "mesh", {"text": "a mesh"}, LONG, offers=offers
         )
         return [agreement.label_for(ranks, slot) for slot, (_, ranks) in offers.items()]
@@ -183,7 +188,7 @@ def test_a_lost_store_is_reported_as_such() -> None:
     def body(world: World) -> None:
         world.store = BoundedStore(world.store, LONG)
         world.store.close()
-        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
+        agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 
     (error,) = together(1, body)
     assert isinstance(error, md.StoreError)
@@ -194,7 +199,7 @@ def test_an_outcome_that_no_rank_has_written_is_named(junk: bytes) -> None:
     def body(world: World) -> None:
         key = f"agree/mesh/{digest_of_ranks((0, 1))}/1/outcome"
         world.store.set(key, junk)
-        Agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
+        agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, LONG)
 
     (error,) = together(1, body)
     assert isinstance(error, md.StoreError)

@@ -18,6 +18,7 @@ import torch
 import meshdist as md
 from meshdist.groups import process_group, registry
 from meshdist.groups.registry import get_registry
+from meshdist.wires.simulated.store import SimulatedStore
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
@@ -114,6 +115,41 @@ def test_meshes_that_are_dropped_together_are_closed_at_the_next(pool: Pool) -> 
         assert after[-1] == before[-1]
         assert after[0] <= before[0] + 2 and after[1] <= before[1] + 5, (before, among, after)
         assert among > before
+
+
+def test_what_one_rank_keeps_is_offered_by_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 keeps 30 meshes that the other drops; once it drops them, all go."""
+    requests: list[str] = []
+    add = SimulatedStore.add
+
+    def counting(self: SimulatedStore, key: str, amount: int) -> int:
+        requests.append(key)
+        return add(self, key, amount)
+
+    monkeypatch.setattr(SimulatedStore, "add", counting)
+
+    def program() -> tuple[list[int], int, int]:
+        warnings.simplefilter("ignore", ResourceWarning)
+        kept, offers = [], []
+        for _ in range(30):
+            mesh: Any = make_mesh()
+            offers.append(sum("/offer/" in key for key in requests))
+            if md.get_rank() == 0:
+                kept.append(mesh)
+            del mesh
+            gc.collect()
+        num_kept = num_open()
+        kept.clear()
+        gc.collect()
+        for _ in range(8):
+            make_mesh()
+            gc.collect()
+        return offers, num_kept, num_open()
+
+    for offers, num_kept, num_left in md.simulate(program, 2):
+        assert num_kept > 30
+        assert num_left <= 3
+        assert offers[-1] - offers[-11] <= 10 * 8 + 8
 
 
 def test_what_is_in_use_is_not_closed(pool: Pool) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 import meshdist as md
 from meshdist.bootstrap.world import World
 from meshdist.errors import ArgumentError
-from meshdist.groups.other_members import VARIABLE, LateMembers
+from meshdist.groups.other_members import WAIT_NOTICE_VARIABLE, LateMembers
 from tests.pool import Pool
 
 
@@ -43,7 +43,7 @@ def waits() -> list[str]:
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_who_is_late_is_named_once(backend: str, pool: Pool) -> None:
-    found = pool.run(waits, 3, backend=backend, env={VARIABLE: "0.3"})
+    found = pool.run(waits, 3, backend=backend, env={WAIT_NOTICE_VARIABLE: "0.3"})
     told = [line for lines in found for line in lines]
     assert found[2] == []
     assert len(told) == 2
@@ -87,7 +87,7 @@ def meant() -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.soak)])
 def test_a_wait_that_is_meant_is_not_told_of(backend: str, pool: Pool) -> None:
-    first, second = pool.run(meant, 2, backend=backend, env={VARIABLE: "0.3"})
+    first, second = pool.run(meant, 2, backend=backend, env={WAIT_NOTICE_VARIABLE: "0.3"})
     assert second == []
     assert [call for call, _ in first] == ["3", "4"]
     assert first[0][1] >= 7
@@ -116,7 +116,9 @@ def test_a_wait_of_no_number_of_seconds() -> None:
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_a_wrong_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(md.errors.ArgumentError, match=f"{VARIABLE} is {text!r}") as caught:
+    monkeypatch.setenv(WAIT_NOTICE_VARIABLE, text)
+    with pytest.raises(
+        md.errors.ArgumentError, match=f"{WAIT_NOTICE_VARIABLE} is {text!r}"
+    ) as caught:
         LateMembers(World(0, 1, HashStore(), {}))
     assert caught.value.expected == "after how many seconds a wait is told of, as in 30; 0: never"

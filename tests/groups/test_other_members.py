@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 import meshdist as md
 from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
+from meshdist.error_text import ranks_text
 from meshdist.groups import other_members
 from meshdist.groups.failures import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
@@ -139,9 +140,9 @@ def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> Non
         reports = list(threads.map(lambda one: one.report(CALL), others))
     assert asked.calls == [(ranks,)]
     for rank, report in enumerate(reports):
-        lines = [f"rank {one}: arrived; last call 3 on label" for one in ranks]
-        lines[0] = "rank 0: gives no answer: it has ended or is stopped"
-        assert report.splitlines() == lines[:rank] + lines[rank + 1 :]
+        here = ranks_text([one for one in ranks[1:] if one != rank])
+        lines = ["rank 0: gives no answer: it has ended or is stopped"] if rank else []
+        assert report.splitlines() == [*lines, f"{here}: arrived; last call 3 on label"]
     for one in others:
         one._opened.comparison = Comparing()
     with ThreadPoolExecutor(size) as threads:
@@ -156,6 +157,21 @@ def test_of_ranks_that_give_up_together_one_asks(size: int, asked: Asked) -> Non
     assert store.num_requests <= 12 * size
 
 
+def test_a_report_of_many_ranks_is_short(asked: Asked) -> None:
+    """What all read: equal texts once, and no more than fifty of those that differ."""
+    store, ranks = HashStore(), tuple(range(16384))
+    asked.answers = {rank: answer(("label", 3)) for rank in ranks[100:]}
+    asked.answers |= {rank: answer(("label", 1), ("other", rank)) for rank in ranks[:100]}
+    lines = members(store, 7, ranks=ranks).report(CALL).splitlines()
+    assert lines[0] == "rank 0: did not arrive; last call 0 on other"
+    assert lines[-1] == "ranks 50-16383: ... (other texts)"
+    assert len(lines) == 50
+    assert members(store, 60, ranks=ranks).report(CALL).splitlines()[-1] == (
+        "ranks 50-59, 61-16383: ... (other texts)"
+    )
+    assert len(store.get("label/late/3")) < 5000
+
+
 def test_where_the_first_that_gives_up_ends_another_one_asks(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +179,7 @@ def test_where_the_first_that_gives_up_ends_another_one_asks(
     store = HashStore()
     store.set("label/late/3/by", "1")
     asked.answers = {rank: answer(("label", 2)) for rank in range(3)}
-    assert "rank 1: did not arrive" in members(store).report(CALL)
+    assert "ranks 1-2: did not arrive" in members(store).report(CALL)
 
 
 def test_silent_ranks_are_named(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

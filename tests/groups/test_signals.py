@@ -274,6 +274,14 @@ def test_a_question_takes_as_many_requests_whatever_the_number_of_ranks() -> Non
         before = store.num_requests
         assert endings.find_all(range(1, size)) == {}
         assert store.num_requests - before == 1
+        for rank, how in ((1, "has ended"), (2, "ended by ValueError: no data")):
+            Endings(World(rank, size, store, {})).leave(how, {})
+            before = store.num_requests
+            assert endings.find_all((2, 3)) == ({} if rank == 1 else {2: how})
+            assert store.num_requests - before <= 4
+            before = store.num_requests
+            endings.find_all((2, 3))
+            assert store.num_requests - before == 1
     assert found[0] == found[1] < 10
 
 
