@@ -25,7 +25,14 @@ from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_n
 from ..bootstrap.head_counts import HeadCount, head_count_of
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
-from ..errors import AgreementError, BackendError, CollectiveTimeoutError, JoinError, StoreError
+from ..errors import (
+    AgreementError,
+    BackendError,
+    CollectiveTimeoutError,
+    JoinError,
+    MeshdistError,
+    StoreError,
+)
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
@@ -180,6 +187,7 @@ class _Meeting:
         self._store, self._rank = self.world.store, self.world.rank
         self.deadline = Deadline(self.timeout)
         self._text = str(self.definition["text"])
+        self._whom = f"{self._text}, for {ranks_text(self.members)}"
         self._about = json.dumps([self.definition, to_runs(self.members)])
         self._digest = _digest(self._about)
         self._all = head_count_of(self.members, self.world.hosts)
@@ -296,7 +304,11 @@ class _Meeting:
             if self._next_looks[which].is_over and (which == 1 or counted is not self._all):
                 begin = time.monotonic()
                 missing = self._find_missing(counted)
-                self._end_if_lost(missing, counted)
+                ended = self.endings.find_all(missing)
+                # In this order: one may come and end meanwhile.
+                if ended and (lost := self._find_missing(counted, ended)):
+                    found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
+                    self._decide("ended", missing=lost, found=found)
                 if which == 1:
                     self._end_if_crossing(missing)
                 rest_s = _REST_PER_LOOK * (time.monotonic() - begin)
@@ -306,14 +318,6 @@ class _Meeting:
         """The members in ``counted`` that have not come."""
         keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
         return counted.find_absent(self._read, keys, among)
-
-    def _end_if_lost(self, missing: list[int], counted: HeadCount) -> None:
-        """Write the outcome where some of the ``missing`` have ended, before they came."""
-        ended = self.endings.find_all(missing)
-        # In this order: one may come and end meanwhile.
-        if ended and (lost := self._find_missing(counted, ended)):
-            found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
-            self._decide("ended", missing=lost, found=found)
 
     def _end_if_crossing(self, missing: list[int]) -> None:
         """Write the outcome of two agreements whose members surely wait for each other."""
@@ -338,7 +342,8 @@ class _Meeting:
             key = _notice_key(rank)
             if (value := self._peek(key)) is None:
                 continue
-            name, digest, has_threads = parse_value(key, value, _notice)
+            notice = parse_value(key, value, lambda it: (str(it[0]), str(it[1]), bool(it[2])))
+            name, digest, has_threads = notice
             if name == self.name or self._store.check([f"{name}/outcome"]):
                 continue
             definition, ranks = self._read_about(name, digest)
@@ -380,10 +385,6 @@ class _Meeting:
 
     # -- the outcome -------------------------------------------------------------------------------
 
-    @property
-    def _whom(self) -> str:
-        return f"{self._text}, for {ranks_text(self.members)}"
-
     def raise_unless_agreed(self) -> None:
         """Raise what the outcome says, on every member alike."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
@@ -405,33 +406,23 @@ class _Meeting:
             )
         if how == "lack":
             raise lack_error(self.world, self._text, self.members, found)
-        if how in ("ended", "left"):
-            has_left, them = how == "left", ranks_text(missing)
-            why, again = "ended", "on the ranks that are left"
-            if has_left:
-                why, again = "interrupted", "again on all of them"
-            raise BackendError(
-                f"{them} {'has given up' if has_left else 'cannot come'} to make a {kind}",
-                where=where,
-                expected=same,
-                found=found,
-                fix=f"look at what {why} {them}; make it {again}",
-            )
-        if rank in missing:
-            raise CollectiveTimeoutError(
-                f"others gave up to wait before rank {rank} came to make a {kind}",
-                where=where,
-                expected=f"{same}, at about the same time",
-                found=f"rank {outcome['by']} waited {seconds} for {self._text}",
-                fix=f"look at what kept rank {rank}, or raise the timeout",
-            )
-        raise CollectiveTimeoutError(
-            f"{ranks_text(missing)} did not come within {seconds} to make a {kind}",
-            where=where,
-            expected=same,
-            found=found,
-            fix=f"look at what {ranks_text(missing)} does instead, or raise the timeout",
-        )
+        them = ranks_text(missing)
+        kind_of_error: type[MeshdistError] = CollectiveTimeoutError
+        if how == "ended":
+            summary, kind_of_error = f"{them} cannot come to make a {kind}", BackendError
+            fix = f"look at what ended {them}; make it on the ranks that are left"
+        elif how == "left":
+            summary, kind_of_error = f"{them} has given up to make a {kind}", BackendError
+            fix = f"look at what interrupted {them}; make it again on all of them"
+        elif rank in missing:
+            summary = f"others gave up to wait before rank {rank} came to make a {kind}"
+            same = f"{same}, at about the same time"
+            fix = f"look at what kept rank {rank}, or raise the timeout"
+            found = f"rank {outcome['by']} waited {seconds} for {self._text}"
+        else:
+            summary = f"{them} did not come within {seconds} to make a {kind}"
+            fix = f"look at what {them} does instead, or raise the timeout"
+        raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
 
     # -- the store ---------------------------------------------------------------------------------
 
@@ -486,12 +477,6 @@ def _outcome(value: dict[str, Any]) -> dict[str, Any]:
         "found": str(value["found"]),
         "missing": [int(rank) for rank in value.get("missing", ())],
     }
-
-
-def _notice(value: Any) -> tuple[str, str, bool]:
-    """For which agreement a member waits, by its name and digest; whether it has other threads."""
-    name, digest, has_threads = value
-    return str(name), str(digest), bool(has_threads)
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:

@@ -33,13 +33,7 @@ from .failures import STORE_LOST, OtherMembers
 from .registry import OpenCommunicator, get_registry, parse_disagreement
 from .signals import Endings, ask, last_call_text
 
-__all__ = [
-    "WAIT_NOTICE_VARIABLE",
-    "LateMembers",
-    "MembersOfWorld",
-    "silent_ranks",
-    "wait_notice",
-]
+__all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
 
 T = TypeVar("T")
 
@@ -115,14 +109,14 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
-    def _find_grouped(self, call: Call) -> Any:
-        """The ranks of each text, of which all members read a few, however many ranks there are."""
+    def _find_grouped(self, call: Call) -> list[Any]:
+        """The ranks of each text, as runs: of a few texts, however many ranks there are."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
-        return {text: to_runs(ranks) for text, ranks in grouped.items()}
+        return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
 
     def _parse_grouped(self, grouped: Any) -> dict[int, str]:
         size = self._world.size
-        return {r: str(text) for text, runs in grouped.items() for r in from_runs(runs, size)}
+        return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
     def find_texts(self, call: Call, ranks: Sequence[int]) -> dict[int, str]:
         """How far each of ``ranks`` has come."""
@@ -293,12 +287,12 @@ class LateMembers:
     def look(self) -> None:
         """To be called every now and then, on a thread that must not wait."""
         registry = get_registry(self._world)
-        opened = max(registry.all_opened(), key=_moment, default=None)
+        opened = max(registry.all_opened(), key=lambda one: one.recorder.moment, default=None)
         if opened is None:
             return
-        if _moment(opened) != self._moment:
+        if opened.recorder.moment != self._moment:
             given_s = registry.wait_notice_s
-            self._moment, self._is_told = _moment(opened), False
+            self._moment, self._is_told = opened.recorder.moment, False
             self._limit_s = self._default_s if given_s is None else given_s
             self._deadline = Deadline(self._limit_s)
         elif self._limit_s and not self._is_told and self._deadline.is_over and _is_in_a_verb():
@@ -321,7 +315,7 @@ class LateMembers:
                 ranks = (call.group.ranks[call.message[1]],)
             texts = members.find_texts(call, ranks).items()
             late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived; ")), "\n  ")
-            if late and _moment(opened) == self._moment:
+            if late and opened.recorder.moment == self._moment:
                 text = f"rank {mine} has waited for {self._limit_s:g} s in {call.heading}"
                 _log.warning("meshdist: %s\n  %s", text, late)
 
@@ -357,10 +351,6 @@ def wait_notice(after_s: float | None) -> Iterator[None]:
         yield
     finally:
         registry.wait_notice_s = before
-
-
-def _moment(opened: OpenCommunicator) -> int:
-    return opened.recorder.moment
 
 
 def _is_in_a_verb() -> bool:

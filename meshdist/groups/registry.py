@@ -91,10 +91,10 @@ class OpenCommunicator:
         """The groups that use it, also those that were dropped."""
         grace = Grace(_COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
-            if grace.is_over:  # its `__del__` was interrupted, or never ran
-                break
             time.sleep(0)  # another thread collects it, and calls `drop` next
-        return [group for group in found if group is not None]
+            if grace.is_over:  # that was interrupted
+                break
+        return list(filter(None, found))
 
     def leave(self) -> None:
         """Announce to the other members that this process exits normally."""
@@ -148,7 +148,7 @@ class Registry:
             self.endings.announce(words=self.header_tables.make_words())
             self._answerer = Answerer(self.where)
             signs = self.header_tables.signs_of_life()
-            told = self.answer, self._abort_as_told, self._look, signs
+            told = self.answer, lambda it: self._abort_here(_abort_message(it)), self._look, signs
             self._signals = SignalThread(world, world.handle, *told)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
@@ -241,9 +241,8 @@ class Registry:
         come any more: it may end right after the call.
         """
         world, key = self.world, f"{call}/finished"
-        if world.server is None or not world.has_processes or len(members) < 2:
-            return
-        if world.rank not in members:  # it came too late, when the call had ended for them
+        came_late = world.rank not in members  # when the call had ended for them
+        if world.server is None or not world.has_processes or len(members) < 2 or came_late:
             return
         with suppress(StoreError):  # the next call that needs it says so
             patience = self._patience_of_server()
@@ -272,7 +271,9 @@ class Registry:
         try:
             with within(Deadline(opening.timeout)):
                 communicator = wire.open(opening)
-                if communicator.on_stream and self._is_blind(ranks, table):
+                reaches = table is not None and self.header_tables.reaches(ranks)
+                is_one_host = len(ranks) > 1 and not world.spans_hosts(ranks)
+                if communicator.on_stream and is_one_host and not reaches:  # it will not see theirs
                     world.store.set(f"{label}/blind", "")  # all of its members read this
         except BaseException:
             for each in (communicator, table):
@@ -303,11 +304,6 @@ class Registry:
         with self._lock:
             self._by_label[label] = opened
         return opened
-
-    def _is_blind(self, ranks: tuple[int, ...], table: HeaderTable | None) -> bool:
-        """Whether this rank will not see the words of all ``ranks``, though they share a host."""
-        is_one_host = len(ranks) > 1 and not self.world.spans_hosts(ranks)
-        return is_one_host and (table is None or not self.header_tables.reaches(ranks))
 
     def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
         """The label of the communicator that a new group could share, or ""."""
@@ -506,9 +502,6 @@ class Registry:
                 due = Grace(period_s)
 
         return await_key(store, all_key, Grace(patience), look)
-
-    def _abort_as_told(self, message: dict[str, Any]) -> None:
-        self._abort_here(_abort_message(message))
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

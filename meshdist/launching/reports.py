@@ -44,6 +44,7 @@ _OF_ANOTHER = re.compile(
     rb"""
     AbortedError:                                   # by another rank, as a rule
     | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
+    | \bwas\ interrupted\ by\b
     | \bcould\ not\ open\ a\ debugger\b
     | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
     | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
