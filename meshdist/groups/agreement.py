@@ -266,7 +266,11 @@ class _Meeting:
     # -- waiting -----------------------------------------------------------------------------------
 
     def await_outcome(self) -> None:
-        """Return when the outcome is written; raise where a missing member has no data left."""
+        """Return when the outcome is written, by this rank where others do not come in time.
+
+        Raises:
+            JoinError: a missing member has no data left.
+        """
         store, key = self._store, f"{self.name}/outcome"
         if self._is_last:
             return
@@ -278,8 +282,15 @@ class _Meeting:
             return
         # In few words first: a member that comes now must not go on alone.
         is_mine = self._is_first_to(f"give up by {self._rank}")
-        if is_mine or not await_key(store, key, Grace(_TELLING_S)):
-            self._give_up()
+        if not is_mine and await_key(store, key, Grace(_TELLING_S)):
+            return
+        if not (missing := self._find_missing(self._all)):
+            self._conclude()
+            return
+        texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
+        for rank, answer in ask(self.world, tuple(missing)).items():
+            texts[rank] = last_call_text(answer).removeprefix("last ")
+        self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def leave(self, error: BaseException) -> None:
         """Write as the outcome that this rank waits no more, though it may be counted."""
@@ -352,17 +363,6 @@ class _Meeting:
                 text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
                 return name, text, has_threads or _has_other_threads()
         return None
-
-    def _give_up(self) -> None:
-        """Write as the outcome which members are missing, and what they do instead."""
-        missing = self._find_missing(self._all)
-        if not missing:
-            self._conclude()
-            return
-        texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
-        for rank, answer in ask(self.world, tuple(missing)).items():
-            texts[rank] = last_call_text(answer).removeprefix("last ")
-        self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def _find_joined_before(self) -> list[int]:
         """The members that have no data left and had not come before."""

@@ -109,7 +109,7 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
-    def _find_grouped(self, call: Call) -> list[Any]:
+    def _find_grouped(self, call: Call) -> Any:
         """The ranks of each text, as runs: of a few texts, however many ranks there are."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]

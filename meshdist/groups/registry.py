@@ -178,8 +178,8 @@ class Registry:
             has_failed = False
         finally:
             for each in made:
-                patience = timedelta(0) if has_failed or not each.opened else _PATIENCE
-                self._finish_opening(each, self._patience_of_server(has_failed) or patience)
+                patience = self._patience_of_server() or (_PATIENCE if each.opened else None)
+                self._finish_opening(each, None if has_failed else patience)
             agreed = {label for each in made for label in each.shared.values()}
             with self._lock:
                 self._num_openings -= 1
@@ -212,14 +212,12 @@ class Registry:
                     one.users[id(group)] = lambda: group
         return any(id(group) in one.users for one in opened)
 
-    def _patience_of_server(self, has_failed: bool = False) -> timedelta | None:
+    def _patience_of_server(self) -> timedelta | None:
         """How long this rank waits for others that need the store; None where it does not."""
-        world = self.world
-        if world.server != world.rank or has_failed:
-            return None
-        return min(_DONE, world.timeout or _DONE)
+        is_server = self.world.server == self.world.rank
+        return min(_DONE, self.world.timeout or _DONE) if is_server else None
 
-    def _finish_opening(self, agreement: Agreement, patience: timedelta) -> None:
+    def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
         """Wait for the other members; find which communicators are seen by all of theirs."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
@@ -238,7 +236,7 @@ class Registry:
         """End this rank's part in a call of ``members``, which needs the store no more.
 
         On the rank whose process serves the store this returns once all have come here, or cannot
-        come any more: it may end right after the call.
+        come any more: it may end right after the call. It deletes a key for each 60 members.
         """
         world, key = self.world, f"{call}/finished"
         came_late = world.rank not in members  # when the call had ended for them
@@ -246,7 +244,7 @@ class Registry:
             return
         with suppress(StoreError):  # the next call that needs it says so
             patience = self._patience_of_server()
-            self._count(key, tuple(sorted(members)), patience or timedelta(0))
+            self._count(key, tuple(sorted(members)), patience)
             if patience is not None:
                 names = head_count_of(tuple(sorted(members)), world.hosts).names()
                 for old in (_all_key(key), *(f"{key}/{name}" for name in names)):
@@ -285,21 +283,11 @@ class Registry:
         matching = None
         if table is not None and communicator.wants_senders:
             matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
-        opened = OpenCommunicator(
-            label,
-            communicator,
-            recorder,
-            self.aborts,
-            table,
-            matching,
-            world.spans_hosts(ranks),
-            communicator.on_stream and len(ranks) == 1,
-            options,
-            None if user.is_private else (wire.name, ranks, id(options)),
-            {id(user): ref(user)},
-            ranks,
-            comparison=comparison,
-        )
+        of_calls = label, communicator, recorder, self.aborts, table, matching
+        facts = world.spans_hosts(ranks), communicator.on_stream and len(ranks) == 1, options
+        share_key = None if user.is_private else (wire.name, ranks, id(options))
+        users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
+        opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks, comparison=comparison)
         agreement.opened.append(opened)
         with self._lock:
             self._by_label[label] = opened
@@ -474,9 +462,7 @@ class Registry:
                 return one.tell(WireAborted("the group is broken"))
         return None
 
-    def _count(
-        self, key: str, members: tuple[int, ...], patience: timedelta = timedelta(0)
-    ) -> bool:
+    def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
         """Count this rank; whether all ``members`` come within ``patience``.
 
         Where a member of this host is seen to have ended, none waits any more.
