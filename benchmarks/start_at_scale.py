@@ -135,7 +135,8 @@ class StandInStore(BoundedStore):
         store.note("wait", [key])
         if isinstance(store.raw, md.TCPStore):
             self._address = store.raw.host, store.raw.port  # where its alarm connects
-            return self._await_alarm_at(self._address, key, slice_s)
+            self._knows_prefix = True
+            return super()._await_alarm(key, slice_s)
         while (seconds := slice_s()) > 0:
             with suppress(RuntimeError):  # of this process's memory, which reports nothing
                 store.raw.wait([key], timedelta(seconds=seconds))
@@ -288,7 +289,8 @@ def run(
             meeting.abort()
 
     patches = (
-        mock.patch.object(bounded_store, "_POLL_S", 1.0),  # one process wakes for all of them
+        # One process wakes for all of them: a thousand times a second at most.
+        mock.patch.object(bounded_store, "_POLL_S", max(1.0, size / 1000)),
         mock.patch.object(registry, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),

@@ -134,6 +134,7 @@ class BoundedStore(Store):
         self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
         # The last is in use; kept, since to accept one may make a server ask for names.
         self._alarms: list[KeyAlarm] = []
+        self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
         self._thread: threading.Thread | None = None
         if self._file is None and not is_served_here:
@@ -197,11 +198,10 @@ class BoundedStore(Store):
 
         ``slice_s`` gives the seconds until it is asked again, 0 for an end of the wait.
         """
-        raw = self._check_usable()
-        if self._address is None or not isinstance(raw, (TCPStore, NamedPrefixStore)):
-            return None
+        self._check_usable()
         key, kept, alarm = self._prefix + key, self.alarm, None
-        if len(key) > _LONGEST_KEY:  # torch's server closes a connection that brings a longer one
+        # torch's server closes a connection that brings a longer one.
+        if self._address is None or not self._knows_prefix or len(key) > _LONGEST_KEY:
             return None
         try:
             is_mine = kept is not None and kept.turn.acquire(timeout=_TURN_S)
