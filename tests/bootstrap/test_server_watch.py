@@ -19,11 +19,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from meshdist.bootstrap import server_watch, stores
-from meshdist.bootstrap.bounded_store import BoundedStore
+from meshdist.bootstrap import server_watch
 from meshdist.bootstrap.server_watch import ServerWatch, accept_clients, find_offer
 from meshdist.bootstrap.stores import bind_listener, connect_store, serve_store
-from meshdist.runtime.deadlines import Deadline, wait_until
 from meshdist.runtime.hosts import my_card
 from tests.load import is_within
 
@@ -48,7 +46,6 @@ from pathlib import Path
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups.registry import get_registry
-from meshdist.runtime.deadlines import Deadline, wait_until
 
 def count(port):
     own = [re.fullmatch(r"socket:.([0-9]+).", os.readlink(f"/proc/self/fd/{one}")) for one in fds()]
@@ -168,27 +165,6 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(list
             server.wait(0.5)
         late.close()
         assert server.wait(10) == 0
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there is no /proc")
-def test_a_server_takes_no_more_descriptors_for_a_client_than_are_counted() -> None:
-    with served('bind_listener("127.0.0.1", 0)') as (server, store):
-        timeout = timedelta(seconds=60)
-        clients = []
-
-        def num_open() -> int:
-            store.check(["any"])
-            return len(os.listdir(f"/proc/{server.pid}/fd"))
-
-        before = num_open()
-        for _ in range(5):
-            clients.append(BoundedStore(connect_store("127.0.0.1", store.port, timeout), timeout))
-            clients[-1].check(["any"])
-        wait_until(lambda: num_open() - before <= 10, Deadline(20))  # first looks have ended
-        assert num_open() - before == 5 * 2  # the watch comes as ranks meet
-        for client in clients:
-            client.close()
-    assert stores._DESCRIPTORS_PER_CLIENT == 2 + 1 + 1  # and for a moment the first look
 
 
 def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
