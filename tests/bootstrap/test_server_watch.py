@@ -46,6 +46,7 @@ from pathlib import Path
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups.registry import get_registry
+from meshdist.runtime.deadlines import Deadline, wait_until
 
 def count(port):
     own = [re.fullmatch(r"socket:.([0-9]+).", os.readlink(f"/proc/self/fd/{one}")) for one in fds()]
