@@ -367,7 +367,7 @@ class Attempt:
 
     def _silent(self, keys: Store, absent: list[int] | None = None) -> dict[str, Any]:
         absent = absent or self._absent(keys, "confirmed")
-        if not absent:  # the last one has ended before it told the others, maybe on another host
+        if not absent:  # the last rank has ended before it told the others, maybe on another host
             found = {rank: self._card_of(keys, rank) for rank in range(self.size)}
             absent = [rank for rank, card in found.items() if not (card and is_alive(card))]
         ranks = ranks_text(absent)

@@ -56,7 +56,7 @@ class ServerWatch:
 
     Attributes:
         connections: end with the server.
-        to_store: to the store itself, and free for requests that this one watches for answers.
+        to_store: to the store itself, free for requests: their answers are not taken for an end.
     """
 
     def __init__(self, store: Store) -> None:
@@ -101,8 +101,8 @@ class ServerWatch:
         """Whether a connection ends within so many ``seconds``; answers of the store are no end."""
         try:
             ready = find_readable(self.connections, seconds)
-            ended = [one for one in self.connections if one.fileno() in ready]
-            return any(not one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for one in ended)
+            found = [each for each in self.connections if each.fileno() in ready]
+            return any(not each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for each in found)
         except BlockingIOError:  # another thread has read it
             return False
         except (OSError, ValueError):  # closed

@@ -74,7 +74,7 @@ class MembersOfWorld(OtherMembers):
                 return [failure.number, failure.late]
             return []
 
-        with suppress(StoreError, ValueError, TypeError):  # others may write what is no digest
+        with suppress(StoreError, ValueError, TypeError, LookupError):  # others may write junk
             found, _ = self._by_the_first(f"again/{comparison.last}", find, lambda it: list(it))
             if found:
                 first, last = map(int, found[1])
@@ -138,7 +138,7 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """What the first member finds that comes here, and whether it was this one.
+        """What the first member finds that comes here, and whether that was this member.
 
         The others read it: n members that ask all others would get n * n answers.
         """

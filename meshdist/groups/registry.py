@@ -206,11 +206,11 @@ class Registry:
         """Keep a group that the program has dropped; return whether no other uses what it has."""
         with self._lock:
             opened = {channel.opened for channel in group.channels}
-            for one in opened:
-                one.users.pop(id(group), None)
-                if not one.is_in_use:
-                    one.users[id(group)] = lambda: group
-        return any(id(group) in one.users for one in opened)
+            for communicator in opened:
+                communicator.users.pop(id(group), None)
+                if not communicator.is_in_use:
+                    communicator.users[id(group)] = lambda: group
+        return any(id(group) in communicator.users for communicator in opened)
 
     def _patience_of_server(self) -> timedelta | None:
         """How long this rank waits for others that need the store; None where it does not."""
@@ -306,9 +306,8 @@ class Registry:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
                 return
-            opened.is_leaving = (
-                True  # so that no thread shares it while the last calls are compared
-            )
+            # So that no thread shares it while the last calls are compared.
+            opened.is_leaving = True
         error = self._close([opened])
         if error is not None:
             raise error
@@ -444,7 +443,7 @@ class Registry:
         if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
             return None
         store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
-        with suppress(StoreError, ValueError, TypeError):  # then no member can compare
+        with suppress(StoreError, ValueError, TypeError, LookupError):  # then no member can compare
             for one in fresh:
                 try:
                     one.compare_last()

@@ -537,3 +537,19 @@ def test_junk_and_a_lost_store_do_not_end_the_thread_that_looks(
     one.world.store = None
     enter(one, one.last + 1, one.last + 300)
     comparisons.look([one])
+
+
+@pytest.mark.parametrize("junk", ["[]", "[5]", "{}", "7", "x", '[5, "z", 0]'])
+def test_junk_among_last_digests_spoils_no_leaving(junk: str, pool: Pool) -> None:
+    def program(junk: str) -> float:
+        group = md.new_group()
+        x = torch.ones(1)
+        md.all_reduce(x, group=group)
+        (channel,) = group.channels
+        label = channel.opened.label
+        get_world().store.set(f"{label}/last", junk)
+        md.barrier()
+        group.close()
+        return x.item()
+
+    assert pool.run(program, 2, junk, backend="gloo", hosts="AB") == [2.0, 2.0]
