@@ -63,6 +63,7 @@ _VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ"
 _CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
 _MOST_ANSWERS = 64
 _LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
+_CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
 _WRONG_KIND = (TypeError, LookupError, AttributeError)
 _NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
@@ -176,11 +177,16 @@ class BoundedStore(Store):
         That counts for C++ as well, which hands over a limit of its own.
         """
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
+        next_check = Grace(_CHECK_S)
 
         def slice_s() -> float:
+            nonlocal next_check
             self._check_served()
             if look is not None:
                 look()
+            elif next_check.is_over:
+                next_check = Grace(_CHECK_S)
+                self.check(keys)
             return 0.0 if deadline.is_over else deadline.slice_s(_POLL_S)
 
         is_set = self._await_alarm(keys[0], slice_s) if len(keys) == 1 else None
@@ -305,7 +311,7 @@ class BoundedStore(Store):
         self._is_closed = True
         if self._thread is not None:
             self._requests.put(None)
-            self._thread.join(0.0 if self._busy_s() > _ANSWER_S else _END_S)
+            self._thread.join(0.0 if self._silent_s() > _ANSWER_S else _END_S)
         for alarm in self._alarms:
             alarm.connection.close()
         if self._watch is not None:
@@ -326,15 +332,17 @@ class BoundedStore(Store):
             return request(raw)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
-        deadline, grace = _deadline.get(), Grace(_ANSWER_S - self._busy_s())
+        silent_s, deadline = self._silent_s(), _deadline.get() or Deadline(0)
+        # From when the server fell silent: waits that follow each other do not add up.
+        grace, deadline = Grace(_ANSWER_S - silent_s), Deadline(deadline.left_s - silent_s)
         while True:
             try:
                 return answer.result(_POLL_S)
             except NoAnswerYet:
-                if grace.is_over and (deadline is None or deadline.is_over):
+                if grace.is_over and deadline.is_over:
                     answer.cancel()
                     if self._address is not None:
-                        _silent_since[self._address] = time.monotonic() - self._busy_s()
+                        _silent_since[self._address] = time.monotonic() - self._silent_s()
                     raise self._lost("does not answer") from None
             except DistNetworkError:
                 raise (self._refused() if self.is_served else self._lost("has ended")) from None
@@ -378,10 +386,11 @@ class BoundedStore(Store):
                 self._busy_since = None
                 _silent_since.pop(self._address, None)
 
-    def _busy_s(self) -> float:
-        """How long the server has not answered this process."""
-        since = _silent_since.get(self._address, self._busy_since)
-        return 0.0 if since is None else time.monotonic() - since
+    def _silent_s(self) -> float:
+        """How long the server has not answered this process, or was seen to be stopped."""
+        stopped = None if self._watch is None else self._watch.stopped_since
+        since = (_silent_since.get(self._address, self._busy_since), stopped)
+        return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
 
     def _watched(self, raw: Store) -> ServerWatch:
         watch = ServerWatch(raw)

@@ -26,7 +26,14 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ..runtime.deadlines import Grace
-from ..runtime.hosts import ProcessCard, call_at_end, is_alive, is_ending_by_exception, my_card
+from ..runtime.hosts import (
+    ProcessCard,
+    call_at_end,
+    is_alive,
+    is_ending_by_exception,
+    is_stopped,
+    my_card,
+)
 
 __all__ = ["ServerWatch", "accept_clients", "find_offer", "find_readable", "offer_server_watch"]
 
@@ -57,11 +64,13 @@ class ServerWatch:
     Attributes:
         connections: end with the server.
         to_store: to the store itself, free for requests: their answers are not taken for an end.
+        stopped_since: when the server's process was first seen stopped, where it still is.
     """
 
     def __init__(self, store: Store) -> None:
         self.connections: list[socket.socket] = []
         self.to_store: socket.socket | None = None
+        self.stopped_since: float | None = None
         self._server: ProcessCard | None = None
         self._next_look = 0.0
         while isinstance(store, PrefixStore):
@@ -92,8 +101,11 @@ class ServerWatch:
 
     def is_served(self) -> bool:
         """Whether the process that serves the store lives; its connections may end later."""
-        if self._server is not None and time.monotonic() > self._next_look:
-            self._next_look = time.monotonic() + _LOOK_S
+        now = time.monotonic()
+        if self._server is not None and now > self._next_look:
+            self._next_look = now + _LOOK_S
+            since = self.stopped_since or now
+            self.stopped_since = since if is_stopped(self._server) else None
             return is_alive(self._server) is not False
         return True
 

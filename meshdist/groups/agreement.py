@@ -355,7 +355,8 @@ class _Meeting:
                 continue
             notice = parse_value(key, value, lambda it: (str(it[0]), str(it[1]), bool(it[2])))
             name, digest, has_threads = notice
-            if name == self.name or self._store.check([f"{name}/outcome"]):
+            is_over = name == self.name or self._store.check([f"{name}/outcome"])
+            if is_over or self._peek(f"{name}/{digest}/about") is None:  # its writer was cut off
                 continue
             definition, ranks = self._read_about(name, digest)
             keys = [f"{name}/{each}" for each in self._digests(name, digest)]

@@ -281,8 +281,7 @@ class LateMembers:
         self._default_s = _read_limit()
         self._limit_s = 0.0  # of the call that is looked at; 0 for never
         self._moment = 0
-        self._is_told = False
-        self._deadline = Deadline(0)
+        self._deadline = Deadline(None)
 
     def look(self) -> None:
         """To be called every now and then, on a thread that must not wait."""
@@ -292,11 +291,11 @@ class LateMembers:
             return
         if opened.recorder.moment != self._moment:
             given_s = registry.wait_notice_s
-            self._moment, self._is_told = opened.recorder.moment, False
+            self._moment = opened.recorder.moment
             self._limit_s = self._default_s if given_s is None else given_s
-            self._deadline = Deadline(self._limit_s)
-        elif self._limit_s and not self._is_told and self._deadline.is_over and _is_in_a_verb():
-            self._is_told = True
+            self._deadline = Deadline(self._limit_s or None)
+        elif self._deadline.is_over and _is_in_a_verb():
+            self._deadline = Deadline(None)  # it is told of once
             call = opened.recorder.find_note()
             if call is not None:
                 told = threading.Thread(

@@ -214,8 +214,7 @@ class Registry:
 
     def _patience_of_server(self) -> timedelta | None:
         """How long this rank waits for others that need the store; None where it does not."""
-        is_server = self.world.server == self.world.rank
-        return min(_DONE, self.world.timeout or _DONE) if is_server else None
+        return _DONE if self.world.server == self.world.rank else None
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
         """Wait for the other members; find which communicators are seen by all of theirs."""
@@ -462,7 +461,7 @@ class Registry:
         return None
 
     def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank; whether all ``members`` come within ``patience``.
+        """Count this rank; whether all ``members`` come within ``patience`` and the timeout.
 
         Where a member of this host is seen to have ended, none waits any more.
         """
@@ -486,7 +485,8 @@ class Registry:
                     store.set(all_key, "")
                 due = Grace(period_s)
 
-        return await_key(store, all_key, Grace(patience), look)
+        limit = min(patience, self.world.timeout or patience)
+        return await_key(store, all_key, Grace(limit), look)
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -361,12 +361,10 @@ def ask(
         return {}
     named = {"ranks": ranks} if len(ranks) <= _MOST_NAMED else {}
     number = post(world, {"kind": "ask", "about": about or {}, **named})
-    answers: dict[int, Answer] = {}
     keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
     grace, received = Grace(patience_s), receipts_key(number)
     wait_until(lambda: read_number(world.store, received) >= len(ranks), grace)
-    collect(world.store, keys, answers, grace, parse_answer)
-    return answers
+    return collect(world.store, keys, grace, parse_answer)
 
 
 def parse_answer(value: Any) -> Answer:
@@ -380,18 +378,13 @@ def parse_answer(value: Any) -> Answer:
 
 
 def collect(
-    store: Store,
-    keys: dict[int, str],
-    found: dict[int, T],
-    deadline: Deadline,
-    parse: Callable[[Any], T],
-) -> None:
-    """Add to ``found`` what each rank writes in JSON under its key, until all have written."""
-    ranks = sorted(keys.keys() - found.keys())
-    if not wait_until(lambda: store.check([keys[rank] for rank in ranks]), deadline):
-        ranks = [rank for rank in ranks if store.check([keys[rank]])]
-    values = read_jsons(store, [keys[rank] for rank in ranks], parse) if ranks else []
-    found.update(zip(ranks, values, strict=True))
+    store: Store, keys: dict[int, str], deadline: Deadline, parse: Callable[[Any], T]
+) -> dict[int, T]:
+    """Return what each rank has written in JSON under its key, once all have or it is too late."""
+    if not wait_until(lambda: store.check([*keys.values()]), deadline):
+        keys = {rank: key for rank, key in keys.items() if store.check([key])}
+    values = read_jsons(store, [*keys.values()], parse) if keys else ()
+    return dict(zip(keys, values, strict=True))
 
 
 class Endings:

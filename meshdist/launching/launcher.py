@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
+from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Ending, Launch
 from .rank_environment import LaunchError, rank_environment, reserve_port
 from .reports import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
@@ -28,6 +29,7 @@ __all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
 DEFAULT_PORT = 29500
 """The port of rank 0's store where several hosts must agree on one in advance; torch's."""
 
+_DESCRIPTORS = 8  # beside those of ranks, at most
 _DRAIN_S = 0.5
 # How long ranks may end by themselves once one has failed: the others then report what they saw,
 # and the cause may be among those that take longer to end. Then how long after SIGTERM.
@@ -184,6 +186,9 @@ def run_processes(
     """
     _check(command, nprocs, nnodes, node_rank, master_addr, master_port)
     output.check_ranks(nprocs * nnodes)
+    per_rank = 5 if output.tee or output.redirects else 3  # two pipes, a handle, and two files
+    if lack := make_descriptor_room(_DESCRIPTORS + nprocs * per_rank):
+        raise LaunchError(f"cannot start {nprocs} processes: {lack}", fix=MORE_DESCRIPTORS)
     address = master_addr or "127.0.0.1"
     # Port 0 asks for a free one, as it does everywhere.
     port = master_port or None

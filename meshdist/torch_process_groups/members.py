@@ -197,7 +197,7 @@ class MembersOfTorchGroup(OtherMembers):
         keys = {member: f"{prefix}/{member}" for member in range(len(self.group.ranks))}
         with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
             self.store.set(keys[self.group.rank], json.dumps(text))
-            collect(self.store, keys, texts, Grace(_ANSWERS_S), str)
+            texts |= collect(self.store, keys, Grace(_ANSWERS_S), str)
         return grouped_text(
             (rank, texts.get(member, "has not reported"))
             for member, rank in enumerate(self.group.ranks)

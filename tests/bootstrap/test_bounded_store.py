@@ -24,13 +24,14 @@ from meshdist.bootstrap.bounded_store import (
     AlarmLost,
     BoundedStore,
     KeyAlarm,
+    await_key,
     read_json,
     read_number,
     within,
 )
 from meshdist.bootstrap.server_watch import find_readable
 from meshdist.bootstrap.stores import connect_store
-from meshdist.runtime.deadlines import Deadline
+from meshdist.runtime.deadlines import Deadline, Grace
 from tests.load import is_within
 from tests.stopping import stop
 
@@ -160,6 +161,62 @@ def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.Monkey
         threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
         with within(Deadline(30.0)):
             assert not client.check(["a"])
+
+
+def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_more() -> None:
+    """Waits for one cause do not add up: each counts from when the server fell silent."""
+    with served() as (server, client):
+        stop(server.pid)
+        bounded_store._silent_since[client._address] = time.monotonic() - 100.0
+        start = time.monotonic()
+        with within(Deadline(60.0)), pytest.raises(md.StoreError, match="does not answer"):
+            client.add("n", 1)
+        assert is_within(time.monotonic() - start, 5.0)
+        server.send_signal(signal.SIGCONT)
+        with within(Deadline(60.0)):
+            assert client.add("m", 1) == 1
+
+
+def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when() -> None:
+    """It asks nothing while it waits: what it asks at its end has no more time than is left."""
+    with served() as (server, client):
+        stop(server.pid)
+        with pytest.raises(md.StoreError, match="does not answer"):
+            await_key(client, "absent", Deadline(0.5), lambda: rewind(client, 100.0))
+        begin = time.monotonic()
+        with pytest.raises(md.StoreError, match="does not answer"):
+            client.check(["absent"])
+        assert is_within(time.monotonic() - begin, 4.0)
+        server.send_signal(signal.SIGCONT)
+        with within(Deadline(60.0)):
+            assert not client.check(["absent"])
+
+
+def rewind(client: BoundedStore, seconds: float) -> None:
+    """Let it be so much longer ago that the client has seen its server stopped."""
+    assert client._watch is not None
+    assert client._watch.stopped_since is not None
+    client._watch.stopped_since -= seconds
+
+
+def test_a_wait_asks_now_and_then_whether_the_server_still_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a server on another host nothing is seen."""
+    monkeypatch.setattr(bounded_store, "_CHECK_S", 0.0)
+    with served() as (_, client):
+        asked: list[list[str]] = []
+        check = client.check
+
+        def counted(keys: list[str]) -> bool:
+            asked.append(keys)
+            if len(asked) == 3:
+                client.set("late", "here")
+            return check(keys)
+
+        monkeypatch.setattr(client, "check", counted)
+        assert await_key(client, "late", Grace(60.0))
+        assert asked == [["late"]] * 3
 
 
 def test_a_server_that_has_ended_is_told_at_once() -> None:

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, TCPStore
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import World
+from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.signals import Endings
 from tests.few_files import room_for
@@ -103,6 +104,22 @@ def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() 
         return "agreed"
 
     assert together(3, body) == ["agreed"] * 3
+
+
+def test_a_member_that_was_cut_off_as_it_came_elsewhere_makes_no_junk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another waits there, though the first has not written what for: the server was stopped."""
+    monkeypatch.setattr(agreement, "_LOOK_S", 0.0)
+    monkeypatch.setattr(agreement, "ask", lambda *_: {})
+
+    def body(world: World) -> None:
+        world.store.set("agree/waiting/1", '["agree/group/abc/1", "def", false]')
+        agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=0.5))
+
+    (error,) = together(1, body)
+    assert isinstance(error, md.CollectiveTimeoutError), error
+    assert "rank 1 did not come within 0.5 s to make a mesh" in str(error)
 
 
 def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:

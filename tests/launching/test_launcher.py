@@ -15,6 +15,8 @@ import pytest
 from meshdist.launching import streams
 from meshdist.launching.launcher import LaunchError, run_processes
 from meshdist.launching.streams import Output
+from meshdist.runtime.hosts import MORE_DESCRIPTORS
+from tests.few_files import room_for
 
 PYTHON = [sys.executable, "-S", "-c"]
 SLEEP = [*PYTHON, "import time; time.sleep(60)"]
@@ -210,6 +212,24 @@ def test_a_program_that_cannot_be_started_stops_what_has_been(tmp_path: Path) ->
     ]
     assert children() == before
     assert run_processes(show, 1) == 0
+
+
+def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
+    tmp_path: Path,
+) -> None:
+    before, files = children(), Output(tee=3, log_dir=str(tmp_path))
+    with room_for(6, num_hard=23):
+        assert run_processes([*PYTHON, ""], 5) == 0
+    for output, num_needed in ((Output(), 23), (files, 33)):
+        with room_for(num_needed):
+            assert run_processes([*PYTHON, ""], 5, output=output) == 0
+        with room_for(num_needed - 1), pytest.raises(LaunchError) as caught:
+            run_processes(SLEEP, 5, output=output)
+        summary, fix = str(caught.value).splitlines()
+        left = f"{num_needed - 1} more files can be opened of about {num_needed} needed"
+        assert summary.startswith(f"cannot start 5 processes: {left}; the limit is ")
+        assert fix == f"  fix:      {MORE_DESCRIPTORS}"
+    assert children() == before
 
 
 @pytest.mark.parametrize(
