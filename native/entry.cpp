@@ -8,13 +8,13 @@
 namespace meshdist {
 namespace {
 
-constexpr std::size_t kMostFingerprints = 4096;
+constexpr std::size_t kMostCalls = 4096;
 
 unsigned forks = 0;  // between this process and the one that loaded the module
 const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 namespace names {
-const Name dtype{"dtype"}, shape{"shape"};
+const Name fingerprint{"fingerprint"};
 }
 
 nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : whole(value); }
@@ -23,8 +23,8 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-             std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-             nb::object disagree, nb::list under_way, unsigned long main_thread)
+             std::uint64_t member, nb::object calls, nb::object disagree, nb::list under_way,
+             unsigned long main_thread)
     : num_forks_(forks),
       notes_(notes),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
@@ -40,9 +40,9 @@ Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::
       ranks_(std::move(ranks)),
       size_(nb::len(ranks_)),
       member_(member),
-      fingerprint_of_(std::move(fingerprints)),
-      message_fingerprint_of_(std::move(message_fingerprints)),
+      calls_(std::move(calls)),
       disagree_(std::move(disagree)),
+      empty_(nb::str("")),
       under_way_(std::move(under_way)),
       main_thread_(main_thread) {}
 
@@ -109,90 +109,72 @@ bool Entry::read(nb::handle x, Message& message) {
 }
 
 std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* sizes) {
-  const bool has_tensor = plain.dtype.is_valid(), has_title = call.title.is_valid();
   const bool is_uneven = sizes != nullptr;
-  const nb::object data = has_tensor ? plain.data : nb::none();
-  const nb::object noted_sizes = is_uneven ? sizes_of(*sizes) : nb::tuple();
-  const nb::object root = number_or_none(call.root);
-  const std::uint64_t sequence =
-      notes_.keep_collective(call.verb, data, call.op, root, noted_sizes, call.title);
-  if (!headers_ && !has_title) return 0;
-  PyObject* const dtype = has_tensor ? plain.dtype.ptr() : Py_None;
-  const std::uint64_t count = is_uneven ? 0 : plain.count;
-  const Header header{call.verb.ptr(), dtype,     count,           call.number,
-                      call.root,       is_uneven, call.title.ptr()};
-  const auto key = [&] {
-    const nb::object op = number_or_none(call.number);
-    names_.push_back(nb::borrow(call.verb));
-    if (!has_title) return tuple_of(call.verb, data, op, root, nb::bool_(is_uneven));
-    names_.push_back(nb::borrow(call.title));
-    return tuple_of(call.verb, data, op, root, nb::bool_(is_uneven), call.title);
-  };
-  const std::uint64_t made = fingerprint(header, fingerprint_of_, key);
-  if (headers_) compare(sequence, made, is_uneven ? &sizes->part : nullptr);
-  return has_title ? static_cast<std::uint32_t>(made) : 0;
+  const Known known = find(call, plain, is_uneven);
+  const nb::object noted = is_uneven ? sizes_of(*sizes) : nb::object();
+  const std::uint64_t sequence = notes_.keep_collective(known.call, noted);
+  if (headers_) compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
+  return call.title.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
 }
 
-bool Entry::enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
-                      nb::handle root, nb::handle title) {
+bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
   if (!is_quiet()) return false;
-  Call call{verb, nb::len(title) == 0 ? nb::handle() : title, op};
-  if (!number.is_none()) call.number = nb::cast<std::int64_t>(number);
-  if (!root.is_none()) call.root = nb::cast<std::int64_t>(root);
-  Plain plain;
-  if (!tensor.is_none() && !read(tensor, plain)) {
-    if (PyList_Check(tensor.ptr())) return false;
-    const nb::object shape = get(tensor, names::shape);
-    plain.dtype = get(tensor, names::dtype);
-    plain.data = tuple_of(shape, plain.dtype);
-    plain.count = 1;
-    for (nb::handle size : shape) plain.count *= meshdist::number(size);
-  }
-  enter(call, plain);
+  const std::uint64_t sequence = notes_.keep_collective(call);
+  if (headers_) compare(sequence, fingerprint, nullptr);
   return true;
 }
 
 std::uint64_t Entry::note(const Message& message) {
-  return notes_.keep_message(message.verb, message.plain.data, kind_of(message));
+  const Known known = find(message);
+  return notes_.keep_message(known.call, known.kind);
 }
 
 void Entry::compare(const Message& message) {
   if (message.log == nullptr) return;
-  const Plain& plain = message.plain;
-  const Header header{nullptr, plain.dtype.ptr(), plain.count};
-  const auto key = [&] {
-    return tuple_of(plain.dtype, whole(plain.count), nb::bool_(false));
-  };
   const std::uint64_t kind = static_cast<std::uint64_t>(message.number) << 1 | !message.is_send;
-  const std::uint64_t number =
-      message.log->note(kind, fingerprint(header, message_fingerprint_of_, key));
+  const Known known = find(message);
+  const std::uint64_t number = message.log->note(kind, known.fingerprint);
   if (number == 0) return;
-  note(message);
-  const nb::object sides = tuple_of(nb::bool_(message.is_send), message.peer, message.tag);
-  raise_error(call_with(disagree_, whole(number), sides));
+  notes_.keep_message(known.call, known.kind);
+  raise_error(call_with(disagree_, whole(number), known.kind));
 }
 
-nb::handle Entry::kind_of(const Message& message) {
-  Lane& last = last_lanes_[message.is_send];
-  if (!last.kind.is_valid() || last.member != message.member || last.number != message.number) {
-    last = {message.member, message.number,
-            tuple_of(nb::bool_(message.is_send), message.peer, message.tag)};
-  }
-  return last.kind;
+Entry::Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
+  const nb::handle data = plain.dtype.is_valid() ? nb::handle(plain.data) : nb::handle(Py_None);
+  const nb::handle title = called.title.is_valid() ? called.title : nb::handle(empty_);
+  const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
+  return find(key, plain.is_kept || data.is_none(), [&] {
+    const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
+    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple(),
+                              empty_),
+                     nb::object());
+  });
 }
 
-// Kept, since programs repeat their calls.
-template <class Key>
-std::uint64_t Entry::fingerprint(const Header& header, nb::handle by, Key key) {
-  const auto found = fingerprints_.find(header);
-  if (found != fingerprints_.end()) return found->second;
-  if (fingerprints_.size() >= kMostFingerprints) {
-    fingerprints_.clear();
-    names_.clear();
+Entry::Known Entry::find(const Message& message) {
+  const nb::object& data = message.plain.data;
+  const Key key{message.verb.ptr(), data.ptr(), nullptr, message.number, message.member, false};
+  return find(key, message.plain.is_kept, [&] {
+    return std::pair(tuple_of(message.verb, data, nb::none(), nb::none(), empty_, nb::bool_(false),
+                              nb::tuple(), empty_, message.peer, message.tag),
+                     tuple_of(nb::bool_(message.is_send), message.peer, message.tag));
+  });
+}
+
+template <class Make>
+Entry::Known Entry::find(const Key& key, bool is_kept, Make make) {
+  if (last_ != nullptr && last_->first == key) return last_->second.known;
+  auto found = known_.find(key);
+  if (found == known_.end()) {
+    const auto [fields, kind] = make();
+    const nb::object call = checked(PyObject_GetItem(calls_.ptr(), fields.ptr()));
+    const Known known{call, kind, number(get(call, names::fingerprint))};
+    if (!is_kept) return known;  // its data lie at another address each time
+    if (known_.size() >= kMostCalls) known_.clear();
+    found = known_.emplace(key, Kept{known, fields}).first;
   }
-  const std::uint64_t made = number(checked(PyObject_GetItem(by.ptr(), nb::object(key()).ptr())));
-  fingerprints_.emplace(header, made);
-  return made;
+  last_ = &*found;
+  return found->second.known;
 }
 
 void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {

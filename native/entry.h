@@ -38,13 +38,13 @@ struct Message {
 class Entry {
  public:
   // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
-  // `fingerprints` and `message_fingerprints` make what is compared, as Python makes it.
+  // `calls` has the `Call` of each tuple of its fields, as Python makes it.
   // `disagree(number, message)` makes the error of members whose calls differ. `under_way` is a list
   // of one: the verb that the main thread is in, or None.
   Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-        std::uint64_t member, nb::object fingerprints, nb::object message_fingerprints,
-        nb::object disagree, nb::list under_way, unsigned long main_thread);
+        std::uint64_t member, nb::object calls, nb::object disagree, nb::list under_way,
+        unsigned long main_thread);
 
   // Whether this thread is in a verb already.
   bool is_nested() const {
@@ -69,14 +69,13 @@ class Entry {
     const bool is_said_;
   };
 
-  // What must be equal on all members besides dtype and count; `number` is that of `op`, and `title`
-  // null where there is none.
+  // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
+  // where there is none.
   struct Call {
     nb::handle verb;
     nb::handle title{};
-    nb::handle op = nb::none();
-    std::int64_t number = -2;
-    std::int64_t root = -2;
+    std::int64_t op = -1;
+    std::int64_t root = -1;
   };
 
   // How many elements go to and come from each member, of an uneven call: `part`, or as the lists say.
@@ -113,9 +112,8 @@ class Entry {
   // fingerprint of a call that has a title, else 0.
   std::uint32_t enter(const Call& call, const Plain& plain, const Sizes* sizes = nullptr);
 
-  // As `Channel.enter`, for a call on one tensor or none: false where it is not plain.
-  bool enter_one(nb::handle verb, nb::handle tensor, nb::handle op, nb::handle number,
-                 nb::handle root, nb::handle title);
+  // As `Channel.enter`, for an even call of Python's: false where there is something to wait for.
+  bool enter_even(nb::handle call, std::uint64_t fingerprint);
 
   // Note a message; returns the number of the note.
   std::uint64_t note(const Message& message);
@@ -131,44 +129,47 @@ class Entry {
   void note_write(nb::handle tensors) { call_with(increment_version_, tensors); }
 
  private:
-  // What a fingerprint is of. A message has no verb.
-  struct Header {
-    PyObject *verb, *dtype;
-    std::uint64_t count;
-    std::int64_t number = 0, root = 0;
-    bool is_uneven = false;
-    PyObject* title = nullptr;
-    bool operator==(const Header& o) const {
-      return verb == o.verb && dtype == o.dtype && count == o.count && number == o.number &&
-             root == o.root && is_uneven == o.is_uneven && title == o.title;
+  // What is called, by addresses. Of a message `op` is the tag, and `root` the peer.
+  struct Key {
+    PyObject *verb, *data, *title;
+    std::int64_t op, root;
+    bool is_uneven;
+    bool operator==(const Key& o) const {
+      return verb == o.verb && data == o.data && title == o.title && op == o.op &&
+             root == o.root && is_uneven == o.is_uneven;
     }
   };
   struct Hash {
-    std::size_t operator()(const Header& h) const {
-      std::size_t mixed = reinterpret_cast<std::size_t>(h.verb);
-      for (std::uint64_t one : {reinterpret_cast<std::uint64_t>(h.dtype),
-                                reinterpret_cast<std::uint64_t>(h.title), h.count,
-                                static_cast<std::uint64_t>((h.number * 64 + h.root) * 2 + h.is_uneven)}) {
+    std::size_t operator()(const Key& key) const {
+      std::size_t mixed = reinterpret_cast<std::size_t>(key.verb);
+      for (std::uint64_t one :
+           {reinterpret_cast<std::uint64_t>(key.data), reinterpret_cast<std::uint64_t>(key.title),
+            static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)}) {
         mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u;
         mixed ^= mixed >> 29;
       }
       return mixed;
     }
   };
-  struct Lane {
-    int member = -2;
-    std::int64_t number = 0;
-    nb::object kind;
+  // The `Call` of Python's; `kind` is of a message (is_send, peer, tag).
+  struct Known {
+    nb::object call, kind;
+    std::uint64_t fingerprint = 0;
+  };
+  struct Kept {
+    Known known;
+    nb::object fields;  // of the call, whose addresses are the key
   };
 
-  // Its fingerprint; `key` makes what Python makes it of.
-  template <class Key>
-  std::uint64_t fingerprint(const Header& header, nb::handle by, Key key);
+  Known find(const Call& called, const Plain& plain, bool is_uneven);
+  Known find(const Message& message);
+  // `make` gives the fields and the kind of a call that is not known yet.
+  template <class Make>
+  Known find(const Key& key, bool is_kept, Make make);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
   nb::object sizes_of(const Sizes& sizes);
-  nb::handle kind_of(const Message& message);
   bool is_main_thread() const { return PyThread_get_thread_ident() == main_thread_; }
   void say(nb::handle verb) const {
     PyList_SetItem(under_way_.ptr(), 0, nb::borrow(verb).release().ptr());
@@ -183,15 +184,14 @@ class Entry {
   const nb::object label_, is_logged_, log_level_, known_levels_, increment_version_;
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
-  const nb::object fingerprint_of_, message_fingerprint_of_, disagree_;
+  const nb::object calls_, disagree_, empty_;
   const nb::list under_way_;
   const unsigned long main_thread_;
   std::vector<Words> others_;
-  std::unordered_map<Header, std::uint64_t, Hash> fingerprints_;
-  std::vector<nb::object> names_;  // verbs and titles, whose addresses are keys there
-  nb::object sizes_;               // as notes have them, of the last uneven call
+  std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls
+  const std::pair<const Key, Kept>* last_ = nullptr;
+  nb::object sizes_;  // as notes have them, of the last uneven call
   Counts last_sent_, last_taken_;
-  Lane last_lanes_[2];  // programs repeat their calls: of receives, of sends
 };
 
 }  // namespace meshdist

@@ -269,8 +269,7 @@ class FastPath {
   bool reduces(nb::handle op, const Plain& plain, Collective& call) const {
     for (const Reduction& one : reductions_) {
       if (!one.op.is(op)) continue;
-      call.header.op = one.op;
-      call.header.number = one.number;
+      call.header.op = one.number;
       call.way = one.ways[plain.code];
       return call.way.is_known;
     }

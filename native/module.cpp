@@ -150,13 +150,11 @@ NB_MODULE(native, m) {
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<const Notes&, const Headers*, nb::list, nb::dict, nb::object, nb::object,
-                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::object,
-                    nb::list, unsigned long>(),
+                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::list,
+                    unsigned long>(),
            "notes"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
-           "ranks"_a, "member"_a, "fingerprints"_a, "message_fingerprints"_a, "disagree"_a,
-           "under_way"_a, "main_thread"_a)
-      .def("enter", &Entry::enter_one, nb::arg(), nb::arg().none(), nb::arg().none(),
-           nb::arg().none(), nb::arg().none(), nb::arg());
+           "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "under_way"_a, "main_thread"_a)
+      .def("enter", &Entry::enter_even);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(),

@@ -18,26 +18,21 @@ nb::object code_of(nb::handle frame) {
 
 std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
-std::uint64_t Notes::keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
-                                     nb::handle root, nb::handle sizes, nb::handle title) {
+std::uint64_t Notes::keep_collective(nb::handle call, nb::handle sizes) {
   const std::uint64_t number = sequence() + 1;
   counts_.put(kSequence, number);
-  keep(verb, data, op, root, sizes, nb::none(), title);
+  keep(call, sizes.is_valid() ? sizes : nb::handle(no_sizes_), none_);
   return number;
 }
 
-std::uint64_t Notes::keep_message(nb::handle verb, const nb::object& data, nb::handle kind) {
+std::uint64_t Notes::keep_message(nb::handle call, nb::handle kind) {
   PyObject* const before = PyDict_GetItem(num_messages_.ptr(), kind.ptr());
   const nb::object number = whole(before == nullptr ? 1 : PyLong_AsLongLong(before) + 1);
   if (PyDict_SetItem(num_messages_.ptr(), kind.ptr(), number.ptr()) != 0) throw nb::python_error();
-  const nb::handle is_send = PyTuple_GetItem(kind.ptr(), 0), peer = PyTuple_GetItem(kind.ptr(), 1),
-                   tag = PyTuple_GetItem(kind.ptr(), 2);
-  const nb::object message = tuple_of(is_send, peer, tag, number);
-  return keep(verb, data, nb::none(), nb::none(), nb::tuple(), message);
+  return keep(call, no_sizes_, number);
 }
 
-std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
-                          nb::handle sizes, nb::handle message, nb::handle title) {
+std::uint64_t Notes::keep(nb::handle call, nb::handle sizes, nb::handle among_its_kind) {
   nb::object frame = first_frame(), code = code_of(frame);
   while (!code.is(last_code_)) {  // programs repeat their calls
     if (!is_true(checked(PyObject_GetItem(is_between_.ptr(), get(code, names::file).ptr())))) {
@@ -51,11 +46,8 @@ std::uint64_t Notes::keep(nb::handle verb, const nb::object& data, nb::handle op
   }
   const nb::object sequence_number = whole(sequence());
   const nb::object instruction = get(frame, names::instruction);
-  const nb::object note =
-      title.is_valid() ? tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
-                                  instruction, no_stack_, nb::tuple(), title)
-                       : tuple_of(sequence_number, group_, verb, data, op, root, sizes, message, code,
-                                  instruction, no_stack_);
+  const nb::object note = tuple_of(sequence_number, group_, call, sizes, among_its_kind, code,
+                                   instruction, no_stack_);
   const std::uint64_t before = counts_.get(kNumNotes);
   const Py_ssize_t place = static_cast<Py_ssize_t>(before % num_kept_);
   if (PyList_SetItem(notes_.ptr(), place, note.inc_ref().ptr()) != 0) throw nb::python_error();

@@ -1,5 +1,5 @@
 // Notes of the calls of one member, as `Recorder` in Python makes them, in its own lists: tuples of
-// the fields of `Call` in `checking/calls.py`.
+// the fields of `Note` in `checking/calls.py`.
 #pragma once
 
 #include "words.h"
@@ -22,28 +22,29 @@ class Notes {
         group_(std::move(group)),
         get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
         depth_(whole(1)),
+        none_(whole(0)),
         num_kept_(PyList_Size(notes_.ptr())) {}
 
   // Of the last collective.
   std::uint64_t sequence() const;
 
-  // Keep a collective; returns its number in the members' common sequence. `title` may be null.
-  std::uint64_t keep_collective(nb::handle verb, const nb::object& data, nb::handle op,
-                                nb::handle root, nb::handle sizes, nb::handle title);
+  // Keep a collective, a `Call` of Python's; returns its number in the members' common sequence.
+  // `sizes` may be null.
+  std::uint64_t keep_collective(nb::handle call, nb::handle sizes = {});
 
   // Keep a send or receive of a kind, (is_send, peer, tag); returns the number of the note.
-  std::uint64_t keep_message(nb::handle verb, const nb::object& data, nb::handle kind);
+  std::uint64_t keep_message(nb::handle call, nb::handle kind);
 
  private:
-  std::uint64_t keep(nb::handle verb, const nb::object& data, nb::handle op, nb::handle root,
-                     nb::handle sizes, nb::handle message, nb::handle title = {});
+  std::uint64_t keep(nb::handle call, nb::handle sizes, nb::handle among_its_kind);
   nb::object first_frame() const;
 
   const Words counts_;
   const nb::list notes_;
   const nb::dict num_messages_;
   const nb::object moments_, is_between_, no_stack_, group_;
-  const nb::object get_frame_, depth_;
+  const nb::object get_frame_, depth_, none_;
+  const nb::tuple no_sizes_;
   nb::object last_code_;  // the program's that called last
   const Py_ssize_t num_kept_;
 };

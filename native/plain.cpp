@@ -187,6 +187,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
   plain.data = kind->data;
   plain.dtype = kind->dtype;
   plain.code = kind->code;
+  plain.is_kept = kind != &unkept;
   return plain.dtype.is_valid();
 }
 

@@ -16,6 +16,7 @@ struct Plain {
   unsigned code = 0;  // the core's, of the dtype
   const std::int64_t* dims = nullptr;  // the tensor's own
   int num_dims = 0;
+  bool is_kept = false;  // whether `data` is the same object each time
 
   std::uint64_t bytes() const { return count * item; }
   bool is_like(const Plain& other) const { return dtype.is(other.dtype); }

@@ -1,13 +1,14 @@
-"""One record of a call and one of its group; what of a call must be equal on all members.
+"""One record of what is called, kept once; a note of each time that it is; a record of its group.
 
-The recorder keeps the records, the comparisons read them (in the header table, by a round, on
-simulated ranks, inside torch's groups), and so do works and errors.
+Programs repeat their calls, so equal calls are one object, whose fingerprint is computed once. The
+recorder and the native core keep notes of them; the comparisons read them (in the header table, by
+a round, on simulated ranks, inside torch's groups), and so do works and errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
 from math import prod
@@ -19,44 +20,33 @@ import torch
 
 from ..dtypes import dtype_name
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..verb_table import OBJECT_VERBS
+from ..verb_table import OBJECT_VERBS, SENDING_VERBS
 from .program import place_text
 
 __all__ = [
-    "SUM_NUMBER",
     "Call",
     "Data",
     "GroupFacts",
-    "Message",
+    "Note",
     "Tensors",
-    "collective_fingerprints",
-    "data_of",
+    "calls",
     "fingerprint",
-    "fingerprint_of",
-    "header",
-    "header_of",
+    "get_call",
+    "get_message",
     "is_list",
-    "laid_fingerprint",
     "likeness",
-    "message_fingerprint",
-    "message_fingerprints",
 ]
 
-_MOST_FINGERPRINTS = 4096
+_MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF
 _SUM = ReduceOp.SUM
-
-SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
+_SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
 Data: TypeAlias = "tuple[Any, ...] | None"
 """The shape and dtype of a tensor, a tuple of such for a list of tensors, or None."""
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
 """The data of a call: a tensor, a list of such, or nothing."""
-
-Message: TypeAlias = "tuple[bool, int | None, int, int]"
-"""Of a send or receive: whether it is a send, the peer (None: any member), the tag, and its number
-among those of its direction, peer and tag (0 as long as its sender is not known)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,41 +75,56 @@ class GroupFacts:
         return f"rank {self.ranks[self.rank]}"
 
 
-class Call(NamedTuple):
-    """One call of a verb. Its tensors are not kept.
-
-    The recorder, and the native core for plain calls, keep these fields as plain tuples, which cost
-    less to make.
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is called: all that is equal each time. Made by ``get_call``, ``get_message``, the core.
 
     Args:
-        sequence: the number of collectives on its group's communicator so far, with this one.
-        group: whose call it was.
         verb: its public name.
-        data: the shapes and dtypes of what it was called on.
-        op: its reduction, if it is one.
+        data: the shapes and dtypes of what it is called on.
+        op_number: the number of its reduction, if it is one.
         root: the place of its source or destination in the group, if it has one.
-        sizes: how many elements go to and come from each member, where members may differ in that;
-            else ().
-        message: for a send or receive.
-        code, instruction: the place in the program.
-        stack: the places of the program from which that was called, where they are kept.
-        layouts: how the tensors lie in memory, where that must be equal on all members; else ().
         title: what the verb is a part of, equal on all members; "" where it stands for itself.
+        is_uneven: whether members may differ in how many elements go to and come from each.
+        layouts: how the tensors lie in memory, where that must be equal on all members; else ().
+        owner: in a join context, the joinable whose hook takes part in it; else "".
+        peer: of a message, the place of the other member; None: any.
+        tag: of a message; None: it is a collective.
     """
 
-    sequence: int
-    group: GroupFacts
     verb: str
     data: Data
-    op: ReduceKind | None = None
+    op_number: int | None = None
     root: int | None = None
-    sizes: Sequence[Sequence[int]] = ()
-    message: Message | None = None
-    code: CodeType | None = None
-    instruction: int = 0
-    stack: Sequence[str] = ()
-    layouts: Sequence[Any] = ()
     title: str = ""
+    is_uneven: bool = False
+    layouts: tuple[Any, ...] = ()
+    owner: str = ""
+    peer: int | None = None
+    tag: int | None = None
+    header: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    """What must be equal on all members, or on both sides of a message, as numbers."""
+    fingerprint: int = field(init=False, compare=False, repr=False)
+    """32 bits made of the header: the same number on every process."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "header", _header(self))
+        object.__setattr__(self, "fingerprint", fingerprint(*self.header))
+
+    @property
+    def op(self) -> ReduceKind | None:
+        """Its reduction, if it is one."""
+        return None if self.op_number is None else ReduceKind(self.op_number)
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is a message that leaves this member."""
+        return self.verb in SENDING_VERBS
+
+    @property
+    def kind(self) -> tuple[bool, int | None, int | None]:
+        """Of a message, the direction, peer and tag, among which it is numbered."""
+        return self.is_send, self.peer, self.tag
 
     @property
     def name(self) -> str:
@@ -127,23 +132,73 @@ class Call(NamedTuple):
         return f"{self.verb} of {self.title}" if self.title else self.verb
 
     @property
+    def data_text(self) -> str:
+        """``(2,) float32``, or ``[(2,) float32, (3,) int8]``."""
+        return "" if self.data is None else _data_text(self.data)
+
+    @property
+    def arguments(self) -> list[str]:
+        """``(2,) float32`` and ``SUM``: those that can be told without the group."""
+        return [*filter(None, [self.data_text, "" if self.op is None else self.op.name])]
+
+    @property
+    def text(self) -> str:
+        """``all_reduce((2,) float32, SUM)``, and behind it the title."""
+        return self.with_arguments(self.arguments)
+
+    def with_arguments(self, arguments: Sequence[str]) -> str:
+        """As ``text``, with these arguments."""
+        title = f" of {self.title}" if self.title else ""
+        return f"{self.verb}({', '.join(arguments)}){title}"
+
+
+class Note(NamedTuple):
+    """One time that a verb was called. Its tensors are not kept.
+
+    The recorder, and the native core for plain calls, keep these fields as plain tuples, which cost
+    less to make.
+
+    Args:
+        sequence: the number of collectives on its group's communicator so far, with this one.
+        group: whose call it was.
+        sizes: how many elements go to and come from each member, where members may differ in that;
+            else ().
+        number: of a message among those of its direction, peer and tag; 0 as long as its sender is
+            not known, and of a collective.
+        code, instruction: the place in the program.
+        stack: the places of the program from which that was called, where they are kept.
+    """
+
+    sequence: int
+    group: GroupFacts
+    call: Call
+    sizes: Sequence[Sequence[int]] = ()
+    number: int = 0
+    code: CodeType | None = None
+    instruction: int = 0
+    stack: Sequence[str] = ()
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is of a send or receive."""
+        return self.call.tag is not None
+
+    @property
     def arguments(self) -> str:
         """``(2,) float32, SUM``."""
-        parts = [] if self.data is None else [_data_text(self.data)]
-        if self.op is not None:
-            parts.append(self.op.name)
-        if self.root is not None:
-            parts.append(f"root rank {self.group.ranks[self.root]}")
+        call = self.call
+        parts = call.arguments
+        if call.root is not None:
+            parts.append(f"root rank {self.group.ranks[call.root]}")
         if self.sizes:
             sent, taken = map(list, self.sizes)
             parts.append(f"sending {sent}, taking {taken} elements")
-        if self.layouts:
-            parts.append(f"strides {', '.join(str(strides) for _, strides in self.layouts)}")
-        if self.message is not None:
-            is_send, _, tag, _ = self.message
-            parts.append(f"{'to' if is_send else 'from'} {self._peer}")
-            if tag:
-                parts.append(f"tag {tag}")
+        if call.layouts:
+            parts.append(f"strides {', '.join(str(strides) for _, strides in call.layouts)}")
+        if call.tag is not None:
+            parts.append(f"{'to' if call.is_send else 'from'} {self._peer}")
+            if call.tag:
+                parts.append(f"tag {call.tag}")
         return ", ".join(parts)
 
     @property
@@ -161,44 +216,70 @@ class Call(NamedTuple):
     @property
     def called(self) -> str:
         """``all_reduce((2,) float32, SUM)``, and behind it the title."""
-        title = f" of {self.title}" if self.title else ""
-        return f"{self.verb}({self.arguments}){title}"
+        return self.call.with_arguments([self.arguments])
 
     @property
     def heading(self) -> str:
         """As ``text``, with its group, and its number in the members' common sequence."""
-        called = self.called
-        if self.message is not None:  # the two ends of a message need not agree on a number
-            return f"{called} on {self.group.name} at {self.where}"
-        return f"call {self.sequence} on {self.group.name}: {called} at {self.where}"
+        if self.is_message:  # the two ends of a message need not agree on a number
+            return f"{self.called} on {self.group.name} at {self.where}"
+        return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"
 
     @property
     def waits_for(self) -> str:
         """The event that a send or receive waits for, in words; "" for a collective."""
-        if self.message is None:
+        call = self.call
+        if not self.is_message:
             return ""
-        is_send, _, tag, _ = self.message
-        if self.verb in OBJECT_VERBS:
-            answer = "recv_object_list" if is_send else "send_object_list"
+        if call.verb in OBJECT_VERBS:
+            answer = "recv_object_list" if call.is_send else "send_object_list"
             return f"{self._peer} in {answer}, with this rank as its peer"
-        what = _data_text(self.data)
-        if is_send:
-            return f"{self._peer} to receive {what} from this rank under tag {tag}"
-        return f"{self._peer} to send {what} to this rank under tag {tag}"
+        if call.is_send:
+            return f"{self._peer} to receive {call.data_text} from this rank under tag {call.tag}"
+        return f"{self._peer} to send {call.data_text} to this rank under tag {call.tag}"
 
     @property
     def _peer(self) -> str:
-        peer = None if self.message is None else self.message[1]
+        peer = self.call.peer
         return "any rank" if peer is None else f"rank {self.group.ranks[peer]}"
 
 
-def data_of(tensor: Tensors) -> Data:
-    """The shapes and dtypes that a record keeps of a verb's tensors."""
-    if tensor is None:
-        return None
-    if isinstance(tensor, torch.Tensor):
-        return tensor.shape, tensor.dtype
-    return tuple([(part.shape, part.dtype) for part in tensor])
+class _Calls(dict[tuple[Any, ...], Call]):
+    def __missing__(self, fields: tuple[Any, ...]) -> Call:
+        if len(self) >= _MOST_CALLS:
+            self.clear()
+        self[fields] = call = Call(*fields)
+        return call
+
+
+calls = _Calls()
+"""Each call by a tuple of its fields, from ``verb`` to ``owner``; a message's to ``tag``."""
+
+
+def get_call(
+    verb: str,
+    tensors: Tensors,
+    op: ReduceKind | None = None,
+    root: int | None = None,
+    title: str = "",
+    is_uneven: bool = False,
+    layouts: tuple[Any, ...] = (),
+    owner: str = "",
+) -> Call:
+    """The one ``Call`` of a collective on ``tensors``."""
+    data: Data = None
+    if isinstance(tensors, torch.Tensor):
+        data = tensors.shape, tensors.dtype
+    elif tensors is not None:
+        data = tuple([(part.shape, part.dtype) for part in tensors])
+    number = _SUM_NUMBER if op is _SUM else None if op is None else op.value
+    return calls[verb, data, number, root, title, is_uneven, layouts, owner]
+
+
+def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
+    """The one ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
+    data = tensor.shape, tensor.dtype
+    return calls[verb, data, None, None, "", False, (), "", peer, tag]
 
 
 def is_list(data: Data) -> bool:
@@ -206,48 +287,28 @@ def is_list(data: Data) -> bool:
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 
-def _compared(call: Call | tuple[Any, ...]) -> tuple[Any, ...]:
-    """The parts of a call that must be equal on all members: the arguments of ``header``."""
-    verb, data, op, root, sizes = call[2:7]
-    number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-    return verb, data, number, root, bool(sizes), call[-1]
-
-
-def header(
-    verb: str, data: Data, op: int | None, root: int | None, is_uneven: bool, title: str = ""
-) -> tuple[int, ...]:
-    """The parts of a collective that must be equal on all members, as numbers.
-
-    They are those of ``Call``, ``op`` by its number; without the number of elements where members
-    may differ in that.
-    """
-    dtype = count = 0
+def _header(call: Call) -> tuple[int, ...]:
+    """The header of a call; without the number of elements where members may differ in that."""
+    data, dtype, count = call.data, 0, 0
     if is_list(data):
         dtype = fingerprint(*(_code(kind) for _, kind in data or ()))
-        count = 0 if is_uneven else fingerprint(*(prod(shape) for shape, _ in data or ()))
+        count = fingerprint(*(prod(shape) for shape, _ in data or ()))
     elif data is not None:
-        shape, kind = data
-        dtype, count = _code(kind), 0 if is_uneven else prod(shape)
-    name = crc32(title.encode()) if title else 0  # not kept: a program may have any number
-    return _code(verb), dtype, count, -2 if op is None else op, -2 if root is None else root, name
+        dtype, count = _code(data[1]), prod(data[0])
+    if call.tag is not None:
+        return dtype, count, call.verb in OBJECT_VERBS
+    if call.is_uneven:
+        count = 0
+    op, root = (-2 if number is None else number for number in (call.op_number, call.root))
+    # Texts are not kept as codes are: a program may have any number of titles.
+    texts = [crc32(text.encode()) if text else 0 for text in (call.title, call.owner)]
+    layouts = [hash(call.layouts)] if call.layouts else []
+    return _code(call.verb), dtype, count, op, root, *texts, *layouts
 
 
 def fingerprint(*values: int) -> int:
     """A number of 32 bits, equal for equal values on every process that runs this Python."""
     return hash(values) & _LOW
-
-
-class _Fingerprints(dict[Any, int]):
-    """Fingerprints by what they are of; kept, since programs repeat their calls."""
-
-    def __init__(self, values: Callable[..., Sequence[int]]) -> None:
-        self._values = values
-
-    def __missing__(self, key: Any) -> int:
-        if len(self) >= _MOST_FINGERPRINTS:
-            self.clear()
-        self[key] = found = fingerprint(*self._values(*key))
-        return found
 
 
 @cache
@@ -256,45 +317,15 @@ def _code(name: object) -> int:
     return crc32(str(name).encode())
 
 
-collective_fingerprints = _Fingerprints(header)
-"""By the arguments of ``header``."""
-
-
-def header_of(call: Call | tuple[Any, ...]) -> tuple[int, ...]:
-    """The header of a call, or of a plain tuple of its fields."""
-    return header(*_compared(call))
-
-
-def fingerprint_of(call: Call | tuple[Any, ...]) -> int:
-    """The fingerprint of the header of a call, or of a plain tuple of its fields."""
-    return collective_fingerprints[_compared(call)]
-
-
-def likeness(call: Call | None) -> str:
-    """The text of what must be equal on all members; ``call`` is this member's, if it is known."""
-    title = "" if call is None else call.title
+def likeness(note: Note | None) -> str:
+    """The text of what must be equal on all members; ``note`` is this member's, if it is known."""
+    title = "" if note is None else note.call.title
     under = " under the same title" if title else ""
     if title.startswith("lax."):
         return "the same verb of lax, on leaves of equal paths, shapes and dtypes, on every member"
-    if call is not None and call.sizes:
+    if note is not None and note.sizes:
         return f"the same verb and dtype{under}, and what one member takes as the other sends it"
     return f"the same verb, dtype, number of elements, op and root{under} on every member"
-
-
-def laid_fingerprint(call: Call | tuple[Any, ...], layouts: Sequence[Hashable]) -> int:
-    """The fingerprint of a call's header together with how its tensors lie in memory."""
-    return fingerprint(*header_of(call), hash(tuple(layouts)))
-
-
-message_fingerprints = _Fingerprints(
-    lambda dtype, count, of_objects: (_code(dtype), count, of_objects)
-)
-"""By what must be equal on both sides of a message."""
-
-
-def message_fingerprint(verb: str, tensor: torch.Tensor) -> int:
-    """The fingerprint of a message, equal on both sides where they fit."""
-    return message_fingerprints[tensor.dtype, tensor.numel(), verb in OBJECT_VERBS]
 
 
 def _data_text(data: Any) -> str:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from types import FrameType
 from typing import Any
 
-import torch
-
-from ..reduce_ops import ReduceKind
-from ..verb_table import SENDING_VERBS
-from .calls import Call, GroupFacts, Tensors, data_of
+from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
 from .program import is_between, program_frame, stack_above
 
@@ -31,8 +28,8 @@ _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 class Recorder:
     """The last verbs that one rank called on one communicator.
 
-    A note is a tuple of the fields of ``Call``: shapes, dtypes, and a frame's code and position,
-    which cost little to take. ``Call`` makes text of it when a message needs it. The last
+    A note is a tuple of the fields of ``Note``: what is called, and a frame's code and position,
+    which cost little to take. ``Note`` makes text of it when a message needs it. The last
     ``num_notes`` are kept.
     """
 
@@ -61,41 +58,22 @@ class Recorder:
         return self._counts[_NUM_NOTES]
 
     def note(
-        self,
-        group: GroupFacts,
-        verb: str,
-        tensor: Tensors,
-        op: ReduceKind | None = None,
-        root: int | None = None,
-        sizes: Sequence[Sequence[int]] = (),
-        layouts: Sequence[Any] = (),
-        title: str = "",
+        self, group: GroupFacts, call: Call, sizes: Sequence[Sequence[int]] = ()
     ) -> tuple[Any, ...]:
         """Note a collective, the next in the members' common sequence; return the note."""
         self._counts[_SEQUENCE] += 1
-        data = data_of(tensor)
-        fields = (group, verb, data, op, root, sizes, None)
-        return self._keep(sys._getframe(2), *fields, layouts=layouts, title=title)
+        return self._keep(sys._getframe(2), group, call, sizes, 0)
 
     def note_message(
-        self,
-        group: GroupFacts,
-        verb: str,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        is_numbered: bool = True,
+        self, group: GroupFacts, call: Call, *, is_numbered: bool = True
     ) -> tuple[Any, ...]:
-        """Note a send to or a receive from ``peer`` (None: any member); return the note.
+        """Note a send or receive; return the note.
 
         It gets its number among those of its direction, peer and tag, except for a receive that
         ``name_sender`` numbers later. It does not count in the sequence.
         """
-        kind = (verb in SENDING_VERBS, peer, tag)
-        message = (*kind, self._count(kind) if is_numbered else 0)
-        data = (tensor.shape, tensor.dtype)
-        return self._keep(sys._getframe(2), group, verb, data, None, None, (), message)
+        number = self._count(call.kind) if is_numbered else 0
+        return self._keep(sys._getframe(2), group, call, (), number)
 
     def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
         """The core's object that notes calls just as ``note`` does; None where it may not."""
@@ -113,27 +91,28 @@ class Recorder:
 
     def name_sender(self, number: int, peer: int, tag: int) -> None:
         """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
-        message = (False, peer, tag, self._count((False, peer, tag)))
+        among = self._count((False, peer, tag))
         size = len(self._notes)
         if number > self.num_notes - size + 1:  # the oldest may be overwritten right now
             place = (number - 1) % size
-            self._notes[place] = Call(*self._notes[place])._replace(message=message)
+            note = Note(*self._notes[place])
+            self._notes[place] = note._replace(call=replace(note.call, peer=peer), number=among)
 
-    def find_note(self, number: int | None = None) -> Call | None:
-        """The call of the note of this number (None: the last one), if it is kept."""
+    def find_note(self, number: int | None = None) -> Note | None:
+        """The note of this number (None: the last one), if it is kept."""
         if number is None:
             number = self.num_notes
         if not max(0, self.num_notes - len(self._notes)) < number <= self.num_notes:
             return None
-        return Call(*self._notes[(number - 1) % len(self._notes)])
+        return Note(*self._notes[(number - 1) % len(self._notes)])
 
-    def find_call(self, sequence: int) -> Call | None:
-        """The collective of this number in the sequence, if it is kept."""
-        return self._find(lambda call: call.sequence == sequence and call.message is None)
+    def find_call(self, sequence: int) -> Note | None:
+        """The note of the collective of this number in the sequence, if it is kept."""
+        return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
-    def find_message(self, *message: Any) -> Call | None:
-        """The send or receive with these fields of ``Message``, if it is kept."""
-        return self._find(lambda call: call.message == message)
+    def find_message(self, *message: Any) -> Note | None:
+        """The note of a send or receive, by whether it is a send, its peer, tag and number."""
+        return self._find(lambda note: (*note.call.kind, note.number) == message)
 
     def text_about(self, about: dict[str, Any]) -> str | None:
         """The call that a question of another rank is about; None where it was not noted yet.
@@ -143,40 +122,33 @@ class Recorder:
                 ``message``.
         """
         if "sequence" in about:
-            call, is_noted = self.find_call(about["sequence"]), about["sequence"] <= self.sequence
+            note, is_noted = self.find_call(about["sequence"]), about["sequence"] <= self.sequence
         elif "note" in about:
-            call, is_noted = self.find_note(about["note"]), 0 < about["note"] <= self.num_notes
+            note, is_noted = self.find_note(about["note"]), 0 < about["note"] <= self.num_notes
         else:
             *kind, number = about["message"]
-            call = self.find_message(*kind, number)
+            note = self.find_message(*kind, number)
             is_noted = number <= self._num_messages.get(tuple(kind), 0)
-        if call is not None:
-            return call.text
+        if note is not None:
+            return note.text
         return FORGOTTEN if is_noted else None
 
     def _count(self, kind: tuple[Any, ...]) -> int:
         self._num_messages[kind] = number = self._num_messages.get(kind, 0) + 1
         return number
 
-    def _keep(
-        self,
-        verb_frame: FrameType,
-        *fields: Any,
-        layouts: Sequence[Any] = (),
-        title: str = "",
-    ) -> tuple[Any, ...]:
-        """Keep a note with these fields of ``Call``, from ``group`` to ``message``."""
+    def _keep(self, verb_frame: FrameType, *fields: Any) -> tuple[Any, ...]:
+        """Keep a note with these fields of ``Note``, from ``group`` to ``number``."""
         counts = self._counts
         counts[_MOMENT] = next(_moments)
         frame = program_frame(verb_frame.f_back or verb_frame)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
-        sequence, code, instruction = counts[_SEQUENCE], frame.f_code, frame.f_lasti
-        note = (sequence, *fields, code, instruction, stack, layouts, title)
+        note = (counts[_SEQUENCE], *fields, frame.f_code, frame.f_lasti, stack)
         number = counts[_NUM_NOTES]
         self._notes[number % len(self._notes)] = note
         counts[_NUM_NOTES] = number + 1
         return note
 
-    def _find(self, is_meant: Callable[[Call], bool]) -> Call | None:
-        calls = (Call(*note) for note in self._notes if note)
-        return next(filter(is_meant, calls), None)
+    def _find(self, is_meant: Callable[[Note], bool]) -> Note | None:
+        notes = (Note(*note) for note in self._notes if note)
+        return next(filter(is_meant, notes), None)

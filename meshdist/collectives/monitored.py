@@ -21,7 +21,7 @@ from torch.distributed import Store
 
 from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.calls import Call, GroupFacts
+from ..checking.calls import GroupFacts, Note, get_call
 from ..checking.program import call_site, show_site
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
@@ -117,8 +117,8 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
     prefix = _keys_of(group)
     number = world.next_number(prefix)
     facts = GroupFacts(group.name, group.ranks, group.rank())
-    call = Call(*registry.beside_wires.note(facts, _NAME, None))
-    where = f"rank {world.rank}, {call._replace(sequence=number).heading}"
+    note = Note(*registry.beside_wires.note(facts, get_call(_NAME, None)))
+    where = f"rank {world.rank}, {note._replace(sequence=number).heading}"
     barrier = MonitoredBarrier(
         world.store,
         prefix,

@@ -6,22 +6,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import partial
 from threading import main_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checking.calls import (
-    SUM_NUMBER,
-    Call,
-    GroupFacts,
-    collective_fingerprints,
-    header_of,
-    laid_fingerprint,
-    message_fingerprint,
-    message_fingerprints,
-)
+from ..checking.calls import Call, GroupFacts, Note, calls, get_call, get_message
 from ..checking.debug_levels import (
     TRACE,
     DebugLevel,
@@ -33,7 +25,7 @@ from ..checking.program import is_of_handler, line_of, under_way
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError
-from ..reduce_ops import ReduceKind, ReduceOp
+from ..reduce_ops import ReduceKind
 from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import (
@@ -57,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel"]
 
-_SUM = ReduceOp.SUM
 _LOOK_S = 0.1
 
 _warned: set[tuple[str, int]] = set()
@@ -210,34 +201,31 @@ class Channel:
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        recorder = self.recorder
-        number = SUM_NUMBER if op is _SUM else None if op is None else op.value
-        if not (sent or layouts) and self._enter(verb, tensor, op, number, root, title):
-            if self.communicator.on_stream:
-                self._compare_before_data_move(tensor)
+        on_stream, offered = self.communicator.on_stream, tuple(layouts)
+        demanded = offered if on_stream else ()
+        call = get_call(verb, tensor, op, root, title, bool(sent), demanded)
+        if not (sent or layouts) and self._enter(call, call.fingerprint):
+            if on_stream:
+                self._compare_before_data_move(call, tensor)
             return
-        sizes = (sent, taken) if sent else ()
-        demanded = layouts if self.communicator.on_stream else ()
-        note = recorder.note(self.group, verb, tensor, op, root, sizes, demanded, title)
+        recorder = self.recorder
+        note = recorder.note(self.group, call, (sent, taken) if sent else ())
         if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).heading)
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         self.refuse_broken()
         header_table, sequence = self.header_table, recorder.sequence
-        common = collective_fingerprints[verb, note[3], number, root, bool(sent), title]
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            header, offer = common, None
-            if demanded:
-                header = laid_fingerprint(note, layouts)
-            elif layouts:
-                offer = laid_fingerprint(note, layouts)
-            if header_table.enter(sequence, header, sent, taken, offer):
+            offer = None
+            if offered and not demanded:
+                offer = replace(call, layouts=offered).fingerprint
+            if header_table.enter(sequence, call.fingerprint, sent, taken, offer):
                 raise self.disagree(sequence)
-        if self.spans_hosts or self.communicator.on_stream:
+        if self.spans_hosts or on_stream:
             if self._comparison is not None:
-                self._comparison.enter(sequence, common)
-            self._compare_before_data_move(tensor, sent, taken)
+                self._comparison.enter(sequence, call.fingerprint)
+            self._compare_before_data_move(call, tensor, sent, taken)
 
     @property
     def compares_layouts(self) -> bool:
@@ -335,10 +323,10 @@ class Channel:
 
         A receive for ``recv_later`` gets its number there.
         """
-        recorder = self.recorder
-        note = recorder.note_message(self.group, verb, tensor, peer, tag, is_numbered=is_numbered)
+        call = get_message(verb, tensor, peer, tag)
+        note = self.recorder.note_message(self.group, call, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Call(*note).heading)
+            verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         self.refuse_broken()
 
     def compare_message(
@@ -356,7 +344,7 @@ class Channel:
         if peer is None:
             header_table.recv_any(tag)
             return None
-        header = message_fingerprint(verb, tensor)
+        header = get_message(verb, tensor, peer, tag).fingerprint
         return header_table.note(peer, tag, header, is_send=is_send)
 
     def waits_for_sender(self, peer: int | None, tag: int) -> bool:
@@ -370,7 +358,8 @@ class Channel:
         noted a message for it, and compare them.
         """
         assert self.matching is not None  # else waits_for_sender was false
-        header, explain = message_fingerprint(verb, tensor), partial(self.explain, note=note)
+        header = get_message(verb, tensor, peer, tag).fingerprint
+        explain = partial(self.explain, note=note)
         receive = Receive(tensor, peer, tag, header, note, self.timeout, explain)
         return self.matching.add(receive, waits=waits)
 
@@ -392,8 +381,7 @@ class Channel:
             log_level=TRACE,
             ranks=self.group.ranks,
             member=self.group.rank,
-            fingerprints=collective_fingerprints,
-            message_fingerprints=message_fingerprints,
+            calls=calls,
             disagree=self.disagree,
             under_way=under_way,
             main_thread=main_thread().ident,
@@ -411,6 +399,7 @@ class Channel:
 
     def _compare_before_data_move(
         self,
+        call: Call,
         tensor: torch.Tensor | list[torch.Tensor] | None,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
@@ -422,9 +411,7 @@ class Channel:
                 if compares_first:
                     self._wait_for_all()
             elif compares_first:
-                note = self.recorder.find_note()
-                assert note is not None
-                self._compare_by_a_round(header_of(note), sent, taken, _device_of(tensor))
+                self._compare_by_a_round(call.header, sent, taken, _device_of(tensor))
         except BaseException as error:
             raise self.failed(error) from None
 
@@ -484,15 +471,15 @@ def _disagreement(
 
 def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
     """Warn, once a place, that the Work of a noted call was dropped; none of a broken group's."""
-    call = recorder.find_note(note)
-    if label in aborts or call is None or call.code is None or sys.is_finalizing():
+    noted = recorder.find_note(note)
+    if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return
-    place = call.code.co_filename, line_of(call.code, call.instruction)
+    place = noted.code.co_filename, line_of(noted.code, noted.instruction)
     if place not in _warned:
         _warned.add(place)
         text = explain(
-            f"the Work of {call.name} was dropped, and nothing has waited for it",
-            where=call.heading,
+            f"the Work of {noted.call.name} was dropped, and nothing has waited for it",
+            where=noted.heading,
             expected="wait(), or a future, before its tensors are used: they may hold anything",
             fix="keep it and call wait(), or let the verb itself wait",
         )

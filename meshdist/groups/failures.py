@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from ..checking.calls import Call, GroupFacts, likeness
+from ..checking.calls import GroupFacts, Note, get_call, likeness
 from ..checking.recorder import Recorder
 from ..error_text import ranks_text
 from ..errors import (
@@ -92,7 +92,7 @@ class OtherMembers(ABC):
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
         """End the communicator for all members, and tell them the reason of this one."""
 
-    def report(self, call: Call, but: int | None = None) -> str:
+    def report(self, call: Note, but: int | None = None) -> str:
         """How far each of them has come, for a timeout of ``call``; not member ``but``."""
         return ""
 
@@ -104,13 +104,13 @@ class OtherMembers(ABC):
         """How a member has left, as in "ended by ValueError: no data"; "" where that is unknown."""
         return ""
 
-    def find_first_failure(self, call: Call, text: str) -> str:
+    def find_first_failure(self, call: Note, text: str) -> str:
         """The report of the first member that failed; "" where that is this one, with ``text``."""
         return ""
 
     @abstractmethod
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> dict[str, str]:
         """Let all members that disagree raise one error, and end the group where that ends it.
 
@@ -132,6 +132,7 @@ class Explainer:
         self._group = group
         self._recorder = recorder
         self._others = others
+        self._unknown = Note(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
         """The error of the call noted under the number ``note``; None means the last one.
@@ -158,9 +159,9 @@ class Explainer:
                 return self._different_calls(failure.number or call.sequence, failure.late)
             return self._different_messages(failure.message, failure, call)
         is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
-        if is_misfit and call.message is not None:
-            sides, number = call.message[:3], call.message[3]
-            return self._different_messages(sides, MembersDisagree("", number), call, text)
+        if is_misfit and call.is_message:
+            different = MembersDisagree("", call.number)
+            return self._different_messages(call.call.kind, different, call, text)
         abort = self._others.find_abort()
         if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
             abort = wait_until(self._others.find_abort, Grace(_REASON_S))
@@ -182,7 +183,7 @@ class Explainer:
             silent or first or (lost is not None and not ending.startswith(IN_GOOD_ORDER))
         )
         report = "" if is_cause_known and not is_late else self._others.report(call, lost)
-        self._others.break_here(f"{call.name} failed before: {text}")
+        self._others.break_here(f"{call.call.name} failed before: {text}")
         if is_late:
             found = "\n".join(dict.fromkeys(filter(None, (report, first)))) or text
             return self._late(call, failure, found)
@@ -196,7 +197,7 @@ class Explainer:
         """The error of members whose calls number ``sequence`` differ; raised on all of them."""
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
-        if mine is not None and mine.layouts:
+        if mine is not None and mine.call.layouts:
             expected += ", and one layout in memory: x.contiguous() gives the usual one"
         which = f"their call {sequence}"
         if late is not None and late[0] < sequence:
@@ -213,9 +214,9 @@ class Explainer:
 
     def _different_messages(
         self,
-        sides: tuple[bool, int | None, int],
+        sides: tuple[bool, int | None, int | None],
         failure: MembersDisagree,
-        call: Call,
+        call: Note,
         found: str = "",
     ) -> MeshdistError:
         """The error of a sender and a receiver whose tensors differ; raised on both."""
@@ -237,7 +238,7 @@ class Explainer:
         return self._agreed_error(fields, mine, {**about, "asked": [] if peer is None else [peer]})
 
     def _agreed_error(
-        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> MeshdistError:
         call = self._find_call()
         abort = self._others.find_abort()
@@ -246,19 +247,19 @@ class Explainer:
         agreed = self._others.agree_on_error(disagreement, mine, about)
         return self._agreement_error(call, agreed)
 
-    def _aborted(self, call: Call, text: str, abort: dict[str, Any] | None) -> MeshdistError:
+    def _aborted(self, call: Note, text: str, abort: dict[str, Any] | None) -> MeshdistError:
         if abort is None:
             first = self._others.find_first_failure(call, text)
             lines = (first or text, self._others.report(call))
             reason = "\n".join(dict.fromkeys(filter(None, lines)))
-            if call.message is None:  # the next call would wait for the member that gave up
-                self._others.break_here(f"{call.name} was aborted before: {text}")
+            if not call.is_message:  # the next call would wait for the member that gave up
+                self._others.break_here(f"{call.call.name} was aborted before: {text}")
         elif abort.get("disagreement"):
             return self._agreement_error(call, abort["disagreement"])
         else:
             reason = f"rank {abort['rank']}: {abort['reason']}"
         return AbortedError(
-            f"{call.name} on {self._group.name} was aborted",
+            f"{call.call.name} on {self._group.name} was aborted",
             where=self._where(call),
             found=reason,
             fix="let the rank that serves the store end last, and start the program anew"
@@ -266,39 +267,39 @@ class Explainer:
             else "make a new group or mesh on the ranks that are left",
         )
 
-    def _agreement_error(self, call: Call, disagreement: dict[str, str]) -> AgreementError:
+    def _agreement_error(self, call: Note, disagreement: dict[str, str]) -> AgreementError:
         where = f"{disagreement['where']}\nraised on {self._where(call)}"
         return AgreementError(**{**disagreement, "where": where})
 
-    def _late(self, call: Call, failure: WireFailure, found: str) -> MeshdistError:
+    def _late(self, call: Note, failure: WireFailure, found: str) -> MeshdistError:
         seconds = (failure.limit or self._group.timeout).total_seconds()
         fix = "look at the ranks that did not come to this call; the group is broken now"
-        if call.message is not None:
+        if call.is_message:
             fix = (
                 "a message meets a receive of its tag, dtype and number of elements alone; "
                 "the group is broken now"
             )
         return CollectiveTimeoutError(
-            f"{call.name} on {self._group.name} was not finished within {seconds:g} s",
+            f"{call.call.name} on {self._group.name} was not finished within {seconds:g} s",
             where=self._where(call),
             expected=call.waits_for or f"the same call on {ranks_text(self._group.ranks)}",
             found=found,
             fix=fix,
         )
 
-    def _failed(self, call: Call, found: str, fix: str) -> MeshdistError:
+    def _failed(self, call: Note, found: str, fix: str) -> MeshdistError:
         return BackendError(
-            f"{call.name} on {self._group.name} failed on wire {self._group.wire!r}",
+            f"{call.call.name} on {self._group.name} failed on wire {self._group.wire!r}",
             where=self._where(call),
             found=found,
             fix=fix,
         )
 
-    def _where(self, call: Call) -> str:
+    def _where(self, call: Note) -> str:
         return f"{self._group.here}, {call.heading}"
 
-    def _find_call(self, note: int | None = None) -> Call:
-        return self._recorder.find_note(note) or Call(0, self._group, "an earlier call", None)
+    def _find_call(self, note: int | None = None) -> Note:
+        return self._recorder.find_note(note) or self._unknown
 
 
 def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ import torch.distributed
 
 from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, get_usable_world
-from ..checking.calls import Call, GroupFacts
+from ..checking.calls import GroupFacts, Note
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
@@ -95,11 +95,11 @@ class MembersOfWorld(OtherMembers):
             with suppress(StoreError):  # the others will see that it is lost
                 registry.abort([self._opened.label], {**message, "group": self._group.name})
 
-    def report(self, call: Call, but: int | None = None) -> str:
+    def report(self, call: Note, but: int | None = None) -> str:
         if self._world.is_simulated:
             return ""
         try:
-            if call.message is None and but is None:  # many may give up together
+            if not call.is_message and but is None:  # many may give up together
                 name, find = f"late/{call.sequence}", partial(self._find_grouped, call)
                 texts, _ = self._by_the_first(name, find, self._parse_grouped)
             else:
@@ -109,7 +109,7 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
-    def _find_grouped(self, call: Call) -> Any:
+    def _find_grouped(self, call: Note) -> Any:
         """The ranks of each text, as runs: of a few texts, however many ranks there are."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
@@ -118,7 +118,7 @@ class MembersOfWorld(OtherMembers):
         size = self._world.size
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
-    def find_texts(self, call: Call, ranks: Sequence[int]) -> dict[int, str]:
+    def find_texts(self, call: Note, ranks: Sequence[int]) -> dict[int, str]:
         """How far each of ``ranks`` has come."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
@@ -129,7 +129,7 @@ class MembersOfWorld(OtherMembers):
             if answer is not None:
                 line = line.removeprefix("runs, and ")
                 here = [one for one in answer["calls"] if one["label"] == label]
-                if call.message is None:
+                if not call.is_message:
                     has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
                     line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
             texts[rank] = line
@@ -160,7 +160,7 @@ class MembersOfWorld(OtherMembers):
         is_told = partial(self._world.store.check, [self._failure_key])
         return silent_ranks(self._world, self.others, is_told, self._opened.label)
 
-    def find_first_failure(self, call: Call, text: str) -> str:
+    def find_first_failure(self, call: Note, text: str) -> str:
         if self._world.is_simulated:
             return ""
         mine = json.dumps({"rank": self._world.rank, "text": text, "call": call.heading})
@@ -177,7 +177,7 @@ class MembersOfWorld(OtherMembers):
             return f"{STORE_LOST}: {lost.summary}"
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> dict[str, str]:
         registry, label = get_registry(self._world), self._opened.label
         rank, asked = self._world.rank, self.others
@@ -303,15 +303,15 @@ class LateMembers:
                 )
                 told.start()
 
-    def _tell(self, opened: OpenCommunicator, call: Call) -> None:
+    def _tell(self, opened: OpenCommunicator, call: Note) -> None:
         members, store = MembersOfWorld(self._world, call.group, opened), self._world.store
         mine, key = str(self._world.rank), f"{opened.label}/waits/{call.sequence}"
         with suppress(StoreError):
-            if call.message is None and store.compare_set(key, "", mine) != mine.encode():
+            if not call.is_message and store.compare_set(key, "", mine) != mine.encode():
                 return
             ranks = members.others
-            if call.message is not None and call.message[1] is not None:
-                ranks = (call.group.ranks[call.message[1]],)
+            if (peer := call.call.peer) is not None:
+                ranks = (call.group.ranks[peer],)
             texts = members.find_texts(call, ranks).items()
             late = grouped_text(((r, t) for r, t in texts if not t.startswith("arrived; ")), "\n  ")
             if late and opened.recorder.moment == self._moment:

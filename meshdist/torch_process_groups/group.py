@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
 from ..bootstrap.bounded_store import within
-from ..checking.calls import Call, GroupFacts, Tensors
+from ..checking.calls import GroupFacts, Note, Tensors, get_call, get_message
 from ..checking.program import never_nested, run_unnested
 from ..checking.recorder import Recorder
 from ..collectives.monitored import MonitoredBarrier
@@ -314,7 +314,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         result: list[Any],
         way: str,
         calls: Sequence[tuple[Any, ...]],
-        **facts: Any,
+        sizes: Sequence[Sequence[int]] = (),
     ) -> TorchWork:
         """Run a call that was checked.
 
@@ -322,10 +322,9 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             noted: what it is noted and compared by.
             way: the verb of a ``Communicator`` that starts it.
             calls: the arguments of that verb, without its terms; several start as one.
-            facts: more fields of its record, ``Call``, that members compare.
+            sizes: how many elements go to and come from each member, where members may differ.
         """
-        request.noted = noted
-        request.facts |= facts
+        request.noted, request.sizes = noted, sizes
         is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
         if is_recorded:
             records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
@@ -351,13 +350,13 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         explain, works = self._explainer.explain, []
         try:
             with self._starting if is_async else nullcontext():
-                number, call = self._note(request)
+                number, note = self._note(request)
                 explain = partial(explain, note=number)
-                if call.message is None:
-                    number = call.sequence
+                if not note.is_message:
+                    number = note.sequence
                     if self._comparison is not None:
-                        self._comparison.enter(call, limit)
-                noted = None if request.shows_all else call
+                        self._comparison.enter(note, limit)
+                noted = None if request.shows_all else note
                 terms = Terms(limit, request.verb, number, not is_async, noted)
                 parts = [getattr(carrier, way)(*given, terms) for given in calls]
                 operation = parts[0] if len(parts) == 1 else Chain(parts)
@@ -380,15 +379,17 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             raise explain(failure) from None
         return TorchWork(works, result, self._completer)
 
-    def _note(self, request: Request) -> tuple[int, Call]:
+    def _note(self, request: Request) -> tuple[int, Note]:
         """Note a call; returns the note's number too."""
-        recorder, noted = self._recorder, request.noted
+        recorder, noted, sizes = self._recorder, request.noted, request.sizes
         with self._noting:  # several threads may use the group
             if request.message is None:
-                note = recorder.note(self._facts, request.verb, noted, **request.facts)
+                call = get_call(request.verb, noted, is_uneven=bool(sizes), **request.facts)
+                note = recorder.note(self._facts, call, sizes)
             else:
-                note = recorder.note_message(self._facts, request.verb, noted, *request.message)
-            return recorder.num_notes, Call(*note)
+                call = get_message(request.verb, noted, *request.message)
+                note = recorder.note_message(self._facts, call)
+            return recorder.num_notes, Note(*note)
 
     def _break(self, reason: str) -> None:
         """Refuse all that follows, and free every wait.

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import Store
 
 from ..bootstrap.bounded_store import read_json
-from ..checking.calls import Call, GroupFacts, fingerprint_of
+from ..checking.calls import GroupFacts, Note
 from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
 from ..checking.recorder import FORGOTTEN
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
@@ -58,7 +58,7 @@ class Comparison:
         if self._table is not None and words is not None:
             self._store.set(_key_of(opening.rank), json.dumps([key, words.address]))
 
-    def enter(self, call: Call, timeout: timedelta) -> None:
+    def enter(self, note: Note, timeout: timedelta) -> None:
         """Compare a collective that this member is about to start.
 
         Raises:
@@ -69,16 +69,16 @@ class Comparison:
         table = self._table
         if table is None:
             return
-        sent, taken = call.sizes or ((), ())
-        if sent or not call.sequence % CHECK_EVERY:
-            behind = table.wait_for_the_slowest(call.sequence, bool(sent), timeout, self._check)
+        sequence, (sent, taken) = note.sequence, note.sizes or ((), ())
+        if sent or not sequence % CHECK_EVERY:
+            behind = table.wait_for_the_slowest(sequence, bool(sent), timeout, self._check)
             if behind is not None:
                 raise WireTimeout(f"rank {self._ranks[behind]} is too many calls behind")
         with self._entering:  # several threads may use the group
-            differing = table.enter(call.sequence, fingerprint_of(call), sent, taken)
-            self._latest = max(self._latest, call.sequence)
+            differing = table.enter(sequence, note.call.fingerprint, sent, taken)
+            self._latest = max(self._latest, sequence)
         if differing:
-            raise self._disagreement(call.sequence, differing)
+            raise self._disagreement(sequence, differing)
         self.compare_again(is_thorough=False)
 
     def compare_again(self, *, is_thorough: bool = True) -> None:
@@ -173,7 +173,7 @@ class MembersOfTorchGroup(OtherMembers):
         self.break_here(reason)
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> dict[str, str]:
         # Where the wire compares calls it does so before any data moves, and the group goes on.
         text = FORGOTTEN if mine is None else mine.text

@@ -35,7 +35,9 @@ class Request:
         self.noted: Any = None
         """The tensor, or list of tensors, by which it is noted and compared."""
         self.facts: dict[str, Any] = {}
-        """More fields of the record, ``Call``, that members compare."""
+        """More fields of its ``Call``."""
+        self.sizes: Sequence[Sequence[int]] = ()
+        """How many elements go to and come from each member, where members may differ."""
         self.message: tuple[int | None, int] | None = None
         """The peer and the tag of a message."""
         self._factor: Factor | None = None

@@ -111,8 +111,8 @@ class Entry:
 
     ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
     broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
-    ``log_level``. ``fingerprints`` and ``message_fingerprints`` make what is compared;
-    ``disagree(number, message)`` makes the error where it differs.
+    ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
+    the error where calls differ.
     """
 
     def __init__(
@@ -126,23 +126,13 @@ class Entry:
         log_level: int,
         ranks: tuple[int, ...],
         member: int,
-        fingerprints: Mapping[Any, int],
-        message_fingerprints: Mapping[Any, int],
+        calls: Mapping[tuple[Any, ...], Any],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
         under_way: list[str | None],
         main_thread: int | None,
     ) -> None: ...
-    def enter(
-        self,
-        verb: str,
-        tensor: object,
-        op: object,
-        number: int | None,
-        root: int | None,
-        title: str,
-        /,
-    ) -> bool:
-        """As ``Channel.enter``; False where that is to do it, and nothing was done."""
+    def enter(self, call: Any, fingerprint: int, /) -> bool:
+        """Note and compare an even call; False where Python is to do it, and nothing was done."""
 
 class Runner:
     """A wire's part of the fast path."""

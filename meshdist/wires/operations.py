@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 from weakref import WeakMethod, finalize
 
-from ..checking.calls import Call
+from ..checking.calls import Note
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 from .failures import WireFailure, WireTimeout
@@ -29,7 +29,7 @@ class Terms(NamedTuple):
         verb: the public verb that it belongs to, for messages; "" for none.
         number: under which the group has noted the call or message, for messages; 0 for none.
         waits: whether the caller waits for it at once, so that starting it may wait already.
-        call: the call as the group has noted it, where the arguments of the communicator's verb do
+        call: the group's note of the call, where the arguments of the communicator's verb do
             not show all that must be equal on all members: a wire that compares calls by itself
             compares this one, too. None where they do.
         note: under which the recorder keeps the call, for the error of one that nobody waits for;
@@ -40,7 +40,7 @@ class Terms(NamedTuple):
     verb: str = ""
     number: int = 0
     waits: bool = False
-    call: Call | None = None
+    call: Note | None = None
     note: int | None = None
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,13 @@ from meshdist.checking.calls import (
     Call,
     Data,
     GroupFacts,
-    collective_fingerprints,
+    Note,
+    calls,
     fingerprint,
-    header,
+    get_call,
+    get_message,
     is_list,
     likeness,
-    message_fingerprint,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,79 +37,91 @@ def test_a_group_in_words() -> None:
     assert AXIS.here == "rank 6"
 
 
+def noted(*call: Any, sizes: Any = (), number: int = 0, **more: Any) -> Note:
+    """A note of the call with these fields."""
+    return Note(1, AXIS, Call(*call, **more), sizes, number)
+
+
+def message(verb: str, peer: int | None, tag: int) -> Note:
+    return noted(verb, X, peer=peer, tag=tag, number=1)
+
+
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("note", "text"),
     [
-        (Call(1, AXIS, "barrier", None), ""),
-        (Call(1, AXIS, "all_reduce", X), "(2,) float32"),
-        (Call(1, AXIS, "reduce", X, ReduceOp.MAX, 1), "(2,) float32, MAX, root rank 6"),
+        (noted("barrier", None), ""),
+        (noted("all_reduce", X), "(2,) float32"),
+        (noted("reduce", X, ReduceOp.MAX.value, 1), "(2,) float32, MAX, root rank 6"),
         (
-            Call(1, AXIS, "all_to_all", X, sizes=((1, 2), (3, 0))),
+            noted("all_to_all", X, sizes=((1, 2), (3, 0)), is_uneven=True),
             "(2,) float32, sending [1, 2], taking [3, 0] elements",
         ),
-        (Call(1, AXIS, "all_reduce_coalesced", (X, Y)), "[(2,) float32, (3, 1) int8]"),
-        (Call(1, AXIS, "all_reduce_coalesced", ()), "[]"),
         (
-            Call(1, AXIS, "irecv", X, message=(False, None, 7, 1)),
-            "(2,) float32, from any rank, tag 7",
+            noted("all_reduce", X, 0, layouts=(((2,), (3,)),)),
+            "(2,) float32, SUM, strides (3,)",
         ),
-        (Call(1, AXIS, "send", X, message=(True, 0, 0, 1)), "(2,) float32, to rank 4"),
+        (noted("all_reduce_coalesced", (X, Y)), "[(2,) float32, (3, 1) int8]"),
+        (noted("all_reduce_coalesced", ()), "[]"),
+        (message("irecv", None, 7), "(2,) float32, from any rank, tag 7"),
+        (message("send", 0, 0), "(2,) float32, to rank 4"),
     ],
 )
-def test_arguments_in_words(call: Call, text: str) -> None:
-    assert call.arguments == text
+def test_arguments_in_words(note: Note, text: str) -> None:
+    assert note.arguments == text
 
 
 def test_calls_in_words() -> None:
     code = test_calls_in_words.__code__
     where = f"{__file__}:{code.co_firstlineno} in test_calls_in_words"
-    call = Call(3, AXIS, "barrier", None, code=code, instruction=-1)
-    assert call.text == f"barrier() at {where}"
-    assert call.heading == f"call 3 on axis 'dp': barrier() at {where}"
-    assert call._replace(stack=["a.py:1 in f"]).where == f"{where}\n  called at a.py:1 in f"
-    send = call._replace(verb="send", data=X, message=(True, 0, 0, 1))
+    note = Note(3, AXIS, Call("barrier", None), code=code, instruction=-1)
+    assert note.text == f"barrier() at {where}"
+    assert note.heading == f"call 3 on axis 'dp': barrier() at {where}"
+    assert note._replace(stack=["a.py:1 in f"]).where == f"{where}\n  called at a.py:1 in f"
+    send = note._replace(call=Call("send", X, peer=0, tag=0), number=1)
     assert send.heading == f"send((2,) float32, to rank 4) on axis 'dp' at {where}"
-    assert Call(3, AXIS, "barrier", None).text == "barrier() at an unknown place"
-    part = call._replace(title="a plan")
+    assert Note(3, AXIS, Call("barrier", None)).text == "barrier() at an unknown place"
+    part = note._replace(call=Call("barrier", None, title="a plan"))
     assert part.heading == f"call 3 on axis 'dp': barrier() of a plan at {where}"
-    assert (part.name, call.name) == ("barrier of a plan", "barrier")
+    assert (part.call.name, note.call.name) == ("barrier of a plan", "barrier")
+
+
+def test_calls_in_words_without_their_group() -> None:
+    call = Call("reduce", (X, Y), ReduceOp.MAX.value, 1, "a plan")
+    assert call.text == "reduce([(2,) float32, (3, 1) int8], MAX) of a plan"
+    assert Call("barrier", None).text == "barrier()"
 
 
 def test_what_must_be_equal_in_words() -> None:
-    call = Call(1, AXIS, "all_to_all", X)
+    note = noted("all_to_all", X)
     same = "the same verb, dtype, number of elements, op and root"
-    assert likeness(None) == likeness(call) == f"{same} on every member"
-    assert likeness(call._replace(title="a plan")) == f"{same} under the same title on every member"
-    uneven = call._replace(title="a plan", sizes=((1,), (1,)))
-    assert likeness(uneven) == (
+    assert likeness(None) == likeness(note) == f"{same} on every member"
+    titled = noted("all_to_all", X, title="a plan")
+    assert likeness(titled) == f"{same} under the same title on every member"
+    assert likeness(titled._replace(sizes=((1,), (1,)))) == (
         "the same verb and dtype under the same title, and what one member takes as the other "
         "sends it"
     )
 
 
 @pytest.mark.parametrize(
-    ("verb", "message", "expected"),
+    ("note", "expected"),
     [
-        ("irecv", (False, None, 7, 1), "any rank to send (2,) float32 to this rank under tag 7"),
-        ("recv", (False, 1, 0, 1), "rank 6 to send (2,) float32 to this rank under tag 0"),
-        ("isend", (True, 0, 3, 1), "rank 4 to receive (2,) float32 from this rank under tag 3"),
+        (message("irecv", None, 7), "any rank to send (2,) float32 to this rank under tag 7"),
+        (message("recv", 1, 0), "rank 6 to send (2,) float32 to this rank under tag 0"),
+        (message("isend", 0, 3), "rank 4 to receive (2,) float32 from this rank under tag 3"),
         (
-            "send_object_list",
-            (True, 1, 0, 1),
+            message("send_object_list", 1, 0),
             "rank 6 in recv_object_list, with this rank as its peer",
         ),
         (
-            "recv_object_list",
-            (False, 1, 9, 1),
+            message("recv_object_list", 1, 9),
             "rank 6 in send_object_list, with this rank as its peer",
         ),
-        ("all_reduce", None, ""),
+        (noted("all_reduce", X), ""),
     ],
 )
-def test_what_a_call_waits_for(
-    verb: str, message: tuple[bool, int | None, int, int] | None, expected: str
-) -> None:
-    assert Call(1, AXIS, verb, X, message=message).waits_for == expected
+def test_what_a_call_waits_for(note: Note, expected: str) -> None:
+    assert note.waits_for == expected
 
 
 def test_a_list_is_told_from_a_tensor() -> None:
@@ -115,62 +130,89 @@ def test_a_list_is_told_from_a_tensor() -> None:
     assert [is_list(data) for data in ((X,), (X, Y), ())] == [True] * 3
 
 
-REDUCE = ("reduce", X, ReduceOp.SUM.value, 0, False, "a plan")
+def test_equal_calls_are_one_object_and_cannot_be_changed() -> None:
+    x, sum_ = torch.ones(2, 3), ReduceOp.SUM
+    call = get_call("all_reduce", x, sum_, title="a plan")
+    assert call is get_call("all_reduce", x + 1, sum_, title="a plan")
+    assert (call.op, call.data, call.root) == (sum_, ((2, 3), torch.float32), None)
+    assert call is not get_call("all_reduce", x, sum_) and call != get_call("all_reduce", x, sum_)
+    assert get_call("all_reduce_coalesced", [x]) is get_call("all_reduce_coalesced", (x,))
+    send = get_message("send", x, 1, 0)
+    assert send is get_message("send", x, 1, 0) != get_message("send", x, 1, 1)
+    assert (send.is_send, get_message("recv", x, 1, 0).is_send) == (True, False)
+    with pytest.raises(AttributeError):
+        call.verb = "reduce"  # type: ignore[misc]
+
+
+def test_so_many_calls_are_kept_and_no_more() -> None:
+    calls.clear()
+    for count in range(5000):
+        get_call(f"verb {count}", None)
+    assert len(calls) == 5000 - 4096
+    calls.clear()
+
+
+REDUCE = Call("reduce", X, ReduceOp.SUM.value, 0, "a plan")
 
 
 @pytest.mark.parametrize(
-    ("place", "other"),
+    "other",
     [
-        (0, "all_reduce"),
-        (1, (torch.Size([3]), torch.float32)),
-        (1, (torch.Size([2]), torch.int32)),
-        (1, None),
-        (2, ReduceOp.MAX.value),
-        (2, None),
-        (3, 1),
-        (3, None),
-        (5, "another"),
-        (5, ""),
+        {"verb": "all_reduce"},
+        {"data": (torch.Size([3]), torch.float32)},
+        {"data": (torch.Size([2]), torch.int32)},
+        {"data": None},
+        {"op_number": ReduceOp.MAX.value},
+        {"op_number": None},
+        {"root": 1},
+        {"root": None},
+        {"title": "another"},
+        {"title": ""},
+        {"owner": "0:backward"},
+        {"layouts": (((2,), (3,)),)},
     ],
+    ids=str,
 )
-def test_headers_differ_where_calls_do(place: int, other: object) -> None:
-    different = (*REDUCE[:place], other, *REDUCE[place + 1 :])
-    assert header(*different) != header(*REDUCE)
-    assert collective_fingerprints[different] != collective_fingerprints[REDUCE]
+def test_headers_differ_where_calls_do(other: dict[str, Any]) -> None:
+    different = replace(REDUCE, **other)
+    assert different.header != REDUCE.header
+    assert different.fingerprint != REDUCE.fingerprint
 
 
 def test_headers_are_equal_where_calls_may_differ() -> None:
     flat: Data = (torch.Size([6]), torch.float32)
     square: Data = (torch.Size([2, 3]), torch.float32)
-    assert header("all_reduce", flat, 0, None, False) == header(
-        "all_reduce", square, 0, None, False
-    )
-    assert header("all_to_all", X, None, None, True) == header("all_to_all", flat, None, None, True)
-    lists = [header("all_reduce_coalesced", data, 0, None, False) for data in ((X, Y), (Y, X))]
+
+    def uneven(data: Data) -> tuple[int, ...]:
+        return Call("all_to_all", data, is_uneven=True).header
+
+    assert Call("all_reduce", flat, 0).header == Call("all_reduce", square, 0).header
+    assert uneven(X) == uneven(flat)
+    assert uneven((X, X)) == uneven((flat, X))
+    lists = [Call("all_reduce_coalesced", data, 0).header for data in ((X, Y), (Y, X))]
     assert lists[0] != lists[1]
-    uneven = [header("all_to_all", data, None, None, True) for data in ((X, X), (flat, X))]
-    assert uneven[0] == uneven[1]
 
 
 def test_messages_fit_by_dtype_count_and_kind() -> None:
     x = torch.ones(2, 3)
-    mine = message_fingerprint("send", x)
-    assert mine == message_fingerprint("recv", x.view(6)) == message_fingerprint("irecv", x)
-    others = [x[0], x.int()]
-    assert mine not in [message_fingerprint("recv", other) for other in others]
-    assert mine != message_fingerprint("recv_object_list", x)
+    mine = get_message("send", x, 1, 0).fingerprint
+    fitting = get_message("recv", x.view(6), 0, 0), get_message("irecv", x, None, 0)
+    assert [call.fingerprint for call in fitting] == [mine] * 2
+    others = [get_message("recv", other, 0, 0) for other in (x[0], x.int())]
+    others.append(get_message("recv_object_list", x, 0, 0))
+    assert mine not in [call.fingerprint for call in others]
 
 
-def test_headers_are_equal_on_every_process() -> None:
+def test_fingerprints_are_equal_on_every_process() -> None:
     program = (
         "import torch\n"
-        "from meshdist.checking.calls import collective_fingerprints\n"
-        f"print(collective_fingerprints['reduce', (torch.Size([2]), torch.float32), "
-        f"{ReduceOp.SUM.value}, 0, False, 'a plan'])"
+        "from meshdist.checking.calls import Call\n"
+        "x = torch.Size([2]), torch.float32\n"
+        f"print(Call('reduce', x, {ReduceOp.SUM.value}, 0, 'a plan').fingerprint)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
-    assert int(done.stdout) == collective_fingerprints[REDUCE], done.stderr
+    assert int(done.stdout) == REDUCE.fingerprint, done.stderr
 
 
 @given(st.lists(st.integers(-2, 2**63), max_size=6), st.lists(st.integers(-2, 2**63), max_size=6))

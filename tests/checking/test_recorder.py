@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import FORGOTTEN, NUM_NOTES, Recorder
 
 WORLD = GroupFacts("the world", (4, 6, 7), 0)
@@ -22,7 +22,7 @@ def verb(recorder: Recorder, *args: Any) -> object:
 
 
 def enter(recorder: Recorder, *args: Any) -> object:
-    return recorder.note(WORLD, *args)
+    return recorder.note(WORLD, get_call(*args))
 
 
 def message(recorder: Recorder, *args: Any) -> None:
@@ -30,28 +30,28 @@ def message(recorder: Recorder, *args: Any) -> None:
 
 
 def enter_message(recorder: Recorder, *args: Any) -> None:
-    recorder.note_message(WORLD, *args)
+    recorder.note_message(WORLD, get_message(*args))
 
 
-def noted(recorder: Recorder, number: int | None = None) -> Call:
-    call = recorder.find_note(number)
-    assert call is not None
-    return call
+def noted(recorder: Recorder, number: int | None = None) -> Note:
+    note = recorder.find_note(number)
+    assert note is not None
+    return note
 
 
 def test_the_last_call_with_its_arguments_and_place() -> None:
     recorder = Recorder()
     x = torch.ones(2, 3)
     note = verb(recorder, "reduce", x, ReduceOp.MAX, 1)
-    call = noted(recorder)
-    assert call == note
-    assert call[:7] == (1, WORLD, "reduce", (x.shape, x.dtype), ReduceOp.MAX, 1, ())
+    found = noted(recorder)
+    assert found == note
+    assert found[:5] == (1, WORLD, get_call("reduce", x, ReduceOp.MAX, 1), (), 0)
     line = test_the_last_call_with_its_arguments_and_place.__code__.co_firstlineno + 3
-    assert call.where == f"{__file__}:{line} in test_the_last_call_with_its_arguments_and_place"
+    assert found.where == f"{__file__}:{line} in test_the_last_call_with_its_arguments_and_place"
     verb(recorder, "barrier", None)
-    assert noted(recorder).data is None
+    assert noted(recorder).call.data is None
     verb(recorder, "all_reduce_coalesced", [x])
-    assert noted(recorder).data == ((x.shape, x.dtype),)
+    assert noted(recorder).call.data == ((x.shape, x.dtype),)
     assert noted(recorder).sequence == 3
 
 
@@ -71,7 +71,7 @@ def test_only_collectives_count() -> None:
     recorder = Recorder()
     verb(recorder, "barrier", None)
     message(recorder, "send", torch.ones(1), 1, 0)
-    assert (noted(recorder).sequence, noted(recorder).verb) == (1, "send")
+    assert (noted(recorder).sequence, noted(recorder).call.verb) == (1, "send")
     verb(recorder, "barrier", None)
     assert noted(recorder).sequence == recorder.sequence == 2
     assert recorder.num_notes == 3
@@ -93,7 +93,7 @@ def test_a_call_that_is_no_longer_kept_is_not_taken_for_another() -> None:
     message(recorder, "send", torch.ones(1), 1, 0)
     for _ in range(NUM_NOTES):
         verb(recorder, "all_reduce", torch.ones(2))
-    assert noted(recorder, 2).verb == "all_reduce"
+    assert noted(recorder, 2).call.verb == "all_reduce"
     assert recorder.find_note(1) is None and recorder.find_message(True, 1, 0, 1) is None
 
 
@@ -127,16 +127,16 @@ def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
     assert shown == ["(1,)", "(2,)", "(3,)", "(4,)", "(5,)"]
     assert recorder.find_message(True, 1, 0, 3) is None
     call = recorder.find_call(1)
-    assert call is not None and call.verb == "barrier"  # messages bear its number too
+    assert call is not None and call.call.verb == "barrier"  # messages bear its number too
 
 
 def test_a_receive_is_numbered_when_its_sender_is_known() -> None:
     recorder = Recorder()
     message(recorder, "recv", torch.ones(1), 1, 3)
-    recorder.note_message(WORLD, "irecv", torch.ones(2), None, 3, is_numbered=False)
-    assert noted(recorder).message == (False, None, 3, 0)
+    recorder.note_message(WORLD, get_message("irecv", torch.ones(2), None, 3), is_numbered=False)
+    assert (noted(recorder).call.peer, noted(recorder).number) == (None, 0)
     recorder.name_sender(2, 1, 3)
-    assert noted(recorder).message == (False, 1, 3, 2)
+    assert (noted(recorder).call.peer, noted(recorder).number) == (1, 2)
     call = recorder.find_message(False, 1, 3, 2)
     assert call is not None and call.arguments == "(2,) float32, from rank 6, tag 3"
 

@@ -250,7 +250,7 @@ def test_both_paths_note_the_same(pool: Pool) -> None:
             for verb in VERBS:
                 call(verb, TITLE)
                 note = recorder.find_note()
-                notes.append((note.title, note.called, note.sizes, note.layouts, note.where))
+                notes.append((note.call, note.called, note.sizes, note.where))
         return notes
 
     for notes in pool.run(program, 2, backend="shm"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import Recorder
 from meshdist.groups.failures import STORE_LOST, Explainer, OtherMembers, opening_error
 from meshdist.wires.failures import (
@@ -53,7 +53,7 @@ class Others(OtherMembers):
     def give_up(self, reason: str) -> None:
         self.asked.append(reason)
 
-    def report(self, call: Call, but: int | None = None) -> str:
+    def report(self, call: Note, but: int | None = None) -> str:
         self.asked.append("report" if but is None else f"report without {but}")
         return self.answers.get("report", "")
 
@@ -64,12 +64,12 @@ class Others(OtherMembers):
     def ending(self, member: int) -> str:
         return self.answers.get("ending", "")
 
-    def find_first_failure(self, call: Call, text: str) -> str:
+    def find_first_failure(self, call: Note, text: str) -> str:
         self.asked.append(f"first: {text}")
         return self.answers.get("first", "")
 
     def agree_on_error(
-        self, disagreement: dict[str, str], mine: Call | None, about: dict[str, Any]
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> dict[str, str]:
         self.asked.append((mine, about))
         return {**disagreement, "found": disagreement["found"] or "both calls"}
@@ -79,9 +79,9 @@ def explained(failure: WireFailure, verb: str = "all_reduce", **answers: Any) ->
     """The error of a call of ``verb`` that failed so, and the members after it."""
     recorder, others = Recorder(), Others(**answers)
     if verb in ("send", "recv"):
-        recorder.note_message(FACTS, verb, torch.ones(2), 1, 5)
+        recorder.note_message(FACTS, get_message(verb, torch.ones(2), 1, 5))
     else:
-        recorder.note(FACTS, verb, torch.ones(2), None)
+        recorder.note(FACTS, get_call(verb, torch.ones(2)))
     return Explainer(FACTS, recorder, others).explain(failure), others
 
 
@@ -203,7 +203,7 @@ def test_calls_that_differ_are_agreed_upon() -> None:
     assert error.summary == "the members of a group disagree about their call 1"
     assert error.found == "both calls" and "\nraised on rank 4, call 1" in error.where
     ((mine, about),) = others.asked
-    assert mine.verb == "all_reduce" and about == {"sequence": 1}
+    assert mine.call.verb == "all_reduce" and about == {"sequence": 1}
     _, others = explained(MembersDisagree("other verb", 7))
     assert others.asked == [(None, {"sequence": 7})]
 
@@ -229,7 +229,7 @@ def test_messages_that_differ_ask_their_peer(failure: WireFailure, about: dict[s
     assert error.where.startswith("a group, tag 5\nraised on rank 4, recv(")
     assert error.found == (str(failure) or "both calls")
     ((mine, asked),) = others.asked
-    assert mine.verb == "recv" and asked == about
+    assert mine.call.verb == "recv" and asked == about
 
 
 def test_a_misfit_that_members_do_not_compare_is_a_failure() -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.checking.calls import get_message
 from meshdist.groups import registry as registry_module
 from meshdist.runtime import deadlines
 from tests.load import is_within
@@ -588,7 +589,7 @@ def asked_too_early() -> str:
 
     def note(seconds: float) -> None:
         facts = world.open_channel("cpu").group
-        opened.recorder.note_message(facts, "send", torch.ones(3), 0, 5)
+        opened.recorder.note_message(facts, get_message("send", torch.ones(3), 0, 5))
 
     with pytest.MonkeyPatch.context() as patch:
         slow_clock = SimpleNamespace(sleep=note, monotonic=time.monotonic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Timer
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.bootstrap.world import World
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.error_text import ranks_text
 from meshdist.groups import other_members
 from meshdist.groups.failures import STORE_LOST
@@ -25,7 +26,7 @@ from meshdist.wires.failures import MembersDisagree
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)
-CALL = Call(3, FACTS, "all_reduce", (torch.Size([2]), torch.float32))
+CALL = Note(3, FACTS, Call("all_reduce", (torch.Size([2]), torch.float32)))
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
 
 ABOUT = {"sequence": 3}
@@ -95,7 +96,7 @@ def test_a_report_says_which_members_have_arrived(asked: Asked) -> None:
     assert members().report(CALL) == (
         "rank 1: did not arrive; last call 2 on label\nrank 2: did not arrive; has called no verb"
     )
-    message = CALL._replace(message=(True, 1, 0, 1))
+    message = CALL._replace(call=replace(CALL.call, peer=1, tag=0), number=1)
     assert members().report(message).splitlines()[1] == "rank 2: has called no verb"
     asked.answers = LOST
     assert members().report(CALL) == f"{STORE_LOST}: rank 0 does not answer"

@@ -107,8 +107,8 @@ def test_verbs_are_entered_under_the_title() -> None:
     def program() -> str:
         mesh = mesh_of((2,))
         md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
-        call = mesh.get_group("a").channels[0].recorder.find_note()
-        assert call is not None
-        return call.title
+        note = mesh.get_group("a").channels[0].recorder.find_note()
+        assert note is not None
+        return note.call.title
 
     assert md.simulate(program, 2) == ["s@a d -> s d@a of shape (4, 4)"] * 2

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.checking.header_table import CHECK_EVERY
 from meshdist.torch_process_groups.members import Comparison
 from meshdist.wires.failures import MembersDisagree, WireAborted, WireTimeout
@@ -24,9 +25,9 @@ def opening(rank: int, store: HashStore, **more: object) -> Opening:
     return Opening(store, lambda: store, RANKS, rank, "cpu", LIMIT, **more)  # type: ignore[arg-type]
 
 
-def call(sequence: int, verb: str = "all_reduce", count: int = 2, **more: object) -> Call:
-    data = (torch.Size([count]), torch.float32)
-    return Call(sequence, GroupFacts("a group", RANKS, 0), verb, data, **more)  # type: ignore[arg-type]
+def call(sequence: int, verb: str = "all_reduce", count: int = 2, sizes: Any = ()) -> Note:
+    called = Call(verb, (torch.Size([count]), torch.float32), is_uneven=bool(sizes))
+    return Note(sequence, GroupFacts("a group", RANKS, 0), called, sizes)
 
 
 @pytest.fixture

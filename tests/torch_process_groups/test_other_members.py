@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch.distributed import HashStore
 
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.torch_process_groups import members
 from meshdist.torch_process_groups.members import MembersOfTorchGroup
 
@@ -21,8 +21,8 @@ def facts(rank: int) -> GroupFacts:
     return GroupFacts("a group", RANKS, rank)
 
 
-def call(rank: int, verb: str) -> Call:
-    return Call(3, facts(rank), verb, (torch.Size([2]), torch.float32))
+def call(rank: int, verb: str) -> Note:
+    return Note(3, facts(rank), Call(verb, (torch.Size([2]), torch.float32)))
 
 
 def agreed(store: Any, verbs: dict[int, str], **about: Any) -> list[dict[str, str]]:

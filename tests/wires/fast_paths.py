@@ -119,7 +119,7 @@ def both_paths(shape: tuple[int, ...]) -> tuple[list[Any], list[int], list[Any]]
         num_fast.append(sum(spy.answers))
         recorder = group.open_channel("cpu").recorder
         called = [recorder.find_note(recorder.num_notes - k) for k in range(NUM_CALLS)]
-        notes.append([(call.verb, call.arguments, call.where) for call in called])
+        notes.append([(note.call, note.arguments, note.where) for note in called])
     return results, num_fast, notes
 
 

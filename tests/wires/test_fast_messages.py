@@ -70,7 +70,7 @@ def both_paths(dtype: torch.dtype, shape: tuple[int, ...]) -> list[Any]:
         results.append(found)
         assert spy.answers == [True] * num_calls * is_fast
         called = [recorder.find_note(recorder.num_notes - k) for k in range(num_calls)]
-        notes.append([[one.verb, one.arguments, one.where] for one in called])
+        notes.append([[one.call.verb, one.arguments, one.where] for one in called])
     assert all(result == results[0] for result in results)
     assert all(note == notes[0] for note in notes)
     return [results[0][0], notes[0][0]]

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 
-from ...checking.calls import Call, GroupFacts, data_of, fingerprint_of
+from ...checking.calls import GroupFacts, Note, get_call
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
 from ...runtime.deadlines import clock
@@ -376,15 +376,14 @@ class ShmWire(Wire):
 
 def _fingerprint(terms: Terms) -> int:
     """The number by which the core compares a call beside the arguments that it is given."""
-    return 0 if terms.call is None else fingerprint_of(terms.call)
+    return 0 if terms.call is None else terms.call.call.fingerprint
 
 
 def _noted(terms: Terms, verb: str, tensor: Any, op: ReduceKind, root: int | None = None) -> Terms:
     """The terms of a reduction that is done by moving data, which shows neither verb nor op."""
     if terms.call is not None:
         return terms
-    call = Call(terms.number, _UNKNOWN, verb, data_of(tensor), op, root)
-    return terms._replace(call=call)
+    return terms._replace(call=Note(terms.number, _UNKNOWN, get_call(verb, tensor, op, root)))
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from ...checking.calls import Call, GroupFacts, data_of
+from ...checking.calls import Call, GroupFacts, Note, get_call, get_message
 from ...checking.program import program_frame
 from ...error_text import ranks_text
 from ...errors import AgreementError
@@ -131,22 +130,22 @@ class SimulatedCommunicator(Communicator):
         """Send to member ``peer``: delivered or copied at once, so never waits."""
         self._check_usable()
         synchronize(tensor)
-        call = self._call(terms.verb or "send", tensor, message=(True, peer, tag, 0))
-        self._meeting.send(Message(self.rank, tag, tensor.detach(), call), peer)
+        note = self._note(get_message(terms.verb or "send", tensor, peer, tag))
+        self._meeting.send(Message(self.rank, tag, tensor.detach(), note), peer)
         return DONE
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
         """Start receiving from member ``peer``, or from any: the message that was sent first."""
         self._check_usable()
         synchronize(tensor)
-        call = self._call(terms.verb or "recv", tensor, message=(False, peer, tag, 0))
-        receive = Receive(self._meeting, self.rank, self._rank, call, peer, tag, tensor)
+        note = self._note(get_message(terms.verb or "recv", tensor, peer, tag))
+        receive = Receive(self._meeting, self.rank, self._rank, note, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
 
     def is_awaited(self, verb: str | None = None) -> bool:
         there = self._meeting.rounds.get(self._started + 1, {})
-        return any(verb in (None, started.call.verb) for started in there.values())
+        return any(verb in (None, started.note.call.verb) for started in there.values())
 
     def abort(self) -> None:
         """Fail everything that is not done, on all members, and free the ranks that wait for it."""
@@ -187,18 +186,21 @@ class SimulatedCommunicator(Communicator):
             sizes = ()  # as even as a rooted verb is
         self._started += 1
         if terms.call is not None:
-            call = terms.call._replace(sequence=self._started, group=self._group)
+            note = terms.call._replace(sequence=self._started, group=self._group)
         else:
-            call = self._call(terms.verb or way, tensor, op=op, root=root, sizes=sizes)
-        started = Collective(self._meeting, self.rank, self._rank, call, way, inputs, outputs, op)
+            # The sizes of a verb with a root are the root's alone: it compares how many there are.
+            is_uneven = bool(sizes) and root is None
+            call = get_call(terms.verb or way, tensor, op, root, is_uneven=is_uneven)
+            note = self._note(call, sizes)
+        started = Collective(self._meeting, self.rank, self._rank, note, way, inputs, outputs, op)
         self._meeting.enter(started)
         return started
 
-    def _call(self, verb: str, tensor: torch.Tensor | Tensors | None, **more: Any) -> Call:
-        """The record of a call, made at the program's innermost line."""
+    def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> Note:
+        """The note of a call, made at the program's innermost line."""
         frame = program_frame(sys._getframe(1))
-        more |= {"code": frame.f_code, "instruction": frame.f_lasti}
-        return Call(self._started, self._group, verb, data_of(tensor), **more)
+        place = frame.f_code, frame.f_lasti
+        return Note(self._started, self._group, call, sizes, 0, *place)
 
     def _sizes(self, tensors: torch.Tensor | Tensors) -> tuple[int, ...]:
         """Elements to or from each member: of a list, or of one tensor for all."""

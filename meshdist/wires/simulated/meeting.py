@@ -21,11 +21,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from ...checking.calls import Call, header_of, likeness, message_fingerprint
+from ...checking.calls import Note, likeness
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind, ReduceOp
-from ...verb_table import ROOTED_VERBS
 from ..failures import WireAborted, WireFailure
 from ..fallbacks import reduced
 from ..operations import Operation
@@ -197,7 +196,7 @@ class Step(Operation):
     meeting: Meeting
     member: int
     rank: Rank
-    call: Call
+    note: Note
     is_done: bool = field(default=False, init=False)
     failure: Exception | None = field(default=None, init=False)
 
@@ -244,14 +243,12 @@ class Collective(Step):
     @cached_property
     def header(self) -> tuple[Any, ...]:
         """The header, which must be equal on all members."""
-        # The sizes of a verb with a root are the root's alone: it compares the numbers of elements.
-        call = self.call._replace(sizes=()) if self.way in ROOTED_VERBS else self.call
-        return self.way, header_of(call)
+        return self.way, self.note.call.header
 
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""
-        call, meeting = self.call, self.meeting
-        there = meeting.rounds[call.sequence]
+        note, meeting = self.note, self.meeting
+        there = meeting.rounds[note.sequence]
         missing: dict[int, list[int]] = {}
         for member, rank in enumerate(meeting.ranks):
             if member not in there:
@@ -259,8 +256,8 @@ class Collective(Step):
         made = {number: f", which made {number}" if number else "" for number in missing}
         ranks = " and ".join(ranks_text(of) + made[number] for number, of in missing.items())
         return (
-            f"{call.called} for {ranks}; call {call.sequence} over "
-            f"{meeting.title}, called at {call.where}"
+            f"{note.called} for {ranks}; call {note.sequence} over "
+            f"{meeting.title}, called at {note.where}"
         )
 
     def end(self, failure: Exception | None = None) -> None:
@@ -290,8 +287,7 @@ class Receive(Step):
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
         self._source = message.source
-        wanted = message_fingerprint(self.call.verb, tensor)
-        if message_fingerprint(message.call.verb, data) == wanted:
+        if message.note.call.header == self.note.call.header:
             self.end(_attempt(lambda: write(tensor, data)))
             return
         ranks = self.meeting.ranks
@@ -300,8 +296,8 @@ class Receive(Step):
             "a message does not fit the tensor that receives it",
             where=f"tag {self.tag} over {self.meeting.title}",
             expected="equal dtype and number of elements on both sides, and objects met by objects",
-            found=f"rank {ranks[message.source]}: {message.call.text}\n"
-            f"rank {ranks[self.member]}: {self.call.text}",
+            found=f"rank {ranks[message.source]}: {message.note.text}\n"
+            f"rank {ranks[self.member]}: {self.note.text}",
             fix="receive into a tensor like the one that is sent, or give messages of "
             f"different kinds different tags{'' if is_mine else _BROKEN}",
         )
@@ -311,10 +307,10 @@ class Receive(Step):
 
     def describe(self) -> str:
         """The receive in words, and the messages that came instead."""
-        call, meeting = self.call, self.meeting
-        lines = [f"{call.verb}({call.arguments}) over {meeting.title}, called at {call.where}"]
+        note, meeting = self.note, self.meeting
+        lines = [f"{note.called} over {meeting.title}, called at {note.where}"]
         lines += [
-            f"  rank {meeting.ranks[message.source]} called {message.call.text}, which nobody has "
+            f"  rank {meeting.ranks[message.source]} called {message.note.text}, which nobody has "
             "received"
             for message in meeting.messages[self.member]
             if self.peer in (None, message.source)
@@ -329,12 +325,12 @@ class Receive(Step):
 
 @dataclass
 class Message:
-    """A message that a member has sent, and its call."""
+    """A message that a member has sent, and its note."""
 
     source: int
     tag: int
     data: torch.Tensor
-    call: Call
+    note: Note
 
 
 class Meeting:
@@ -354,7 +350,7 @@ class Meeting:
 
     def enter(self, started: Collective) -> None:
         """Add a member's call to its round; the last one moves the data."""
-        number = started.call.sequence
+        number = started.note.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
         self.num_calls[started.member] = number
@@ -366,12 +362,11 @@ class Meeting:
             del self.rounds[number]
 
     def _perform(self, parts: Sequence[Collective]) -> None:
-        call = parts[0].call
         data = Round(
             [part.inputs for part in parts],
             [part.outputs for part in parts],
             parts[0].op or ReduceOp.SUM,
-            call.root or 0,
+            parts[0].note.call.root or 0,
         )
         failure = _attempt(lambda: move(parts[0].way, data))
         for part in parts:
@@ -381,12 +376,12 @@ class Meeting:
         self, started: Collective, there: Mapping[int, Collective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
-        calls = {member: one.call for member, one in there.items()}
+        notes = {member: one.note for member, one in there.items()}
         mismatch: str | None = None
         if started.header != next(iter(there.values())).header:
-            expected = likeness(started.call)
+            expected = likeness(started.note)
             fix = "make every member call the same verbs in the same order, on fitting tensors"
-        elif mismatch := find_mismatch(started.member, calls, self.ranks):
+        elif mismatch := find_mismatch(started.member, notes, self.ranks):
             expected = "what a member sends to another is what that one takes from it"
             fix = (
                 "give each output as many elements as its source sends; where a member cannot "
@@ -395,9 +390,9 @@ class Meeting:
         else:
             return None
         texts = dict.fromkeys(self.ranks, "not there yet")
-        texts |= {self.ranks[member]: call.text for member, call in calls.items()}
+        texts |= {self.ranks[member]: note.text for member, note in notes.items()}
         return AgreementError(
-            f"the members of a group disagree about their call {started.call.sequence}",
+            f"the members of a group disagree about their call {started.note.sequence}",
             where=f"{self.title}; no data was moved",
             expected=expected,
             found="\n".join(filter(None, (mismatch, grouped_text(texts.items())))),
@@ -449,12 +444,12 @@ def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
     return None if place is None else waiting.pop(place)
 
 
-def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) -> str | None:
+def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
     """The sizes in which the new call of ``member`` differs from another one; None if none do."""
-    if not any(call.sizes for call in calls.values()):
+    if not any(note.sizes for note in notes.values()):
         return None
-    sizes = {other: call.sizes or _even_sizes(call) for other, call in calls.items()}
-    for other in sorted(calls):
+    sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
+    for other in sorted(notes):
         for source, target in ((member, other), (other, member)):
             gives, wants = sizes[source][0][target], sizes[target][1][source]
             if gives != wants:
@@ -464,10 +459,10 @@ def find_mismatch(member: int, calls: Mapping[int, Call], ranks: Sequence[int]) 
     return None
 
 
-def _even_sizes(call: Call) -> Sequence[Sequence[int]]:
+def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
     """As much to and from each member as the call's one tensor has."""
-    shape, _ = call.data or ((0,), None)
-    return ((prod(shape),) * len(call.group.ranks),) * 2
+    shape, _ = note.call.data or ((0,), None)
+    return ((prod(shape),) * len(note.group.ranks),) * 2
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:

@@ -29,7 +29,7 @@ from tests.wires.fast_paths import (
 
 pytestmark = pytest.mark.skipif(not ShmWire().is_available(), reason="no native core here")
 
-SHOWN = ("sequence", "verb", "arguments", "where", "waits_for")
+SHOWN = ("sequence", "call", "arguments", "where", "waits_for")
 
 
 def notes_of_both_paths() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from meshdist.bootstrap.world import get_world
-from meshdist.checking.calls import Call, GroupFacts
+from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.errors import AgreementError, DeadlockError
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.failures import WireFailure
@@ -156,13 +156,13 @@ def test_a_message_of_a_rank_to_itself_breaks_nobody() -> None:
 # ---- sizes ----------------------------------------------------------------------------------
 
 
-def noted(verb: str, *sizes: tuple[int, ...]) -> Call:
+def noted(verb: str, *sizes: tuple[int, ...]) -> Note:
     """The record of a call on two elements, by one of two members."""
     group = GroupFacts("", (4, 5), 0)
-    return Call(1, group, verb, (torch.Size([2]), torch.float32), sizes=sizes)
+    return Note(1, group, Call(verb, (torch.Size([2]), torch.float32)), sizes)
 
 
-def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> Call:
+def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> Note:
     return noted("all_to_all", sends, takes)
 
 
@@ -196,10 +196,10 @@ def all_to_all(sends: tuple[int, ...], takes: tuple[int, ...]) -> Call:
             "rank 4 sends 3 to rank 5, which takes 2",
         ),
         ([noted("all_reduce"), noted("all_reduce")], None),
-        ([Call(1, GroupFacts("", (4, 5), 0), "barrier", None)] * 2, None),
+        ([Note(1, GroupFacts("", (4, 5), 0), Call("barrier", None))] * 2, None),
     ],
 )
-def test_pairs_that_disagree_are_named(calls: list[Call], text: str | None) -> None:
+def test_pairs_that_disagree_are_named(calls: list[Note], text: str | None) -> None:
     assert find_mismatch(1, dict(enumerate(calls)), (4, 5)) == text
 
 
