@@ -185,8 +185,6 @@ def complaint(pair: tuple[str, str], told: Sequence[Any], may_end: bool) -> str:
         is_told = all(kind in ("AgreementError", "BackendError") for kind, _ in alive)
         return "" if may_end and is_told else f"{pair}: a process has ended: {told}"
     kinds = {kind for kind, _ in told}
-    if any("object" in name for name in pair) and kinds == {"AgreementError", "BackendError"}:
-        return ""  # what came is no list of objects: these verbs have seen so by themselves
     if kinds != {"AgreementError"} or len(texts) > 1:
         return f"{pair}: {told}"
     found = texts.pop().partition("found: ")[2].partition("fix: ")[0]

@@ -86,6 +86,7 @@ class Channel:
         self.spans_hosts = opened.spans_hosts
         self.demands_layouts = opened.sees_all_calls
         """Whether members whose tensors lie otherwise in memory are found to disagree."""
+        self._others = others
         self.explain = self._explain = Explainer(group, self.recorder, others).explain
         self._comparison = opened.comparison
         if opened.comparison is not None:
@@ -309,6 +310,15 @@ class Channel:
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
             raise self.explain(WireAborted("the group is broken")) if error is None else error
+
+    def check_calls(self) -> None:
+        """Raise where the calls of hosts differ, though the wire has carried them."""
+        try:
+            self._others.compare_again()
+        except MembersDisagree as failure:
+            raise self.explain(failure) from None
+        if (self._others.find_abort() or {}).get("disagreement"):  # another member was first
+            raise self.explain(WireAborted("the group is broken"))
 
     def note_message(
         self,

@@ -47,6 +47,16 @@ CALLS = {
 }
 """Calls by name, as messages show them."""
 
+OBJECT_CALLS = {
+    "objects": "all_gather_object((2,) int64)",
+    "objects at one": "gather_object((2,) int64, root rank 0)",
+    "objects from one": "broadcast_object_list((2,) int64, root rank 0)",
+    "objects to each": "scatter_object_list((2,) int64, root rank 0)",
+    "nothing": "all_gather_single((4,) float32)",
+    "nothing from one": "broadcast((4,) float32, root rank 0)",
+}
+"""Verbs on objects, on two ranks, and calls of tensors whose bytes they take for numbers."""
+
 OF_OTHER_BYTES = {"float64", "size", "sum", "max", "int32", "async", "list"}
 """All-reduces, of which two may send messages of different sizes: Gloo ends a process for that."""
 
@@ -73,6 +83,12 @@ def make(name: str, group: Any) -> None:
         "scatter": lambda: md.scatter(x, each, 0, group),
         "async": lambda: md.all_reduce(x, md.ReduceOp.MIN, group, async_op=True).wait(),
         "list": lambda: md.all_reduce_coalesced([x], group=group),
+        "objects": lambda: md.all_gather_object([None] * size, "a", group),
+        "objects at one": lambda: md.gather_object("a", each, 0, group),
+        "objects from one": lambda: md.broadcast_object_list(["a"], 0, group),
+        "objects to each": lambda: md.scatter_object_list([None], ["a"] * size, 0, group),
+        "nothing": lambda: md.all_gather_single(0 * many, 0 * x, group=group),
+        "nothing from one": lambda: md.broadcast(0 * x, 0, group),
     }
     calls[name]()
 
@@ -107,7 +123,7 @@ def check_named(told: list[tuple[str, str]], pair: tuple[str, str]) -> None:
     text = texts.pop()
     assert text.startswith("the members of a group disagree about their call 2\n"), (pair, text)
     for name in pair:
-        assert f": {CALLS[name]}" in text, (pair, text)
+        assert f": {(CALLS | OBJECT_CALLS)[name]}" in text, (pair, text)
     assert text.count("test_host_comparison.py:") == 2, (pair, text)
 
 
@@ -131,6 +147,16 @@ def test_what_would_give_wrong_numbers_is_named(
 def test_what_would_hang_is_named_long_before_the_timeout(pool: Pool, wire: str) -> None:
     pairs = [("broadcast", "other root"), ("sum", "barrier")]
     found = pool.run(met, 3, pairs, "AAB", 2, backend=wire, hosts="AAB", timeout_s=25.0)
+    for told, pair in zip(zip(*found, strict=True), pairs, strict=True):
+        check_named(list(told), pair)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_objects_that_meet_tensors_are_named_on_all_ranks(pool: Pool, wire: str) -> None:
+    """The verb on objects sees that what came is none; the other rank's call is done."""
+    tensors = ["all_gather", "nothing", "all_gather", "nothing from one"]
+    pairs = list(zip(tensors, OBJECT_CALLS, strict=False))
+    found = pool.run(met, 2, pairs, "AB", 3, backend=wire, hosts="AB")
     for told, pair in zip(zip(*found, strict=True), pairs, strict=True):
         check_named(list(told), pair)
 
