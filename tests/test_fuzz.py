@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 import meshdist as md
+from meshdist.arguments import check_timeout
 from meshdist.bootstrap import file_records, init_methods, stores
 from meshdist.bootstrap.environments import (
     find_local_size,
@@ -40,7 +41,6 @@ from meshdist.errors import MeshdistError
 from meshdist.launching.launcher import LaunchError
 from meshdist.mesh.layout import Layout
 from meshdist.runtime.hosts import ProcessCard, my_card
-from meshdist.runtime.timeouts import check_timeout
 from meshdist.runtime.whole_numbers import find_whole_number
 from meshdist.wires.names import parse_backends
 

@@ -165,7 +165,7 @@ def test_without_a_mesh_both_ways_to_name_one_are_told(verb: str) -> None:
         called(verb, "tp")
     assert str(caught.value) == (
         f"{verb} over axis 'tp': no mesh is in force\n"
-        "  expected: a mesh whose axes include it\n"
+        "  expected: a mesh whose axes are named\n"
         f"  fix:      call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)"
     )
 

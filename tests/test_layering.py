@@ -25,11 +25,21 @@ PACKAGE = "meshdist"
 # file that lies directly in the package ("" where several do); ``c10d.gloo`` lies in a folder of
 # its room. A folder's __init__ is its top.
 FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
-    {"": ("error_text", "absent_names", "errors", "dtypes", "verb_table", "reduce_ops", "arrays")},
+    {
+        "": (
+            "error_text",
+            "absent_names",
+            "errors",
+            "arguments",
+            "dtypes",
+            "verb_table",
+            "reduce_ops",
+            "arrays",
+        )
+    },
     {
         "runtime": (
             "whole_numbers",
-            "timeouts",
             "hosts",
             "deadlines",
             "bounded_calls",
@@ -145,7 +155,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "partition_spec",
             "spec",
             "pattern",
-            "dim_sizes",
             "named_dims",
             "definition",
             "torch_interop",
@@ -171,7 +180,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_private",
             "axis_types",
             "value_checks",
-            "complete_losses",
             "linear_function",
             "functional",
             "rearranging",
@@ -179,12 +187,10 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "neutral_answers",
             "operation_rules",
             "type_errors",
-            "marked_parameters",
             "provenance",
             "sparse_sums",
             "detail_checks",
             "casting",
-            "typed_hooks",
             "contexts",
             "annotations",
             "typed_gradients",
@@ -251,7 +257,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "comm_hooks.registered",
             "comm_hooks.zero_step",
             "flat_bucket",
-            "single_bucket",
             "bucket_list",
             "settling",
             "logging_data",
@@ -265,7 +270,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reducer",
             "in_backward",
             "torch_methods",
-            "join_hooks",
             "joining",
             "joined_replica",
             "data_parallel",

@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..arguments import DEFAULT_TIMEOUT
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card, name_locker
-from ..runtime.timeouts import DEFAULT_TIMEOUT
 
 __all__ = ["Entry", "enter", "leave", "parse"]
 

@@ -19,9 +19,9 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
+from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
-from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
 from .bounded_store import BoundedStore

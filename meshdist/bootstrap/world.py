@@ -108,7 +108,7 @@ class World:
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
     """Over which ranks wrappers of this rank average gradients."""
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
-    """The last backward that came to a complete loss, its ranks and place: ``complete_losses``."""
+    """The last backward that came to a complete loss, its ranks and place: ``linear_function``."""
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signals``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)

@@ -18,10 +18,9 @@ from ..bootstrap.world import find_world
 from ..errors import AxisError, AxisTypeError, DtypeError, KindError, MeshError, ShapeError
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.dim_sizes import spec_of
 from ..mesh.inputs import no_axis
 from ..mesh.layout import Layout
-from ..mesh.named_dims import parse_side
+from ..mesh.named_dims import parse_side, spec_of
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.pattern import cut_text
 from ..mesh.spec import NamedSharding

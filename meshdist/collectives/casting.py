@@ -34,9 +34,9 @@ from ..groups.shadowing import find_shadowing
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.memory import new_like
 from .axis_types import kinds_in
-from .complete_losses import keep_line, note_complete
 from .detail_checks import check_cast, is_checked
 from .functional import psum
+from .linear_function import keep_line, note_complete
 from .sparse_sums import sparse_psum
 from .torch_private import call_function
 from .type_errors import type_of, uneven_leaf

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from operator import index
 from typing import Any
 
 import torch
 from torch._C import _increment_version as increment_version
 from torch.autograd import forward_ad
 
+from ..arguments import get_whole_number
 from ..arrays import as_tensor, describe, shape_text
 from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
@@ -33,7 +32,6 @@ __all__ = [
     "check_reducible",
     "check_stored",
     "find_peer",
-    "find_whole_numbers",
     "first_cuda_device",
     "forbid_gradient",
     "get_peer",
@@ -192,13 +190,7 @@ def _whole(rank: Any, argument: str, verb: str) -> int:
     """Return a rank as a plain int, since messages would show an equal number of another type."""
     if type(rank) is int:
         return rank
-    if not isinstance(rank, bool):
-        with suppress(TypeError):
-            return index(rank)
-    raise KindError(
-        f"{verb}: {argument} must be a rank, a whole number",
-        found=f"{rank!r}, a {type(rank).__name__}",
-    )
+    return get_whole_number(rank, f"{verb}: {argument}", expected="a rank")
 
 
 def check_flag(async_op: object, verb: str) -> None:
@@ -208,17 +200,6 @@ def check_flag(async_op: object, verb: str) -> None:
             f"{verb}: async_op must be True or False",
             found=f"{async_op!r}, a {type(async_op).__name__}",
         )
-
-
-def find_whole_numbers(given: Any) -> list[int] | None:
-    """Return the numbers of a list or tuple as plain ints; None where it is, or has, another thing.
-
-    A bool is no number.
-    """
-    if isinstance(given, (list, tuple)) and not any(isinstance(one, bool) for one in given):
-        with suppress(TypeError):
-            return [index(one) for one in given]
-    return None
 
 
 def get_peer(

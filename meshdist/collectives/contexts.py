@@ -1,8 +1,14 @@
-"""The typed context that a thread is inside of: what all rooms about types ask for."""
+"""The typed context that a thread is inside of: what all rooms about types ask for.
+
+It follows the hooks of the program on leaves: in its backwards none may part an equal gradient. And
+it lets parameters keep the marks of the tensors that they are made of.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -10,13 +16,27 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from ..errors import AxisTypeError
 from ..mesh.device_mesh import DeviceMesh
-from .axis_types import ATTRIBUTE, INVARIANT, Join, Refusal, join, kinds_in, type_text
+from ..runtime.untraced import leave_untraced
+from .axis_types import (
+    ATTRIBUTE,
+    INVARIANT,
+    REDUCED_BY_OWNER,
+    SPEC_ATTRIBUTE,
+    Join,
+    Refusal,
+    gradient_type,
+    join,
+    kinds_in,
+    type_text,
+    with_kinds,
+)
 from .casting import Casts
 from .detail_checks import is_checked
-from .marked_parameters import keep_marks_in_parameters
 from .operation_rules import Operation
 from .torch_private import (
     are_transforms_active,
@@ -32,22 +52,120 @@ from .type_errors import (
     of_a_subclass,
     refused_join,
     refused_write,
+    tensor_text,
     transformed,
     type_of,
     unseen_history,
+    where,
 )
-from .typed_hooks import follow_hooks
 
 __all__ = [
+    "ContextMode",
     "PASSED",
     "PLAIN_TENSORS",
-    "ContextMode",
+    "RUNNING",
+    "TypedHook",
     "asleep",
     "collect",
     "find_mode",
+    "follow_hooks",
     "innermost_mode",
+    "keep_marks_in_parameters",
     "mark",
 ]
+
+
+def keep_marks_in_parameters() -> None:
+    """Let ``nn.Parameter(x)`` have the marks of ``x``, as pickling and ``model.to`` keep them.
+
+    torch makes a bare tensor of ``x`` in C++, which asks no mode and no hook, so the constructor is
+    wrapped. Kinds over the axes of a wrapper stay behind: the new parameter is not the wrapper's.
+    """
+    new = Parameter.__new__
+
+    @leave_untraced
+    @wraps(new)
+    def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
+        made = new(cls, data, *rest, **named)
+        marks = getattr(data, "__dict__", {})
+        if ATTRIBUTE in marks and REDUCED_BY_OWNER not in marks:
+            kept = (ATTRIBUTE, SPEC_ATTRIBUTE)
+            made.__dict__.update({name: marks[name] for name in kept if name in marks})
+        elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
+            _check_lost(caller.f_locals["original"])
+        return made
+
+    Parameter.__new__ = marked  # type: ignore[method-assign, assignment]
+
+
+def _check_lost(original: torch.Tensor) -> None:
+    """Raise where a parametrization, such as torch's weight_norm, parts a leaf into several that
+    have no mark, since what makes them ran outside of a context.
+    """
+    if type_of(original) and REDUCED_BY_OWNER not in original.__dict__:
+        raise AxisTypeError(
+            "a parametrization makes several leaves of one that is marked, and loses its mark",
+            expected="leaves with marks: without one a leaf is equal on all ranks, and its "
+            "gradient is summed",
+            found=f"original: {tensor_text(original)}",
+            fix="register it inside `with md.typed(mesh):`, where types follow; or register it "
+            "first, and annotate each of its leaves",
+        )
+
+
+RUNNING = "the context whose backward runs"
+"""Under which a mesh notes it."""
+
+
+class TypedHook:
+    """A hook of the program on ``x``, which the contexts of ``mesh`` follow."""
+
+    def __init__(self, mesh: DeviceMesh, x: torch.Tensor, hook: Callable[..., Any]) -> None:
+        self.mesh = mesh
+        self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        """Call it with a gradient, or with the leaf that has accumulated its gradient."""
+        mode, x = self.mesh.notes.get(RUNNING), self._of()
+        is_behind = x is not None and given is x
+        grad: Any = given.grad if is_behind else given
+        if mode is None or grad is None:
+            return self._hook(given)
+        expected = gradient_type(self._type if x is None else type_of(x))
+        if x is not None and (owned := x.__dict__.get(REDUCED_BY_OWNER)):
+            expected = with_kinds(expected, dict.fromkeys(owned.split(","), "V"))
+        before = grad.__dict__.get(ATTRIBUTE)
+        grad.__dict__[ATTRIBUTE] = expected
+        with mode:
+            result = self._hook(given)
+        found: Any = given.grad if is_behind else grad if result is None else result
+        kinds = {} if found is None else kinds_in(type_of(found))
+        for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
+            raise AxisTypeError(
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} gives a gradient "
+                "another type than its tensor's",
+                where=where(self.mesh, [axis]),
+                expected=tensor_text(grad, expected),
+                found=tensor_text(found),
+                fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
+            )
+        if not is_behind:  # the engine may hand it to other tensors, too
+            grad.__dict__.pop(ATTRIBUTE, None)
+            if before is not None:
+                grad.__dict__[ATTRIBUTE] = before
+        return result
+
+
+def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
+    """Let contexts of ``mesh`` follow the hooks that the program has set on a leaf."""
+    both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
+    for hooks in both:
+        for key, hook in hooks.items():
+            if isinstance(hook, TypedHook):
+                hook.mesh = mesh
+            elif not str(getattr(hook, "__module__", "")).startswith("meshdist."):
+                hooks[key] = TypedHook(mesh, x, hook)
+
 
 PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, UninitializedBuffer})
 """The types of tensors that a context follows."""

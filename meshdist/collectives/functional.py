@@ -40,8 +40,7 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
 from .axis_types import CASTS, GATHERED, KINDS
 from .checks import check_reducible
-from .complete_losses import keep_line, note_complete
-from .linear_function import LinearFunction, cut, get_dim, joined
+from .linear_function import LinearFunction, cut, get_dim, joined, keep_line, note_complete
 from .titled import all_gather_into_tensor, all_reduce, lax_title, reduce_scatter_tensor
 from .torch_private import call_function
 from .value_checks import check_invariant, note_leaves

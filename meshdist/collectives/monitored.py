@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from ..arguments import check_timeout
 from ..bootstrap.bounded_store import read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.calls import GroupFacts, Note, get_call
@@ -30,7 +31,6 @@ from ..groups.registry import get_registry
 from ..groups.shadowing import find_shadowing
 from ..groups.signals import ask, last_call_text
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.timeouts import check_timeout
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from .instruments import verb

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from ..arguments import find_whole_numbers, get_whole_number
 from ..arrays import describe
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.memory import new_like
 from . import list_verbs
-from .checks import find_whole_numbers
 from .functional import check_gradient
 from .linear_function import LinearFunction, cut, get_dim, joined
 from .titled import all_to_all_single, broadcast, lax_title
@@ -303,18 +303,8 @@ def pbroadcast(
     The transpose leaves the gradient at the source, and has zeros elsewhere.
     """
     group = resolve_group(group)
-    numbers = find_whole_numbers([source])
-    if numbers is None:
-        raise KindError(
-            "pbroadcast: source must be a whole number",
-            found=f"{source!r}, a {type(source).__name__}",
-        )
-    (place,) = numbers
-    if not 0 <= place < group.size():
-        raise ArgumentError(
-            f"pbroadcast over {group.name}: source={place} is outside it",
-            expected=f"a place from 0 to {group.size() - 1}",
-        )
+    last = group.size() - 1
+    place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
     return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf, x.shape))
 
 

@@ -9,7 +9,6 @@ that, while the states that checkpoints put back do not.
 from __future__ import annotations
 
 import hashlib
-import operator
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import get_whole_number
 from ..checking.program import is_between
-from ..errors import ArgumentError, AxisError, KindError
+from ..errors import AxisError, KindError
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
@@ -91,14 +91,8 @@ def seed(
         >>> a == b, c == d, a == c, its_type
         (True, True, False, float32[3]{V:dp})
     """
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise KindError("md.seed takes a whole number", found=f"{seed!r}, a {type(seed).__name__}")
-    number = operator.index(seed)
-    if not -_WORD // 2 <= number < _WORD:
-        raise ArgumentError(
-            f"md.seed cannot take {number}",
-            expected="a number of 64 bits: from -2**63 to 2**64 - 1",
-        )
+    bits = "a number of 64 bits: from -2**63 to 2**64 - 1"
+    number = get_whole_number(seed, "md.seed: seed", -_WORD // 2, _WORD - 1, expected=bits)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise KindError(
             "md.seed takes a generator of torch's",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, KindError
+from ..arguments import get_whole_number
 from ..groups.process_group import GroupLike
 from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean, multiply
 from ..wires.c10d.substitutes import read_as
@@ -325,15 +325,8 @@ def _check_same(
 
 def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
     """Return ``place`` if the list has it."""
-    if isinstance(place, bool) or not isinstance(place, int):
-        found = type(place).__name__
-        raise KindError(f"{call.name}: {argument} must be a whole number", found=found)
-    if not 0 <= place < len(tensors):
-        raise ArgumentError(
-            f"{call.name}: there is no tensor number {place} in tensor_list",
-            expected=f"{argument} from 0 to {len(tensors) - 1}",
-        )
-    return place
+    last = len(tensors) - 1
+    return get_whole_number(place, f"{call.name}: {argument}", 0, last, where="tensor_list")
 
 
 def _first_step(

@@ -82,7 +82,8 @@ def run_on_items(
 ) -> Any:
     """``_foreach_*`` and ``_fused_*``: what holds of the items' operation holds of each item."""
     given = [*args, *kwargs.values()]
-    lists = [one for one in given if isinstance(one, (list, tuple)) and _is_of_tensors(one)]
+    several = (one for one in given if isinstance(one, (list, tuple)) and one)
+    lists = [each for each in several if all(isinstance(one, torch.Tensor) for one in each)]
     singles = [one for one in given if isinstance(one, torch.Tensor)]
     if not lists:
         return call(*args, **kwargs)
@@ -121,10 +122,6 @@ def run_on_items(
             if isinstance(entry, torch.Tensor):
                 entry.__dict__[ATTRIBUTE] = text
     return result
-
-
-def _is_of_tensors(given: Sequence[Any]) -> bool:
-    return bool(given) and all(isinstance(one, torch.Tensor) for one in given)
 
 
 @cache

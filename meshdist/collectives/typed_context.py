@@ -21,7 +21,16 @@ from ..mesh.current_mesh import get_current_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join, axes_of_kind
-from .contexts import PASSED, ContextMode, asleep, collect, find_mode, innermost_mode, mark
+from .contexts import (
+    PASSED,
+    ContextMode,
+    TypedHook,
+    asleep,
+    collect,
+    find_mode,
+    innermost_mode,
+    mark,
+)
 from .detail_checks import is_checked
 from .operation_rules import (
     OPERATIONS,
@@ -38,7 +47,6 @@ from .special_calls import calls_seen, run_on_items, warn_of_number
 from .torch_private import are_transforms_active
 from .type_errors import OPERATORS, mesh_text, own_norm, passing, type_of
 from .typed_gradients import get_grad, run_backward, run_grad, set_data, set_grad
-from .typed_hooks import TypedHook
 
 __all__ = ["typed", "untyped"]
 

@@ -18,12 +18,11 @@ from .axis_types import (
     kinds_in,
     with_kinds,
 )
-from .contexts import ContextMode
+from .contexts import RUNNING, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .operation_rules import argument
 from .provenance import varying_loss
 from .type_errors import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
-from .typed_hooks import RUNNING
 from .value_checks import note_leaves
 
 __all__ = [

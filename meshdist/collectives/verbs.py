@@ -15,9 +15,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from ..arguments import check_timeout
 from ..groups.process_group import GroupLike, ProcessGroup
 from ..reduce_ops import ReduceOp, Reduction
-from ..runtime.timeouts import check_timeout
 from ..wires.work import Work, joined
 from . import bodies
 from .checks import (

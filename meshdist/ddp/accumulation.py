@@ -102,19 +102,14 @@ def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[
 
 def _leaves(parameters: Any) -> list[torch.Tensor]:
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    if not isinstance(given, Iterable) or isinstance(given, (str, dict)):
-        raise KindError(
-            "accumulate_gradients takes parameters",
-            expected="tensors, as model.parameters() gives them",
-            found=f"a {type(given).__name__}",
-        )
-    found = list({id(one): one for one in given}.values())
+    has_several = isinstance(given, Iterable) and not isinstance(given, (str, dict))
+    found: list[Any] = list({id(one): one for one in given}.values()) if has_several else [given]
     for one in found:
         if not isinstance(one, torch.Tensor):
             raise KindError(
                 "accumulate_gradients takes parameters",
                 expected="tensors, as model.parameters() gives them",
-                found=f"a {type(one).__name__} among them",
+                found=f"a {type(one).__name__}" + (" among them" if has_several else ""),
             )
         if not one.is_leaf:
             raise ArgumentError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..arguments import get_whole_number
 from ..checking.program import warn_caller
 from ..collectives.torch_private import unseen
 from ..collectives.verbs import all_reduce
@@ -265,14 +266,7 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
 
 
 def _check_period(period: object) -> None:
-    if isinstance(period, bool) or not isinstance(period, int):
-        raise KindError(
-            f"a period is of type {type(period).__name__}", expected="a whole number of steps"
-        )
-    if period < 1:
-        raise ArgumentError(
-            f"a period of {period} steps", expected="at least 1, and mostly more than 1"
-        )
+    get_whole_number(period, "a period", 1, expected="1 step at least, and mostly more than 1")
 
 
 def _warn_of_one(longest: int) -> None:

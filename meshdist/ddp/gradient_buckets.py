@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import product
 from operator import is_not
 from typing import Any
 
@@ -74,14 +75,6 @@ def _register(kind: Any) -> None:
     )
 
 
-@dataclass
-class _Node:
-    """One part of the tree: its parts by key, and the leaves below it."""
-
-    parts: dict[Hashable, _Node] = field(default_factory=dict)
-    leaves: list[int] = field(default_factory=list)
-
-
 class LeafPaths:
     """The paths of a tree's leaves, and of its parts.
 
@@ -99,33 +92,28 @@ class LeafPaths:
 
     def __init__(self, accessors: Iterable[optree.PyTreeAccessor], caller: str) -> None:
         self._caller = caller
-        self._root = _Node()
+        self._leaves: dict[tuple[Any, ...], list[int]] = {}  # by the path of the part above them
         for leaf, accessor in enumerate(accessors):
-            node = self._root
-            node.leaves.append(leaf)
-            for entry in accessor:
-                above, node = node, node.parts.setdefault(entry.entry, _Node())
-                if isinstance(entry, optree.NamedTupleEntry):
-                    above.parts[entry.field] = node
-                node.leaves.append(leaf)
+            keys = [
+                (entry.entry, *([entry.field] if isinstance(entry, optree.NamedTupleEntry) else []))
+                for entry in accessor
+            ]
+            for depth in range(len(keys) + 1):
+                for path in product(*keys[:depth]):
+                    self._leaves.setdefault(path, []).append(leaf)
 
     def find(self, path: Any) -> list[int]:
         """Return the places of leaves at or below ``path``, in tree order; raises for none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)
-        node = self._root
-        for depth, key in enumerate(keys):
-            try:
-                node = node.parts[key]
-            except (KeyError, TypeError):  # not there; not hashable
-                raise self._unknown(keys, depth, node) from None
-        return node.leaves
-
-    def _unknown(self, keys: tuple[Any, ...], depth: int, node: _Node) -> ArgumentError:
-        known = [repr(key) for key in node.parts]
+        with suppress(KeyError, TypeError):  # not there; not hashable
+            return self._leaves[keys]
+        paths = list(self._leaves)
+        depth = next(count for count in range(len(keys)) if keys[: count + 1] not in paths)
+        known = [repr(path[-1]) for path in paths[1:] if path[:-1] == keys[:depth]]
         place = f"at {keys[:depth]!r}" if depth else "in the tree"
-        return ArgumentError(
+        raise ArgumentError(
             f"{self._caller}: there is no leaf at path {keys!r}",
             expected="the keys that lead to a leaf, or to a part of the tree",
             found=f"{place} there is {first_texts(known, ', ') or 'a leaf itself'}",

@@ -18,8 +18,7 @@ from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .graph_tasks import NO_TASK, current_task
-from .join_hooks import ReplicaHook
-from .joining import Join, Joinable
+from .joining import Join, Joinable, ReplicaHook
 from .replicas import broadcast_from
 from .wrapping import module_state
 

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from ..arguments import get_whole_number
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..checking.program import end_here
-from ..errors import ArgumentError, KindError, MeshdistError
+from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import leave_untraced
 from .arrivals import Arrivals
@@ -36,25 +37,17 @@ _log = logging.getLogger("meshdist.ddp")
 
 _SAMPLED_AT_FIRST = 10
 _UNSET = "N/A"
-_VARIABLES = {
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
-    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
-}
-_VARIABLES_OF_WIRE = {
-    "gloo": {
-        "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
-        "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
-    },
-    "nccl": {
-        "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
-        "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-        "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "nccl_debug": "NCCL_DEBUG",
-        "nccl_nthreads": "NCCL_NTHREADS",
-        "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
-    },
+_VARIABLES = {  # of the environment, by wire; "" is every wire
+    "": ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG"),
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
 }
 _DTYPE_NAMES = {  # as C++ has them, which torch shows
     torch.float32: "float",
@@ -175,7 +168,7 @@ class DataLogger:
             "find_unused_parameters": int(options.finds_unused),
             "gradient_as_bucket_view": int(options.as_views),
             "has_sync_bn": int(has_sync_batch_norm(module)),
-            **{name: os.environ.get(key, _UNSET) for name, key in _VARIABLES.items()},
+            **_environment(""),
             **facts,
         }
         if options.is_static:
@@ -200,17 +193,14 @@ class DataLogger:
     def use_group(self, group: ProcessGroup, buckets: Sequence[AnyBucket]) -> None:
         """Tell of another group, over which these buckets are averaged."""
         backend = group.wire_name(self._device.type)
-        variables = _VARIABLES_OF_WIRE.get(backend, {})
-        for known in _VARIABLES_OF_WIRE.values():
-            for name in known:
-                self._fields.pop(name, None)
-        self._fields.pop("gloo_num_threads", None)
+        for name in ("gloo_num_threads", *_environment("gloo"), *_environment("nccl")):
+            self._fields.pop(name, None)
         self._fields.update(
             rank=group.rank(),
             world_size=group.size(),
             backend_name=backend,
             bucket_sizes=_sizes_text(buckets),
-            **{name: os.environ.get(key, _UNSET) for name, key in variables.items()},
+            **_environment(backend),
         )
         if backend == "gloo":
             gloo: Any = torch.distributed.ProcessGroupGloo
@@ -221,20 +211,13 @@ class DataLogger:
 
     def set_sample_rate(self, rate: int) -> None:
         """Sample the iterations whose number ``rate`` divides, and the first ten."""
-        if isinstance(rate, bool) or not hasattr(rate, "__index__"):
-            raise KindError(
-                f"the sample rate {rate!r} is no whole number",
-                expected="an int of 1 or more: iterations whose number it divides are measured",
-                found=type(rate).__name__,
-                fix="pass for example 100",
-            )
-        if rate < 1:
-            raise ArgumentError(
-                f"the sample rate {rate} is below 1",
-                expected="1 or more: iterations whose number it divides are measured",
-                fix="pass 1 to measure every iteration",
-            )
-        self._rate = rate
+        self._rate = get_whole_number(
+            rate,
+            "the sample rate",
+            1,
+            expected="1 or more: iterations whose number it divides are measured",
+            fix="pass 1 to measure every iteration",
+        )
 
     def iteration_begins(self, buckets: Sequence[AnyBucket]) -> Timing | None:
         """Tell what the iteration before has shown; return what to note times on, if anything."""
@@ -298,6 +281,14 @@ class DataLogger:
                 timing.unused_bytes,
                 *(fields[f"avg_{name}"] for name in timing.times()),
             )
+
+
+def _environment(wire: str) -> dict[str, str]:
+    """What the variables of a wire say, by the names of their fields."""
+    return {
+        variable.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(variable, _UNSET)
+        for variable in _VARIABLES.get(wire, ())
+    }
 
 
 def has_sync_batch_norm(module: torch.nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Averages gradients over a group while the backward goes on.
 
 A bucket is one flat tensor, and the gradients are views into it; or one gradient as it is, where it
-is sparse, or large and the wire shares no memory (``single_bucket``). The first synchronised
+is sparse, or large and the wire shares no memory (``bucket_list``). The first synchronised
 backward is watched and sent at its end; then the buckets are laid in the order in which gradients
 came. From then on a bucket goes as soon as it has as many arrivals as in the backward before,
 strictly in bucket order on every rank; the last one, and those of parameters that some rank lacked,

@@ -13,10 +13,11 @@ import numpy as np
 from torch.utils import data
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..arguments import get_whole_number
 from ..bootstrap.world import find_world
 from ..checking.program import warn_caller
 from ..collectives.torch_private import unseen
-from ..errors import ArgumentError, KindError, NotInGroupError
+from ..errors import ArgumentError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..worlds.initialization import get_rank, get_world_size
@@ -229,14 +230,12 @@ def _size_and_place(
             )
         shape = num_replicas.shape
         return math.prod(shape), int(np.ravel_multi_index(coordinate, shape))
-    if num_replicas is not None and (
-        isinstance(num_replicas, bool) or not isinstance(num_replicas, int)
-    ):
-        raise KindError(
-            f"num_replicas is of type {type(num_replicas).__name__}",
-            expected="a number, a mesh such as mesh['dp'], a ProcessGroup, or None for the world",
-        )
-    size = get_world_size() if num_replicas is None else num_replicas
+    choices = "a number, a mesh such as mesh['dp'], a ProcessGroup, or None for the world"
+    size = (
+        get_world_size()
+        if num_replicas is None
+        else get_whole_number(num_replicas, "num_replicas", expected=choices)
+    )
     place = get_rank() if rank is None else rank
     if not 0 <= place < size:
         raise ArgumentError(

@@ -12,13 +12,12 @@ from ..error_text import without_frames
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from ..wires.work import may_be_dropped
-from .bucket_list import AnyBucket, BucketList
+from .bucket_list import AnyBucket, BucketList, InPlaceBucket, SparseBucket
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
 from .flat_bucket import Bucket, Pending
 from .logging_data import Timing
 from .parting import Parting
-from .single_bucket import InPlaceBucket, SparseBucket
 
 __all__ = ["Sending"]
 

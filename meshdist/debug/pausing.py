@@ -19,15 +19,15 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeAlias
 
+from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
 from ..bootstrap.bounded_store import read_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.program import call_site, show_site
-from ..errors import AbortedError, ArgumentError, CollectiveTimeoutError, KindError, WorldError
+from ..errors import AbortedError, CollectiveTimeoutError, KindError, WorldError
 from ..groups.registry import get_registry
 from ..groups.signals import ask, clocks_paused, last_call_text
 from ..runtime.deadlines import Grace, wait_until
 from ..runtime.hosts import read_process
-from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 
@@ -69,7 +69,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         WorldError: on ``rank``, where there is no terminal.
     """
     world = get_usable_world()
-    _check(world, rank, skip)
+    rank = get_whole_number(rank, "breakpoint: rank", 0, world.size - 1)
+    skip = get_whole_number(skip, "breakpoint: skip", 0)
     limit = _limit(world, timeout_s)
     if world.next_number(("breakpoint", call_site())) <= skip:
         return
@@ -90,21 +91,6 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     finally:
         add(_LEFT, 1)
     debugger.resume()  # last, so that no line of this function is stepped through
-
-
-def _check(world: World, rank: object, skip: object) -> None:
-    for name, value in (("rank", rank), ("skip", skip)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise KindError(
-                f"breakpoint: {name} must be a whole number, not {value!r}",
-                found=type(value).__name__,
-            )
-    if not 0 <= rank < world.size:  # type: ignore[operator]
-        raise ArgumentError(
-            f"breakpoint: there is no rank {rank}", expected=f"a rank from 0 to {world.size - 1}"
-        )
-    if skip < 0:  # type: ignore[operator]
-        raise ArgumentError(f"breakpoint: skip={skip} is negative", expected="0 or more")
 
 
 def _limit(world: World, timeout_s: object) -> timedelta:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ..arguments import check_timeout, get_whole_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.program import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
-from ..runtime.timeouts import check_timeout
 from ..wires.names import backends_in, parse_backends
 from ..wires.registry import get_wire
 from .process_group import GroupMember, ProcessGroup, resolve_group, world_group
@@ -127,11 +127,7 @@ def new_subgroups(
                 fix="pass group_size",
             )
         group_size = torch.cuda.device_count()
-    if not isinstance(group_size, int):
-        raise KindError(
-            f"group_size must be a whole number, not {group_size!r}",
-            found=type(group_size).__name__,
-        )
+    group_size = get_whole_number(group_size, "group_size")
     if group_size < 1 or parent.size() % group_size:
         raise ArgumentError(
             f"subgroups of {group_size} do not divide a group of {parent.size()} ranks",

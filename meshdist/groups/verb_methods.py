@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any, NamedTuple
 
+from ..arguments import check_timeout
 from ..errors import ArgumentError
 from ..reduce_ops import ReduceOp
-from ..runtime.timeouts import check_timeout
 
 __all__ = ["Asked", "VerbMethods", "only", "only_list", "read_options", "verbs"]
 

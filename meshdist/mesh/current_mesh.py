@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import AxisError, MeshError
 from .device_mesh import DeviceMesh, meshes_in_force
 
-__all__ = ["find_current_mesh", "get_current_mesh", "with_hidden_mesh"]
+__all__ = ["find_current_mesh", "get_current_mesh", "mesh_in_force", "with_hidden_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:
@@ -21,6 +21,18 @@ def get_current_mesh() -> DeviceMesh:
             "no mesh is in force",
             expected="a call inside `with mesh:`, or the argument mesh=",
             fix="wrap the call: with mesh: ...",
+        )
+    return mesh
+
+
+def mesh_in_force(verb: str, about: str = "") -> DeviceMesh:
+    """As ``get_current_mesh``, for a verb with the argument ``mesh``, ``about`` some axis."""
+    mesh = find_current_mesh()
+    if mesh is None:
+        raise MeshError(
+            f"{verb}{about}: no mesh is in force",
+            expected="a mesh whose axes are named",
+            fix=f"call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)",
         )
     return mesh
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..bootstrap.world import World, find_world, get_usable_world
 from ..checking.program import call_site
 from ..errors import ArgumentError, BackendError, KindError, MeshdistError, MeshError
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..wires.names import backends_in
 from ..worlds.first_touch import begin_for_mesh
 from ..worlds.initialization import get_node_local_rank

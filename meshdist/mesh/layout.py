@@ -302,6 +302,18 @@ class Layout:
             place = self.rank_map.positions.get(rank)  # type: ignore[attr-defined]
         return None if place is None else self._coordinate_at(place)
 
+    def get_coordinate(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinate of a global rank; raises NotInGroupError where there is none."""
+        coordinate = self.coordinate_of(rank)
+        if coordinate is None:
+            raise NotInGroupError(
+                f"the mesh does not hold rank {rank}",
+                where=self._text,
+                expected=f"one of its ranks: {self._some_ranks()}",
+                fix="skip the call on ranks outside the mesh",
+            )
+        return coordinate
+
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """Return the global rank at a coordinate. The inverse of ``coordinate_of``.
 
@@ -713,14 +725,7 @@ class Layout:
 
     def _start_of(self, indices: tuple[int, ...], rank: int) -> int:
         """Return the place of ``rank`` with its coordinates along ``indices`` set to zero."""
-        coordinate = self.coordinate_of(rank)
-        if coordinate is None:
-            raise NotInGroupError(
-                f"the mesh does not hold rank {rank}",
-                where=self._text,
-                expected=f"one of its ranks: {self._some_ranks()}",
-            )
-        start = self.offset
+        coordinate, start = self.get_coordinate(rank), self.offset
         for index, axis in enumerate(self.modes):
             if index not in indices:
                 start += displacement(axis, coordinate[index])

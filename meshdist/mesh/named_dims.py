@@ -1,26 +1,304 @@
 """Patterns on a mesh, for arrays of known shape: how an array lies, and how one becomes another.
 
-What a pattern moves are parts (see ``dim_sizes``): they are cut, put in another order and grouped
-anew. Of a group only the first part is cut, so a shard comes apart into parts without a copy.
+A group of a pattern is one dim of the array that stands for several **parts**, the names in it;
+plain dims are parts of their own. What a pattern moves are parts: they are cut, put in another
+order and grouped anew. Of a group only the first part is cut, so a shard comes apart into parts
+without a copy.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-import operator
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, NoReturn
 
-from ..errors import KindError, PatternError, ShapeError
-from .dim_sizes import SizedSide, Sizing
+from ..arguments import get_whole_number
+from ..errors import AxisError, PatternError, ShapeError
 from .layout import Layout
-from .pattern import Pattern, Side, column_error, parse
-from .splits import Placement
+from .partition_spec import Entry, PartitionSpec
+from .pattern import Dim, Pattern, Side, column_error, parse
+from .spec import NamedSharding
+from .splits import DimSplit, Placement, split_dim
 
-__all__ = ["SizedSide", "Regrouping", "parse_side", "regroup", "size_side"]
+__all__ = ["Regrouping", "SizedSide", "Sizing", "parse_side", "regroup", "size_side", "spec_of"]
+
+
+@dataclass(frozen=True)
+class SizedSide:
+    """One side of a pattern on a mesh, for an array of known shape.
+
+    Args:
+        sharding: on the bare layout: how the array lies.
+        shape: of the whole array.
+        names: the name of each part in order; those that "..." stands for are "...0", "...1".
+        part_sizes: the whole size of each part.
+        counts: for each dim of the array, how many parts it stands for: none for "1", one for a
+            plain dim.
+        placement: how the parts lie, as dims of their own.
+    """
+
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    part_sizes: tuple[int, ...]
+    counts: tuple[int, ...]
+    placement: Placement
+
+
+def spec_of(
+    pattern: Pattern,
+    side: Side,
+    layout: Layout | None,
+    ndim: int,
+    known_axes: Collection[str] = (),
+) -> PartitionSpec:
+    """Return the spec of one side for an array of ``ndim`` dims.
+
+    Without a layout no axis is checked, and ``known_axes`` are those that no dim may be named
+    after.
+
+    Raises:
+        AxisError: an axis that the mesh does not have; the text shows where it stands.
+        PatternError: a dim that is not cut has the name of an axis that cuts none, in a pattern of
+            one side; one with "->" says of each name on both sides what it is.
+        ShapeError: another number of dims.
+    """
+    entries: list[Entry] = []
+    cutting = {axis for dim in side.dims for axis in dim.axes}
+    axes = set(known_axes if layout is None else layout.names or ()) - cutting
+    for dim in side.dims if pattern.result is None else ():
+        name = next((name for name in dim.names if name in axes), None)
+        if name is not None and not dim.axes:
+            raise column_error(
+                pattern.text,
+                dim.column,
+                expected="names of dims that are not names of mesh axes",
+                found=f"{name!r}, an axis of the mesh, as the name of a dim that no axis cuts",
+                fix=f'where {name!r} cuts the dim, write "f@{name}"; to annotate that ranks along '
+                f"it hold their own values, md.annotate(x, varying={name!r}); else name the dim "
+                "otherwise",
+                summary="this pattern names a whole dim as an axis",
+            )
+    for dim in _spread(pattern, side, ndim):
+        for axis in dim.axes:
+            _check_axis(pattern, axis, layout, dim.column)
+        entries.append(dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None)
+    for axis in (*side.unreduced, *side.reduced):
+        _check_axis(pattern, axis, layout, pattern.text.find("{"))
+    return PartitionSpec(
+        *entries, unreduced=frozenset(side.unreduced), reduced=frozenset(side.reduced)
+    )
+
+
+def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) -> None:
+    if layout is None:
+        return
+    try:
+        layout.axis_index(axis)
+    except AxisError as error:
+        found = re.compile(rf"[@,:]\s*\(?\s*({re.escape(axis)})\b").search(pattern.text, start)
+        column = start if found is None else found.start(1)
+        here = AxisError(
+            error.summary,
+            where=f"{error.where}; column {column + 1} of {pattern.text!r}",
+            expected=error.expected,
+            fix=error.fix,
+        )
+        here.axis = error.axis
+        raise here from None
+
+
+def _spread(pattern: Pattern, side: Side, ndim: int) -> list[Dim]:
+    """The side's dims, one for each dim of an array: "..." as dims of its own."""
+    rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
+    missing = ndim - len(side.dims) + len(rest)
+    if missing < 0 or (missing and not rest):
+        at_least = "at least " if rest else ""
+        count = len(side.dims) - len(rest)
+        raise ShapeError(
+            f"the pattern names {at_least}{count} dims, the array has {ndim}",
+            where=f"pattern {pattern.text!r}",
+            expected=f"{at_least}{count} dims: {side}",
+            found=f"{ndim} dims",
+            fix=None if rest else 'name each dim, or write "..." for those that are not cut',
+        )
+    dims: list[Dim] = []
+    for dim in side.dims:
+        if dim.is_rest:
+            dims += [Dim((f"...{number}",), (), dim.column) for number in range(missing)]
+        else:
+            dims.append(dim)
+    return dims
+
+
+class Sizing:
+    """Finds the sizes of one side's parts, and how they lie."""
+
+    def __init__(
+        self,
+        pattern: Pattern,
+        side: Side,
+        layout: Layout,
+        rank: int | None,
+        local_shape: tuple[int, ...] | None,
+        shape: tuple[int, ...] | None,
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.pattern, self.layout, self.rank = pattern, layout, rank
+        self.local_shape, self.shape = local_shape, shape
+        self.sizes = dict(sizes)
+        self.where = f"pattern {pattern.text!r} on mesh ({layout.axis_text()})"
+        given = shape if shape is not None else local_shape
+        if given is None:
+            if any(dim.is_rest for dim in side.dims):
+                raise ShapeError(
+                    'the sizes of the dims that "..." stands for are not known',
+                    where=self.where,
+                    fix="give the shape of the whole array: shape=(...)",
+                )
+            given = (0,) * len(side.dims)
+        self.spec = spec_of(pattern, side, layout, len(given))
+        self.dims = _spread(pattern, side, len(given))
+        if local_shape is not None and len(local_shape) != len(given):
+            raise ShapeError(
+                f"the shard has {len(local_shape)} dims, the whole array {len(given)}",
+                where=self.where,
+                found=f"shard {local_shape}, whole {shape}",
+            )
+        self.coordinate = None if rank is None else layout.get_coordinate(rank)
+
+    def sized_side(self, needs_parts: bool) -> SizedSide:
+        """Return how the side lies; ``needs_parts`` asks for the sizes inside of every group."""
+        shape: list[int] = []
+        names: list[str] = []
+        part_sizes: list[int] = []
+        counts: list[int] = []
+        splits: list[DimSplit] = []
+        shard_sizes: dict[int, tuple[int, ...]] = {}
+        for place, dim in enumerate(self.dims):
+            axes = self.layout.axis_indices(dim.axes) if dim.axes else ()
+            axis_sizes = tuple([self.layout.sizes[axis] for axis in axes])
+            whole = self._whole_size(place, dim, math.prod(axis_sizes))
+            shape.append(whole)
+            if dim.is_one:
+                counts.append(0)
+                continue
+            known = [self.sizes[name] for name in dim.names if name in self.sizes]
+            dim_names, dim_parts = dim.names, known
+            if len(known) < len(dim.names):
+                if needs_parts or (axes and whole % math.prod(axis_sizes)):
+                    self._fail_unknown(place, dim, whole)
+                dim_names, dim_parts = (" ".join(dim.names),), [whole]  # the group is one part
+            first = split_dim(dim_parts[0], axes, axis_sizes)
+            names += dim_names
+            part_sizes += dim_parts
+            counts.append(len(dim_parts))
+            splits += [first, *(split_dim(part, (), ()) for part in dim_parts[1:])]
+            inner = math.prod(dim_parts[1:])
+            if axes and inner != 1:
+                cells = tuple(
+                    [(stop - start) * inner for start, stop in pairwise(first.boundaries)]
+                )
+                if split_dim(whole, axes, axis_sizes, cells).cell_sizes is not None:
+                    shard_sizes[place] = cells
+        sharding = NamedSharding(self.layout, self.spec, shard_sizes=shard_sizes)
+        at_shape = sharding.placement(tuple(shape))
+        self._check_local_shape(at_shape)
+        kinds = at_shape.unreduced, at_shape.reduced
+        of_parts = Placement(self.layout.sizes, tuple(part_sizes), tuple(splits), *kinds)
+        return SizedSide(
+            sharding, tuple(shape), tuple(names), tuple(part_sizes), tuple(counts), of_parts
+        )
+
+    def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
+        """The whole size of a dim; notes the sizes of parts that follow from it."""
+        known = math.prod(self.sizes.get(name, 1) for name in dim.names)
+        unknown = [name for name in dim.names if name not in self.sizes]
+        if dim.is_one:
+            unknown = []
+        if self.shape is not None:
+            whole = self.shape[place]
+        elif not unknown:
+            return known
+        elif self.local_shape is None:
+            self._fail_unknown(place, dim, None)
+        else:
+            whole = self._from_local(self.local_shape[place], dim, shards, unknown, known)
+        if len(unknown) == 1:
+            if known == 0 or whole % known:
+                self._fail_division(place, dim, whole, known)
+            self.sizes[unknown[0]] = whole // known
+        elif not unknown and whole != known:
+            raise ShapeError(
+                f"dim {place} has size {whole}, the pattern and the sizes given make it {known}",
+                where=self.where,
+                expected="a dim of size 1, as it has no name"
+                if dim.is_one
+                else " x ".join(f"{name}={self.sizes[name]}" for name in dim.names),
+                found=f"{whole} in shape {self.shape}",
+            )
+        return whole
+
+    def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
+        """The whole size of a dim of which ``local`` lies here."""
+        first = dim.names[0]
+        if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
+            axes = self.layout.axis_indices(dim.axes)
+            sizes = tuple([self.layout.sizes[axis] for axis in axes])
+            start, stop = split_dim(self.sizes[first], axes, sizes).interval(self.coordinate)
+            inner = known // self.sizes[first] if self.sizes[first] else 0
+            here = (stop - start) * inner
+            if here and local % here == 0:
+                return local // here * known
+        return local * shards
+
+    def _check_local_shape(self, at_shape: Placement) -> None:
+        local = self.local_shape
+        if local is None or self.coordinate is None:
+            return
+        expected = at_shape.local_shape(self.coordinate)
+        if expected == local:
+            return
+        wrong = next(
+            at for at, pair in enumerate(zip(local, expected, strict=True)) if len({*pair}) > 1
+        )
+        dim = self.dims[wrong]
+        fix = "give this rank its part of the whole"
+        if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
+            shards = at_shape.dims[wrong].num_cells
+            fix = f"give the size of the whole dim, such as {dim.names[0]}={local[wrong] * shards}"
+        raise ShapeError(
+            f"rank {self.rank} holds no shard of the whole: dim {wrong} has size {local[wrong]}",
+            where=f"rank {self.rank} ({self.layout.coordinate_text(self.rank or 0)}); {self.where}",
+            expected=f"a shard of shape {expected}, of a whole of shape {at_shape.shape}",
+            found=f"a shard of shape {local}",
+            fix=fix,
+        )
+
+    def _fail_unknown(self, place: int, dim: Dim, whole: int | None) -> NoReturn:
+        missing = [name for name in dim.names if name not in self.sizes]
+        raise ShapeError(
+            f"the sizes of {', '.join(map(repr, missing))} are not known",
+            where=self.where,
+            expected=f"sizes for all but one of the dims of {dim}"
+            if len(dim.names) > 1 and whole is not None
+            else f"the whole size of {dim}",
+            found=f"dim {place} of size {whole}" if whole is not None else None,
+            fix=f"give {', '.join(f'{name}=...' for name in missing)}",
+        )
+
+    def _fail_division(self, place: int, dim: Dim, whole: int, known: int) -> NoReturn:
+        raise ShapeError(
+            f"dim {place} of size {whole} is not made of whole {dim}",
+            where=self.where,
+            expected=f"a multiple of {known}",
+            found=str(whole),
+        )
 
 
 @dataclass(frozen=True)
@@ -55,9 +333,7 @@ class Regrouping:
     @property
     def is_reordered(self) -> bool:
         """Whether parts change places, or dims are grouped anew."""
-        return (
-            self.order != tuple(range(len(self.order))) or self.source.counts != self.target.counts
-        )
+        return [*self.order] != sorted(self.order) or self.source.counts != self.target.counts
 
 
 def size_side(
@@ -196,14 +472,10 @@ def _check_equal_dims(pattern: Pattern, left: Side, right: Side) -> None:
                     raise column_error(
                         pattern.text,
                         dim.column,
-                        expected=f"the same dims on both sides: {_listed(other)}",
+                        expected=f"the same dims on both sides: {' '.join(other.names) or 'none'}",
                         found=f"{name!r}, which the {which} side does not name",
                         summary="the sides of this pattern name different dims",
                     )
-
-
-def _listed(side: Side) -> str:
-    return " ".join(side.names) or "none"
 
 
 def _checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -220,15 +492,8 @@ def _checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]
                 found=f"{name}={size!r}",
                 fix=f"did you mean {near[0]!r}?" if near else None,
             )
-        if isinstance(size, bool) or not hasattr(size, "__index__"):
-            raise KindError(
-                f"the size of dim {name!r} is a whole number",
-                where=f"pattern {pattern.text!r}",
-                found=f"{name}={size!r}",
-            )
-        checked[name] = operator.index(size)
+        where = f"pattern {pattern.text!r}"
+        checked[name] = get_whole_number(size, f"the size of dim {name!r}", where=where)
         if checked[name] < 0:
-            raise ShapeError(
-                f"dim {name!r} cannot have size {size}", where=f"pattern {pattern.text!r}"
-            )
+            raise ShapeError(f"dim {name!r} cannot have size {size}", where=where)
     return checked

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ..error_text import explain
-from ..errors import AxisError, KindError, LengthError, NotInGroupError, ShapeError
+from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
 from .partition_spec import P, PartitionSpec, axes_of
 from .splits import Box, DimSplit, Placement, index_of, place_along, split_dim
@@ -173,7 +173,7 @@ class NamedSharding:
                 )
             return placement.local_shape((0,) * self.layout.ndim)
         return placement.local_shape(
-            self._coordinate(self.mesh.get_rank() if rank is None else rank)
+            self.layout.get_coordinate(self.mesh.get_rank() if rank is None else rank)
         )
 
     def box(self, rank: int, shape: Sequence[int]) -> Box:
@@ -183,7 +183,7 @@ class NamedSharding:
             ShapeError: the spec does not fit the shape.
             NotInGroupError: the mesh does not hold the rank.
         """
-        return self.placement(shape).box(self._coordinate(rank))
+        return self.placement(shape).box(self.layout.get_coordinate(rank))
 
     def indices_map(self, shape: Sequence[int]) -> dict[int, tuple[slice, ...]]:
         """Return the index of each rank's shard in an array of this shape, in mesh order.
@@ -210,7 +210,7 @@ class NamedSharding:
         Raises:
             NotInGroupError: the mesh does not hold the rank.
         """
-        return place_along(self._free, self.layout.sizes, self._coordinate(rank))
+        return place_along(self._free, self.layout.sizes, self.layout.get_coordinate(rank))
 
     @property
     def replicated_axes(self) -> frozenset[str]:
@@ -245,16 +245,6 @@ class NamedSharding:
     def _free(self) -> tuple[int, ...]:
         taken = {*self._unreduced, *(axis for axes in self._dims for axis in axes)}
         return tuple(axis for axis in range(self.layout.ndim) if axis not in taken)
-
-    def _coordinate(self, rank: int) -> tuple[int, ...]:
-        coordinate = self.layout.coordinate_of(rank)
-        if coordinate is None:
-            raise NotInGroupError(
-                f"the mesh does not hold rank {rank}",
-                where=repr(self),
-                expected=f"one of its {self.layout.num_ranks} ranks",
-            )
-        return coordinate
 
     def _check_ndim(self, shape: Sequence[object]) -> None:
         if len(shape) < len(self.spec):

@@ -14,10 +14,10 @@ import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
+from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.world import World
 from ..errors import BackendError, KindError, MeshError
 from ..groups.registry import get_registry
-from ..runtime.timeouts import DEFAULT_TIMEOUT
 from .definition import MeshDefinition
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,7 +28,6 @@ from ..runtime.memory import new_like
 from .steps import (
     AllGather,
     AllReduce,
-    AllToAll,
     Arrangement,
     Exchange,
     Pad,
@@ -194,33 +194,21 @@ class Carrier:
 
     def _action(self, step: Step, shape: tuple[int, ...], mesh: DeviceMesh, title: str) -> _Action:
         if isinstance(step, Take):
-            return _Take(step)
+            return itemgetter(index_of(step.box))
         if isinstance(step, Pad):
             return _Pad(step)
-        group = _open_group(mesh, step.axes)
+        group = mesh[tuple(mesh.axis_names[axis] for axis in step.axes)].open_group()
         if isinstance(step, AllReduce):
             return _AllReduce(group, title, is_in_place=self._is_fresh)
+        if isinstance(step, Exchange):
+            return _Exchange(step, shape, group, title)
+        rest: tuple[Any, ...] = (group, title)
         if isinstance(step, AllGather):
-            return _AllGather(step, group, title)
+            return _Verb(all_gather_into_tensor, rest, (step.size, *step.part), None, step.unpack)
         if isinstance(step, ReduceScatter):
-            return _ReduceScatter(step, group, title)
-        if isinstance(step, AllToAll):
-            return _AllToAll(step, group, title)
-        if isinstance(step, SummedExchange):
-            return _SummedExchange(step, shape, group, title)
-        return _Exchange(step, shape, group, title)
-
-
-def _open_group(mesh: DeviceMesh, axes: Sequence[int]) -> ProcessGroup:
-    return mesh[tuple(mesh.axis_names[axis] for axis in axes)].open_group()
-
-
-class _Take:
-    def __init__(self, step: Take) -> None:
-        self._index = index_of(step.box)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x[self._index]
+            return _Verb(reduce_scatter_tensor, rest, step.shape, step.pack, None)
+        rest = (None, None, *rest)
+        return _Verb(all_to_all_single, rest, step.pack.shape, step.pack, step.unpack)
 
 
 class _Pad:
@@ -247,48 +235,32 @@ class _AllReduce:
         return total
 
 
-class _AllGather:
-    def __init__(self, step: AllGather, group: ProcessGroup, title: str) -> None:
-        self._shape = (step.size, *step.part)
-        self._unpack = Rearrangement(step.unpack)
-        self._group = group
-        self._title = title
+class _Verb:
+    """A verb from one tensor into another, of shape ``received``; ``rest`` are its other arguments.
+
+    What is sent is packed, what has come is unpacked, where the step says how.
+    """
+
+    def __init__(
+        self,
+        verb: Callable[..., Any],
+        rest: tuple[Any, ...],
+        received: tuple[int, ...],
+        pack: Arrangement | None,
+        unpack: Arrangement | None,
+    ) -> None:
+        self._verb, self._rest, self._shape = verb, rest, received
+        self._pack = torch.Tensor.contiguous if pack is None else Rearrangement(pack)
+        self._unpack = None if unpack is None else Rearrangement(unpack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gathered = new_like(x, self._shape)
-        all_gather_into_tensor(gathered, x.contiguous(), self._group, self._title)
-        return self._unpack.of_received(gathered)
-
-
-class _ReduceScatter:
-    def __init__(self, step: ReduceScatter, group: ProcessGroup, title: str) -> None:
-        self._pack = Rearrangement(step.pack)
-        self._shape = step.shape
-        self._group = group
-        self._title = title
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        total = new_like(x, self._shape)
-        reduce_scatter_tensor(total, self._pack(x), self._group, self._title)
-        return total
-
-
-class _AllToAll:
-    def __init__(self, step: AllToAll, group: ProcessGroup, title: str) -> None:
-        self._pack = Rearrangement(step.pack)
-        self._unpack = Rearrangement(step.unpack)
-        self._group = group
-        self._title = title
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        packed = self._pack(x)
-        received = new_like(packed)
-        all_to_all_single(received, packed, None, None, self._group, self._title)
-        return self._unpack.of_received(received)
+        received = new_like(x, self._shape)
+        self._verb(received, self._pack(x), *self._rest)
+        return received if self._unpack is None else self._unpack.of_received(received)
 
 
 class _Exchange:
-    """Boxes to and from the members of a group; what stays is copied beside them."""
+    """Boxes to and from the members of a group; what stays is copied beside them, or added."""
 
     def __init__(
         self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, title: str
@@ -297,55 +269,37 @@ class _Exchange:
         self._is_covered = step.is_covered
         self._sends = Boxes(shape, [box for _, box in step.sends])
         self._receives = Boxes(step.shape, [box for _, box in step.receives])
-        self._send_sizes = [0] * step.size
-        self._receive_sizes = [0] * step.size
-        for sizes, parts in ((self._send_sizes, step.sends), (self._receive_sizes, step.receives)):
+        given, taken = [0] * step.size, [0] * step.size
+        for sizes, parts in ((given, step.sends), (taken, step.receives)):
             for place, box in parts:
                 sizes[place] = volume(box)
         self._kept = tuple(map(index_of, step.kept or ()))  # in the array before, in the result
-        self._group = group
-        self._title = title
+        self._rest = (taken, given, group, title)
+        numbers = {place: number for number, (place, _) in enumerate(step.receives)}
+        # Per box of the result, which of the received boxes are its summands; None is the own one.
+        sums = step.sums if isinstance(step, SummedExchange) else ()
+        self._sums = [(index_of(box), [*map(numbers.get, places)]) for box, places in sums]
+        self._is_summed = isinstance(step, SummedExchange)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = new_like(x, self._shape)
         if not self._is_covered:
             out.zero_()
-        landing = self._receives.find_run(out)
-        received = self._received(x, landing)
+        landing = None if self._is_summed else self._receives.find_run(out)
+        packed = self._sends.pack(x)
+        received = new_like(x, (self._receives.total,)) if landing is None else landing
+        all_to_all_single(received, packed, *self._rest)
+        if self._is_summed:
+            self._add_up(x, self._receives.parts(received), out)
+            return out
         if landing is None:
             self._receives.unpack(received, out)
         if self._kept:
             out[self._kept[1]] = x[self._kept[0]]
         return out
 
-    def _received(self, x: torch.Tensor, landing: torch.Tensor | None) -> torch.Tensor:
-        """All boxes that come from the group, in a flat buffer; ``landing`` where it is given."""
-        packed = self._sends.pack(x)
-        received = new_like(x, (self._receives.total,)) if landing is None else landing
-        all_to_all_single(
-            received, packed, self._receive_sizes, self._send_sizes, self._group, self._title
-        )
-        return received
-
-
-class _SummedExchange(_Exchange):
-    """The same where received boxes are summands, added in the order of the group's members."""
-
-    def __init__(
-        self, step: SummedExchange, shape: tuple[int, ...], group: ProcessGroup, title: str
-    ) -> None:
-        super().__init__(step, shape, group, title)
-        numbers = {place: number for number, (place, _) in enumerate(step.receives)}
-        # Per box of the result, which of the received boxes are its summands; None is the own one.
-        self._sums = [
-            (index_of(box), [numbers.get(place) for place in places]) for box, places in step.sums
-        ]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        received = self._receives.parts(self._received(x, None))
-        out = new_like(x, self._shape)
-        if not self._is_covered:
-            out.zero_()
+    def _add_up(self, x: torch.Tensor, received: list[torch.Tensor], out: torch.Tensor) -> None:
+        """Add summands in the order of the group's members."""
         for index, numbers in self._sums:
             total = out[index]
             for turn, number in enumerate(numbers):
@@ -354,4 +308,3 @@ class _SummedExchange(_Exchange):
                     total.add_(summand)
                 else:
                     total.copy_(summand)
-        return out

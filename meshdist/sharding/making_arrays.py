@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import get_shape
 from ..arrays import Array, as_tensor, shape_text
 from ..collectives.objects import all_gather_object
 from ..error_text import grouped_text
@@ -388,13 +389,7 @@ def _begin(
 
 def _checked(call: str, shape: Any, sharding: Any) -> tuple[NamedSharding, tuple[int, ...]]:
     where = checked_sharding(sharding, call)
-    try:
-        sizes = shape if isinstance(shape, (tuple, list)) else (shape,)
-        found = tuple(map(operator.index, sizes))
-    except TypeError:
-        raise KindError(
-            f"{call} takes a shape", expected="whole numbers", found=repr(shape)
-        ) from None
+    found = get_shape(shape if isinstance(shape, (tuple, list)) else (shape,), call)
     where.placement(found)
     return where, found
 

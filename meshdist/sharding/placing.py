@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from ..arguments import get_shape
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
 from ..collectives.value_checks import check_replicas
@@ -14,7 +15,6 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from .requests import (
     Request,
-    checked_shape,
     get_mesh,
     pattern_request,
     shard_request,
@@ -101,7 +101,7 @@ def reshard(
         return x.reshard(pattern, **sizes)
     tensor = as_tensor(x, argument="x", verb="reshard", writable=False)
     is_pattern = not isinstance(pattern, NamedSharding)
-    known = None if shape is None else checked_shape("reshard", shape)
+    known = None if shape is None else get_shape(shape, "reshard")
     target = None if is_pattern else mesh
 
     def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
@@ -241,7 +241,7 @@ def unshard(
         local, pattern, shape = local.local, local.sharding, local.shape
     lies: Any = pattern
     tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
-    known = None if shape is None else checked_shape("unshard", shape)
+    known = None if shape is None else get_shape(shape, "unshard")
 
     def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
         return unshard_request(lies, mesh, local_shape, known, sizes)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, AxisError, KindError, MeshError, NotInGroupError, ShapeError
-from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ..arguments import get_shape, get_whole_number
+from ..errors import ArgumentError, AxisError, KindError
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.named_dims import Regrouping, regroup
@@ -95,9 +94,9 @@ def plan(
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
                 else "name the mesh: plan(pattern, mesh=mesh)",
             )
-        given, mesh = mesh, _mesh_of(mesh)
+        given, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
         layout = _layout_of(mesh)
-        whole = None if shape is None else _checked_shape(shape)
+        whole = None if shape is None else get_shape(shape, "plan")
         try:
             moved = regroup(src, layout, shape=whole, sizes=sizes)
         except AxisError as error:
@@ -117,7 +116,7 @@ def plan(
             where="md.plan",
             fix="write plan(src, dst, mesh, shape)",
         )
-    whole = _checked_shape(shape)
+    whole = get_shape(shape, "plan")
     at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
     return plan_shardings(source, target, whole, at, speeds)
 
@@ -129,7 +128,7 @@ def plan_regrouping(
     return make_plan(
         moved.placement,
         moved.target_placement,
-        _coordinate(layout, rank),
+        layout.get_coordinate(rank),
         layout=layout,
         links=links,
         title=f"{text} of shape {moved.source.shape}",
@@ -153,13 +152,13 @@ def plan_shardings(
     here, there = source.placement(shape), target.placement(shape)
     title = _title(source, target, shape)
     if source.layout == target.layout:
-        coordinate = _coordinate(source.layout, rank)
+        coordinate = source.layout.get_coordinate(rank)
         return make_plan(here, there, coordinate, layout=source.layout, links=links, title=title)
     both = refine(source.layout, target.layout)
     return make_plan(
         both.source_placement(here),
         both.target_placement(there),
-        _coordinate(both.layout, rank),
+        both.layout.get_coordinate(rank),
         layout=both.layout,
         links=tuple(links[owner] for owner in both.owners),
         title=title,
@@ -169,12 +168,7 @@ def plan_shardings(
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
     """Return the rank whose plan is meant: this process's, or a bare layout's first."""
     if rank is not None:
-        try:
-            return operator.index(rank)
-        except TypeError as error:
-            raise KindError(
-                "a rank is a whole number", where="argument rank", found=repr(rank)
-            ) from error
+        return get_whole_number(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
@@ -200,18 +194,6 @@ def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[L
 # -- arguments ----------------------------------------------------------------------------------
 
 
-def _mesh_of(mesh: DeviceMesh | Layout | None) -> DeviceMesh | Layout:
-    if mesh is None:
-        mesh = find_current_mesh()
-    if mesh is None:
-        raise MeshError(
-            "no mesh to plan on",
-            where="md.plan",
-            expected="the argument mesh=, or a call inside `with mesh:`",
-        )
-    return mesh
-
-
 def _layout_of(mesh: Any) -> Layout:
     layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
     if not isinstance(layout, Layout):
@@ -228,7 +210,7 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
     if isinstance(given, NamedSharding):
         return given
     if isinstance(given, PartitionSpec):
-        chosen = _mesh_of(mesh)
+        chosen = mesh_in_force("plan") if mesh is None else mesh
         _layout_of(chosen)
         try:
             return NamedSharding(chosen, given)
@@ -244,32 +226,6 @@ def _sharding(given: Any, name: str, mesh: DeviceMesh | Layout | None) -> NamedS
     )
 
 
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        checked = tuple(map(operator.index, shape))
-    except TypeError as error:
-        raise KindError(
-            "a shape is a sequence of whole numbers", where="argument shape", found=repr(shape)
-        ) from error
-    if min(checked, default=0) < 0:
-        raise ShapeError("no dim has a size below 0", where="argument shape", found=repr(checked))
-    return checked
-
-
-def _coordinate(layout: Layout, rank: int) -> tuple[int, ...]:
-    coordinate = layout.coordinate_of(rank)
-    if coordinate is None:
-        raise NotInGroupError(
-            f"no plan for rank {rank}: the mesh does not hold it",
-            where=f"mesh ({layout.axis_text()})",
-            expected=f"one of its {layout.num_ranks} ranks",
-            found=f"rank {rank}",
-            fix="skip the call on ranks outside the mesh",
-        )
-    return coordinate
-
-
-@lru_cache(maxsize=4096)
 def _spec_text(spec: PartitionSpec, sizes: tuple[tuple[int, tuple[int, ...]], ...]) -> str:
     if not sizes:
         return repr(spec)

@@ -266,13 +266,7 @@ def _values_alone(
 
 def _num_buffered(step: Step) -> int:
     """How many elements a step packs and receives beside its input and its result."""
-    if isinstance(step, AllToAll):
-        packed = 0 if step.pack.is_plain else math.prod(step.pack.shape)
-        return packed + (0 if step.unpack.is_plain else math.prod(step.shape))
-    if isinstance(step, AllGather):
-        return 0 if step.unpack.is_plain else math.prod(step.shape)
-    if isinstance(step, ReduceScatter):
-        return 0 if step.pack.is_plain else math.prod(step.pack.shape)
     if isinstance(step, Exchange):
         return step.sent + step.received
-    return 0
+    copies = (getattr(step, name, None) for name in ("pack", "unpack"))
+    return sum(math.prod(one.shape) for one in copies if one is not None and not one.is_plain)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..collectives.checks import find_whole_numbers
-from ..errors import KindError, MeshError, ShapeError
-from ..mesh.current_mesh import find_current_mesh
+from ..arguments import get_whole_number
+from ..errors import KindError, ShapeError
+from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.named_dims import regroup, size_side
 from ..mesh.partition_spec import axes_of
@@ -22,7 +21,6 @@ from .refinement import refine
 __all__ = [
     "Request",
     "check_shard",
-    "checked_shape",
     "get_mesh",
     "move_request",
     "on_mesh",
@@ -67,13 +65,7 @@ class Request:
 
 def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return the mesh of a call, or the one in force; raise unless this rank is in it."""
-    mesh = find_current_mesh() if mesh is None else mesh
-    if mesh is None:
-        raise MeshError(
-            f"{verb}: no mesh is in force",
-            expected="a mesh whose axes the pattern names",
-            fix=f"call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)",
-        )
+    mesh = mesh_in_force(verb) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise KindError(
             f"{verb} needs the groups of a DeviceMesh",
@@ -83,20 +75,6 @@ def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
         )
     coordinate_in(mesh, verb)
     return mesh
-
-
-def checked_shape(verb: str, shape: Any) -> tuple[int, ...]:
-    """Return the shape of a whole array as plain ints."""
-    sizes = find_whole_numbers(shape)
-    if sizes is None:
-        raise KindError(
-            f"{verb}: shape is that of the whole array, one whole number for each dim",
-            expected="for example shape=(8, 16)",
-            found=repr(shape),
-        )
-    if min(sizes, default=0) < 0:
-        raise ShapeError(f"{verb}: no dim has a size below 0", found=f"shape={tuple(sizes)}")
-    return tuple(sizes)
 
 
 def pattern_request(
@@ -240,12 +218,7 @@ def _check_hashable(text: str, sizes: _Sizes) -> None:
     """Raise KindError where a text is none, or a size no whole number: both are keys of caches."""
     parse(text)
     for name, size in sizes.items():
-        if find_whole_numbers([size]) is None:
-            raise KindError(
-                f"the size of dim {name!r} is a whole number",
-                where=f"pattern {text!r}",
-                found=f"{name}={size!r}",
-            )
+        get_whole_number(size, f"the size of dim {name!r}", where=f"pattern {text!r}")
 
 
 def on_mesh(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:

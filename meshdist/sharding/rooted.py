@@ -5,15 +5,15 @@ Each element travels once, between the root and one rank that holds it.
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any
 
 import torch
 
+from ..arguments import get_whole_number
 from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import call_function
 from ..error_text import ranks_text
-from ..errors import GradientError, KindError, NotInGroupError
+from ..errors import GradientError, NotInGroupError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, P
 from ..mesh.splits import Placement, place_along, volume
@@ -29,9 +29,7 @@ __all__ = ["RootedGather", "checked_root", "scatter"]
 
 def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
     """Return the root, a rank of the mesh."""
-    if isinstance(root, bool) or not hasattr(root, "__index__"):
-        raise KindError(f"{verb}: root is a rank, a whole number", found=repr(root))
-    rank = index(root)
+    rank = get_whole_number(root, f"{verb}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
             f"{verb}: the mesh does not hold the root, rank {rank}",

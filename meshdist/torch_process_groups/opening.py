@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.bounded_store import BoundedStore, within
 from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
@@ -20,7 +21,6 @@ from ..bootstrap.init_methods import meet
 from ..bootstrap.stores import cloned, root_of
 from ..checking.program import never_nested
 from ..runtime.deadlines import Deadline
-from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.registry import Opening, get_wire
 from .process_group import WireGroup

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, Store
 
+from ..arguments import DEFAULT_TIMEOUT
 from ..errors import BackendError
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.hosts import find_thread_lack, make_descriptor_room
-from ..runtime.timeouts import DEFAULT_TIMEOUT
 from ..verb_table import REDUCING_VERBS
 from .communicator import Communicator
 

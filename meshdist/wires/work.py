@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
+from ..arguments import check_timeout
 from ..checking.program import end_here, is_nested, run_unnested
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.timeouts import check_timeout
 from .failures import WireFailure, WireTimeout
 from .futures import WorkFuture, find_deferral, get_watcher
 from .operations import Operation

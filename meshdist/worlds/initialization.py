@@ -13,6 +13,7 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
+from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..bootstrap.environments import read_local_rank
 from ..bootstrap.generations import Joined
 from ..bootstrap.init_methods import meet
@@ -31,7 +32,6 @@ from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
 from ..runtime import memory
-from ..runtime.timeouts import DEFAULT_TIMEOUT, check_timeout
 from ..runtime.untraced import leave_untraced
 from ..wires.names import (
     Backend,

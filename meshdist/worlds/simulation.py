@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.autograd.profiler as profiler
 
+from ..arguments import get_whole_number
 from ..bootstrap.world import World, find_world, world_here
 from ..checking.program import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
@@ -163,15 +164,10 @@ def _close(world: World) -> None:
 
 def _count_ranks(ranks: int | tuple[int, ...]) -> int:
     shape = ranks if isinstance(ranks, tuple) else (ranks,)
-    found, fix = f"{ranks!r}", "call for example simulate(fn, 4) or simulate(fn, (2, 2))"
-    if not all(isinstance(n, int) and not isinstance(n, bool) for n in shape):
-        expected = "an int, or a tuple of ints such as (2, 2)"
-        summary = "simulate needs a number of ranks or a shape"
-        raise KindError(summary, expected=expected, found=found, fix=fix)
-    if not all(n > 0 for n in shape):
-        summary, expected = "simulate needs at least one rank", "positive numbers"
-        raise ArgumentError(summary, expected=expected, found=found, fix=fix)
-    return math.prod(shape)
+    fix = "call for example simulate(fn, 4) or simulate(fn, (2, 2))"
+    return math.prod(
+        get_whole_number(size, "the number of ranks of simulate", 1, fix=fix) for size in shape
+    )
 
 
 def _copy_arguments(

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import cloudpickle
 
+from ..arguments import check_timeout, get_whole_number
 from ..checking.program import one_frame
 from ..error_text import ranks_text
 from ..errors import (
@@ -42,7 +43,6 @@ from ..launching.rank_environment import rank_environment, reserve_port
 from ..launching.reports import places_text
 from ..launching.streams import show
 from ..runtime.deadlines import Deadline, Grace
-from ..runtime.timeouts import check_timeout
 from .spawned import is_loading_main
 
 __all__ = ["spawn"]
@@ -96,7 +96,8 @@ def spawn(
         >>> md.spawn(pow, (2, 10), nprocs=2)
         [1024, 1024]
     """
-    _check(fn, args, nprocs, timeout)
+    _check(fn, args, timeout)
+    nprocs = get_whole_number(nprocs, "nprocs", 1)
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(_call_file(fn, tuple(args)))
         launch = stack.enter_context(contextlib.closing(Launch()))
@@ -120,7 +121,7 @@ def spawn(
         return team.results(timeout)
 
 
-def _check(fn: object, args: object, nprocs: object, timeout: object) -> None:
+def _check(fn: object, args: object, timeout: object) -> None:
     if is_loading_main():
         raise WorldError(
             "spawn was called while a spawned process imports the module that calls it",
@@ -140,10 +141,6 @@ def _check(fn: object, args: object, nprocs: object, timeout: object) -> None:
             found=f"{args!r}",
             fix="for one argument write args=(x,)",
         )
-    if not isinstance(nprocs, int) or isinstance(nprocs, bool):
-        raise KindError("nprocs must be an int", found=f"{nprocs!r}")
-    if nprocs < 1:
-        raise ArgumentError("nprocs must be at least 1", found=f"{nprocs}")
     check_timeout(timeout)
 
 

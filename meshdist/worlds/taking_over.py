@@ -36,12 +36,13 @@ def take_over(
         WorldError: an argument disagrees with the world; the text shows both.
     """
     default = timeout is not None and _is_default(world, timeout)
+    kept = world.timeout or "the wire's default"
     # What is said, whether it agrees, what it says, and what the world has.
     table = (
         ("backend", *_compared_backends(world, backends)),
         ("rank", rank in (-1, world.rank), rank, world.rank),
         ("world_size", world_size in (-1, world.size), world_size, world.size),
-        ("timeout", timeout in (None, world.timeout) or default, timeout, _timeout_text(world)),
+        ("timeout", timeout in (None, world.timeout) or default, timeout, kept),
         ("init_method", _is_from(world, init_method), repr(init_method), world.origin),
         ("store", store is None, type(store).__name__, world.origin),
         ("group_name", not group_name, repr(group_name), "no name"),
@@ -74,10 +75,6 @@ def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tupl
 def _is_default(world: World, timeout: timedelta) -> bool:
     defaults = {get_wire(name).default_timeout for name in world.backends.values()}
     return world.timeout is None and defaults == {timeout}
-
-
-def _timeout_text(world: World) -> str:
-    return "the wire's default" if world.timeout is None else str(world.timeout)
 
 
 def _is_from(world: World, init_method: str | None) -> bool:

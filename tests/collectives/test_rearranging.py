@@ -192,12 +192,14 @@ WHERE = "over axis 'tp' of DeviceMesh(tp=2)"
         (
             lambda x, group: pbroadcast(x, group, 2),
             ArgumentError,
-            f"pbroadcast {WHERE}: source=2 is outside it\n  expected: a place from 0 to 1",
+            "pbroadcast: source is 2\n"
+            "  where:    axis 'tp' of DeviceMesh(tp=2)\n  expected: 0 to 1",
         ),
         (
             lambda x, group: pbroadcast(x, group, "tp"),
             KindError,
-            "pbroadcast: source must be a whole number\n  found:    'tp', a str",
+            "pbroadcast: source must be a whole number\n"
+            "  where:    axis 'tp' of DeviceMesh(tp=2)\n  found:    'tp', a str",
         ),
     ],
 )

@@ -356,7 +356,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
             "numbers of elements",
             "all_reduce_multigpu has arguments of different dtypes",
             "all_reduce_multigpu cannot reduce bool with AVG",
-            "reduce_multigpu: there is no tensor number 2 in tensor_list",
+            "reduce_multigpu: dst_tensor is 2",
             "broadcast_multigpu: src_tensor must be a whole number",
             "broadcast_multigpu: src=5 is not a member of the world",
             "all_gather_multigpu: output_tensor_lists has 1 entry",
@@ -366,7 +366,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(on_ranks) -> None:
         ]
         assert "found:    an entry of tensor_list (3,), tensor_list[0] (2,)" in found[2]
         assert "found:    an entry of tensor_list int32, tensor_list[0] float32" in found[3]
-        assert found[5].endswith("expected: dst_tensor from 0 to 1")
+        assert found[5].endswith("tensor_list\n  expected: 0 to 1")
 
 
 def test_a_tensor_is_a_list_of_itself() -> None:

@@ -231,9 +231,9 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "told"),
     [
-        ((0,), ArgumentError, "a period of 0 steps"),
-        ((True,), KindError, "a period is of type bool"),
-        ((2.0,), KindError, "a period is of type float"),
+        ((0,), ArgumentError, "a period is 0\n  expected: 1 step at least"),
+        ((True,), KindError, "True, a bool"),
+        ((2.0,), KindError, "2.0, a float"),
         ((2, -1), ArgumentError, "warmup_steps=-1 is negative"),
         ((2, 0, "dp"), KindError, "name the axis on its mesh: group=mesh['dp']"),
         ((2, 0, -100), NotInGroupError, "this rank is not a member of the group"),
@@ -254,13 +254,13 @@ def test_a_periodic_averager_refuses(arguments: Any, kind: type, told: str) -> N
     [
         (None, ArgumentError, "HierarchicalModelAverager has no periods"),
         ({}, ArgumentError, "a period for each axis, or a group size for each period"),
-        ({0: 4}, ArgumentError, "a period of 0 steps"),
+        ({0: 4}, ArgumentError, "a period is 0\n  expected: 1 step at least"),
         ({4: 2, 2: 4}, ArgumentError, "the periods [4, 2] do not grow"),
         ({2: 4, 4: 2}, ArgumentError, "the group sizes [4, 2] do not grow"),
         ({2: 2}, ArgumentError, "has 2 ranks, not all"),
         ({2: 3, 4: 4}, ArgumentError, "groups of 3 do not divide 4 ranks"),
         ({2: 0, 4: 4}, ArgumentError, "groups of 0 do not divide 4 ranks"),
-        ({2: 2, "dp": 4}, KindError, "a period is of type str"),
+        ({2: 2, "dp": 4}, KindError, "'dp', a str"),
         ({"dp": 2, "host": 2}, ArgumentError, "the periods [2, 2] do not grow"),
         ({"dp": 2, "tp": 4}, AxisError, "tp"),
     ],

@@ -326,7 +326,7 @@ def test_every_hundredth_is_sampled_by_default() -> None:
 def test_a_rate_below_one_is_refused(rate: int) -> None:
     def program() -> Any:
         model = md.DDP(Parts())
-        with pytest.raises(ValueError, match=f"the sample rate {rate} is below 1") as caught:
+        with pytest.raises(ValueError, match=f"the sample rate is {rate}\n") as caught:
             model._set_ddp_runtime_logging_sample_rate(rate)
         return caught.value
 
@@ -340,13 +340,13 @@ def test_a_rate_below_one_is_refused(rate: int) -> None:
 def test_a_rate_that_is_no_number_is_refused(rate: Any) -> None:
     def program() -> Any:
         model = md.DDP(Parts())
-        with pytest.raises(TypeError, match="is no whole number") as caught:
+        with pytest.raises(TypeError, match="the sample rate must be a whole number") as caught:
             model._set_ddp_runtime_logging_sample_rate(rate)
         return caught.value
 
     (error,) = md.simulate(program, 1)
     assert isinstance(error, md.KindError)
-    assert (error.found, error.fix) == (type(rate).__name__, "pass for example 100")
+    assert error.found == f"{rate!r}, a {type(rate).__name__}"
 
 
 def test_times_follow_each_other_and_are_averaged() -> None:

@@ -84,8 +84,8 @@ def test_a_data_loader_takes_it() -> None:
         ((2, 2), ArgumentError, "rank 2 has no share among 2 replicas\n  expected: a rank from 0"),
         ((2, -1), ArgumentError, "rank -1 has no share among 2 replicas"),
         ((0, 0), ArgumentError, "rank 0 has no share among 0 replicas\n  expected: at least one"),
-        (("dp",), KindError, "num_replicas is of type str\n  expected: a number, a mesh"),
-        ((True,), KindError, "num_replicas is of type bool"),
+        (("dp",), KindError, "num_replicas must be a whole number\n  expected: a number, a mesh"),
+        ((True,), KindError, "True, a bool"),
     ],
 )
 def test_bad_numbers_are_refused(

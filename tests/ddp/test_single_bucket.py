@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.single_bucket import InPlaceBucket
+from meshdist.ddp.bucket_list import InPlaceBucket
 from tests.pool import Pool
 
 SIDE = 1500  # 9 MB a parameter: sent without a bucket where ranks share no memory

@@ -434,13 +434,13 @@ def test_a_rank_that_does_not_come() -> None:
 
 def test_wrong_arguments() -> None:
     def program() -> None:
-        with pytest.raises(md.ArgumentError, match="there is no rank 2"):
+        with pytest.raises(md.ArgumentError, match="breakpoint: rank is 2\n  expected: 0 to 1"):
             md.breakpoint(2)
-        with pytest.raises(md.KindError, match="rank must be a whole number, not 'a'"):
+        with pytest.raises(md.KindError, match="whole number\n  found:    'a', a str"):
             md.breakpoint("a")  # type: ignore[arg-type]
-        with pytest.raises(md.KindError, match=r"skip must be a whole number, not 1\.5"):
+        with pytest.raises(md.KindError, match="skip must be a whole number"):
             md.breakpoint(0, 1.5)  # type: ignore[arg-type]
-        with pytest.raises(md.ArgumentError, match="skip=-1 is negative"):
+        with pytest.raises(md.ArgumentError, match="skip is -1\n  expected: 0 or more"):
             md.breakpoint(0, -1)
         with pytest.raises(md.KindError, match="timeout_s must be a number of seconds"):
             md.breakpoint(timeout_s="long")  # type: ignore[arg-type]

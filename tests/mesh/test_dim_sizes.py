@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from meshdist.errors import AxisError, MeshdistError, NotInGroupError, ShapeError
-from meshdist.mesh.dim_sizes import SizedSide, spec_of
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.named_dims import size_side
+from meshdist.mesh.named_dims import SizedSide, size_side, spec_of
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.pattern import parse
 

@@ -634,7 +634,8 @@ an axis is named twice
             """\
 the mesh does not hold rank 9
   where:    mesh (dp=2, tp=4)
-  expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7""",
+  expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7
+  fix:      skip the call on ranks outside the mesh""",
         ),
         (
             lambda: Layout.from_shape((64, 256)).slice((0,), 16384),
@@ -642,7 +643,8 @@ the mesh does not hold rank 9
             """\
 the mesh does not hold rank 16384
   where:    mesh (64, 256)
-  expected: one of its ranks: 0, 1, 2, 3, 4, 5, ..., 16383""",
+  expected: one of its ranks: 0, 1, 2, 3, 4, 5, ..., 16383
+  fix:      skip the call on ranks outside the mesh""",
         ),
         (
             lambda: MESH.rank_at((0, 4)),

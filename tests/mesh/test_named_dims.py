@@ -122,7 +122,8 @@ def test_answers_are_kept() -> None:
         (
             KindError,
             lambda: size_side("b", MESH, shape=(3,), sizes={"b": True}),
-            "the size of dim 'b' is a whole number\n  where:    pattern 'b'\n  found:    b=True",
+            "the size of dim 'b' must be a whole number\n"
+            "  where:    pattern 'b'\n  found:    True, a bool",
         ),
         (ShapeError, lambda: size_side("b", MESH, sizes={"b": -3}), "cannot have size -3"),
         (

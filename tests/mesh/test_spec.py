@@ -239,7 +239,11 @@ def test_equivalence_by_example() -> None:
             lambda: NamedSharding(MESH, P("dp")).box(8, (4,)),
             "the mesh does not hold rank 8",
         ),
-        (NotInGroupError, lambda: NamedSharding(MESH, P("dp")).replica(-1), "one of its 8 ranks"),
+        (
+            NotInGroupError,
+            lambda: NamedSharding(MESH, P("dp")).replica(-1),
+            "its ranks: 0, 1",
+        ),
         (
             KindError,
             lambda: NamedSharding(MESH, P("dp")).box(0, 4),  # type: ignore[arg-type]

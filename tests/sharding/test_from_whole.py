@@ -161,7 +161,7 @@ def test_arrays_of_cupy() -> None:
             ["does not hold the root, rank 4", "one of ranks 0-3"],
         ),
         (torch.zeros(4), -1, NotInGroupError, ["does not hold the root, rank -1"]),
-        (torch.zeros(4), "1", KindError, ["root is a rank", "'1'"]),
+        (torch.zeros(4), "1", KindError, ["root must be a whole number", "'1'"]),
         (torch.zeros(()), None, ShapeError, ["entries for 1 dims"]),
         (None, None, KindError, ["device_put cannot take a NoneType as x"]),
     ],

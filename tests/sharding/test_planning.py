@@ -176,9 +176,9 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), shape=(8,)),
             MeshError,
-            "no mesh to plan on\n"
-            "  where:    md.plan\n"
-            "  expected: the argument mesh=, or a call inside `with mesh:`",
+            "plan: no mesh is in force\n"
+            "  expected: a mesh whose axes are named\n"
+            "  fix:      call it inside `with mesh:`, or name the mesh: plan(..., mesh=mesh)",
         ),
         (
             lambda: md.plan(P("dp"), P(), "dp", (8,)),
@@ -219,33 +219,34 @@ def test_all_ranks_choose_one_route() -> None:
         (
             lambda: md.plan(P("dp"), P(), MESH, (8.0,)),
             KindError,
-            "a shape is a sequence of whole numbers\n"
-            "  where:    argument shape\n"
+            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "  expected: for example shape=(8, 16)\n"
             "  found:    (8.0,)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, 8),
             KindError,
-            "a shape is a sequence of whole numbers\n  where:    argument shape\n  found:    8",
+            "plan: shape is that of the whole array, one whole number for each dim\n"
+            "  expected: for example shape=(8, 16)\n"
+            "  found:    8",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (-8,)),
             ShapeError,
-            "no dim has a size below 0\n  where:    argument shape\n  found:    (-8,)",
+            "plan: no dim has a size below 0\n  found:    shape=(-8,)",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank=8),
             NotInGroupError,
-            "no plan for rank 8: the mesh does not hold it\n"
+            "the mesh does not hold rank 8\n"
             "  where:    mesh (dp=2, tp=4)\n"
-            "  expected: one of its 8 ranks\n"
-            "  found:    rank 8\n"
+            "  expected: one of its ranks: 0, 1, 2, 3, 4, 5, 6, 7\n"
             "  fix:      skip the call on ranks outside the mesh",
         ),
         (
             lambda: md.plan(P("dp"), P(), MESH, (8,), rank="0"),
             KindError,
-            "a rank is a whole number\n  where:    argument rank\n  found:    '0'",
+            "plan: rank must be a whole number\n  found:    '0', a str",
         ),
     ],
 )

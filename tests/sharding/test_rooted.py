@@ -86,7 +86,7 @@ def message(kind: type[Exception], root: Any, **more: Any) -> str:
 
 
 def test_refusals() -> None:
-    assert "unshard: root is a rank, a whole number" in message(KindError, "first")
+    assert "unshard: root must be a whole number" in message(KindError, "first")
     assert "found:    True" in message(KindError, True)
     text = message(NotInGroupError, 2)
     assert "unshard: the mesh does not hold the root, rank 2" in text

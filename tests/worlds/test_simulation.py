@@ -64,26 +64,33 @@ def test_the_world_of_a_rank() -> None:
     assert find_world() is None
 
 
-@pytest.mark.parametrize("ranks", [0, -1, (2, 0)])
-def test_no_ranks_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(("ranks", "wrong"), [(0, 0), (-1, -1), ((2, 0), 0)])
+def test_no_ranks_are_refused(ranks: Any, wrong: int) -> None:
     with pytest.raises(ArgumentError) as caught:
         md.simulate(int, ranks)
     assert str(caught.value) == (
-        "simulate needs at least one rank\n"
-        "  expected: positive numbers\n"
-        f"  found:    {ranks!r}\n"
+        f"the number of ranks of simulate is {wrong}\n"
+        "  expected: 1 or more\n"
         "  fix:      call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     )
 
 
-@pytest.mark.parametrize("ranks", [2.0, "2", True, [2, 2], (2, None)])
-def test_ranks_of_another_kind_are_refused(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "wrong"),
+    [
+        (2.0, "2.0, a float"),
+        ("2", "'2', a str"),
+        (True, "True, a bool"),
+        ([2, 2], "[2, 2], a list"),
+        ((2, None), "None, a NoneType"),
+    ],
+)
+def test_ranks_of_another_kind_are_refused(ranks: Any, wrong: str) -> None:
     with pytest.raises(KindError) as caught:
         md.simulate(int, ranks)
     assert str(caught.value) == (
-        "simulate needs a number of ranks or a shape\n"
-        "  expected: an int, or a tuple of ints such as (2, 2)\n"
-        f"  found:    {ranks!r}\n"
+        "the number of ranks of simulate must be a whole number\n"
+        f"  found:    {wrong}\n"
         "  fix:      call for example simulate(fn, 4) or simulate(fn, (2, 2))"
     )
 

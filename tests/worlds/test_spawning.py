@@ -276,9 +276,9 @@ def test_arguments_that_cannot_be_sent_point_to_simulate() -> None:
     [
         ((3,), md.KindError, "spawn needs a function"),
         ((print, "text"), md.KindError, r"for one argument write args=\(x,\)"),
-        ((print, (), "2"), md.KindError, "nprocs must be an int"),
-        ((print, (), True), md.KindError, "nprocs must be an int"),
-        ((print, (), 0), md.ArgumentError, "nprocs must be at least 1"),
+        ((print, (), "2"), md.KindError, "nprocs must be a whole number"),
+        ((print, (), True), md.KindError, "nprocs must be a whole number"),
+        ((print, (), 0), md.ArgumentError, "nprocs is 0"),
     ],
 )
 def test_bad_arguments(arguments: tuple[Any, ...], kind: type[Exception], text: str) -> None:

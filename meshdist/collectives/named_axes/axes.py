@@ -14,7 +14,7 @@ from ...arrays import as_tensor, like
 from ...checking.program import one_frame
 from ...errors import ArgumentError, AxisError, KindError, MeshError
 from ...groups.process_group import ProcessGroup, resolve_group
-from ...mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ...mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ...mesh.device_mesh import DeviceMesh
 from ..torch_private import NotSeen
 from ..typed_verbs import TypedVerb, find_typed_verb
@@ -242,12 +242,7 @@ def get_axes(
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
     given, mesh = mesh, mesh or find_current_mesh()
-    if mesh is None:
-        raise MeshError(
-            f"{verb} over axis {axis_name!r}: no mesh is in force",
-            expected="a mesh whose axes include it",
-            fix=f"call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)",
-        )
+    mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise KindError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import pos
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from ...checking.program import one_frame
 from ...mesh.device_mesh import DeviceMesh
@@ -200,7 +200,7 @@ def pmean(
         {'loss': tensor(1.5000)}
     """
     refuse_groups("pmean", axis_index_groups)
-    return on_leaves("pmean", functional.pmean, x, axis_name, mesh, on_number=_as_quotient)
+    return on_leaves("pmean", functional.pmean, x, axis_name, mesh, on_number=lambda n: n / 1)
 
 
 @one_frame
@@ -352,7 +352,3 @@ def psum_scatter(
             leaf, group, scatter_dimension, tiled
         ),
     )
-
-
-def _as_quotient(number: Any) -> Any:
-    return number / 1

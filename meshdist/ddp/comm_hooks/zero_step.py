@@ -90,18 +90,8 @@ def hook_with_zero_step(hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = F
     return hook_with_zero
 
 
-def hook_with_zero_step_interleaved(
-    hook: Hook, ddp: Any, zero: Any, shard_buckets: bool = False
-) -> Hook:
-    """``hook_with_zero_step``: here that steps as soon as a bucket is averaged, too.
-
-    Args:
-        hook, ddp, zero, shard_buckets: as of ``hook_with_zero_step``.
-
-    Returns:
-        As ``hook_with_zero_step``.
-    """
-    return hook_with_zero_step(hook, ddp, zero, shard_buckets)
+hook_with_zero_step_interleaved = hook_with_zero_step
+"""torch's other name: here the first steps as soon as a bucket is averaged, too."""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.runtime.timeouts import check_timeout
+from meshdist.arguments import check_timeout
 
 
 def test_none_and_positive_times_pass() -> None:

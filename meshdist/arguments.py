@@ -1,0 +1,91 @@
+"""Arguments that many calls take, read and refused in one way: whole numbers, shapes, timeouts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from operator import index
+from typing import Any
+
+from .errors import ArgumentError, KindError, ShapeError
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "check_timeout",
+    "find_whole_numbers",
+    "get_shape",
+    "get_whole_number",
+]
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""torch's, for every wire but NCCL."""
+
+_LONGEST = timedelta(days=36500)
+"""Torch counts nanoseconds in 64 bits, which end after 292 years."""
+
+
+def find_whole_numbers(given: Any) -> list[int] | None:
+    """Return the numbers of a list or tuple as plain ints; None where it is, or has, another thing.
+
+    A bool is no number.
+    """
+    if isinstance(given, (list, tuple)) and not any(isinstance(one, bool) for one in given):
+        with suppress(TypeError):
+            return [index(one) for one in given]
+    return None
+
+
+def get_whole_number(
+    given: Any, name: str, least: int | None = None, most: int | None = None, **parts: str | None
+) -> int:
+    """Return a whole number as a plain int; raise where it is none, or not in range.
+
+    Args:
+        given: of any library; a bool is no number.
+        name: of the argument, for messages.
+        least, most: the range, if any.
+        parts: more of the message, such as ``fix``; ``expected`` in place of the range.
+    """
+    numbers = find_whole_numbers([given])
+    if numbers is None:
+        found = f"{given!r}, a {type(given).__name__}"
+        raise KindError(f"{name} must be a whole number", **{"found": found, **parts})
+    (number,) = numbers
+    if (least is not None and number < least) or (most is not None and number > most):
+        expected = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ArgumentError(f"{name} is {number}", **{"expected": expected, **parts})
+    return number
+
+
+def get_shape(given: Any, call: str) -> tuple[int, ...]:
+    """Return the shape of a whole array, an argument of ``call``, as plain ints."""
+    sizes = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    if sizes is None:
+        raise KindError(
+            f"{call}: shape is that of the whole array, one whole number for each dim",
+            expected="for example shape=(8, 16)",
+            found=repr(given),
+        )
+    if min(sizes, default=0) < 0:
+        raise ShapeError(f"{call}: no dim has a size below 0", found=f"shape={tuple(sizes)}")
+    return tuple(sizes)
+
+
+def check_timeout(timeout: object) -> None:
+    """Return if ``timeout`` is None or a time to wait that clocks can count; raise otherwise."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, timedelta):
+        raise KindError(
+            f"timeout must be a datetime.timedelta, not {timeout!r}",
+            found=type(timeout).__name__,
+            fix="pass for example timedelta(seconds=60)",
+        )
+    if timeout <= timedelta(0):
+        raise ArgumentError("timeout must be positive", found=f"{timeout}")
+    if timeout > _LONGEST:
+        raise ArgumentError(
+            "timeout is too long",
+            expected=f"at most {_LONGEST.days} days",
+            found=f"{timeout}",
+        )
