@@ -39,6 +39,7 @@ __all__ = [
 
 _MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF
+_OPS: dict[int | None, ReduceKind] = {op.value: op for op in ReduceKind.__members__.values()}
 _SUM = ReduceOp.SUM
 _SUM_NUMBER = ReduceOp.SUM.value  # known beforehand, since asking costs 0.1 microseconds
 
@@ -77,7 +78,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is called: all that is equal each time. Made by ``get_call``, ``get_message``, the core.
+    """A verb, and all that is equal each time that it is called so. Found by ``get_call``.
 
     Args:
         verb: its public name.
@@ -103,7 +104,7 @@ class Call:
     peer: int | None = None
     tag: int | None = None
     header: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    """What must be equal on all members, or on both sides of a message, as numbers."""
+    """The numbers that must be equal on all members, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
     """32 bits made of the header: the same number on every process."""
 
@@ -114,7 +115,14 @@ class Call:
     @property
     def op(self) -> ReduceKind | None:
         """Its reduction, if it is one."""
-        return None if self.op_number is None else ReduceKind(self.op_number)
+        return _OPS.get(self.op_number)
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The shape and dtype of each tensor."""
+        if self.data is None:
+            return ()
+        return self.data if is_list(self.data) else (self.data,)
 
     @property
     def is_send(self) -> bool:
@@ -134,7 +142,8 @@ class Call:
     @property
     def data_text(self) -> str:
         """``(2,) float32``, or ``[(2,) float32, (3,) int8]``."""
-        return "" if self.data is None else _data_text(self.data)
+        shown = ", ".join(f"{tuple(shape)} {dtype_name(dtype)}" for shape, dtype in self.parts)
+        return f"[{shown}]" if is_list(self.data) else shown
 
     @property
     def arguments(self) -> list[str]:
@@ -289,12 +298,10 @@ def is_list(data: Data) -> bool:
 
 def _header(call: Call) -> tuple[int, ...]:
     """The header of a call; without the number of elements where members may differ in that."""
-    data, dtype, count = call.data, 0, 0
-    if is_list(data):
-        dtype = fingerprint(*(_code(kind) for _, kind in data or ()))
-        count = fingerprint(*(prod(shape) for shape, _ in data or ()))
-    elif data is not None:
-        dtype, count = _code(data[1]), prod(data[0])
+    dtypes, counts = [_code(kind) for _, kind in call.parts], [prod(size) for size, _ in call.parts]
+    dtype, count = (*dtypes, 0)[0], (*counts, 0)[0]
+    if is_list(call.data):
+        dtype, count = fingerprint(*dtypes), fingerprint(*counts)
     if call.tag is not None:
         return dtype, count, call.verb in OBJECT_VERBS
     if call.is_uneven:
@@ -326,10 +333,3 @@ def likeness(note: Note | None) -> str:
     if note is not None and note.sizes:
         return f"the same verb and dtype{under}, and what one member takes as the other sends it"
     return f"the same verb, dtype, number of elements, op and root{under} on every member"
-
-
-def _data_text(data: Any) -> str:
-    if is_list(data):
-        return f"[{', '.join(map(_data_text, data))}]"
-    shape, dtype = data
-    return f"{tuple(shape)} {dtype_name(dtype)}"

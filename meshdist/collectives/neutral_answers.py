@@ -8,12 +8,13 @@ any other.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from ..checking.program import run_unnested
-from ..groups.announcements import Announcement
+from ..groups.announcements import Statement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
@@ -27,9 +28,9 @@ __all__ = ["answer", "neutral"]
 
 
 def answer(
-    group: ProcessGroup, device_type: str, said: Sequence[Announcement], call: Announcement
+    group: ProcessGroup, device_type: str, said: Sequence[Statement], going: Statement
 ) -> Work | None:
-    """Take part in ``call``, by what each member ``said`` of it, with what changes nothing.
+    """Take part in the call of those that go on, by what each member ``said``; change nothing.
 
     A rank that waited here could not come to a call on another group for which a third one, which
     answers that first, waits in turn. So what can be started is not waited for.
@@ -37,8 +38,8 @@ def answer(
     Returns:
         What has been started; None where it is done.
     """
-    answers = _TITLED_ANSWERS if call.title else _ANSWERS
-    work = answers[call.verb](_Answer(group, device_type, said, call))
+    answers = _TITLED_ANSWERS if going.call.title else _ANSWERS
+    work = answers[going.call.verb](_Answer(group, device_type, said, going))
     return work if isinstance(work, Work) else None
 
 
@@ -80,41 +81,42 @@ class _Answer:
         self,
         group: ProcessGroup,
         device_type: str,
-        said: Sequence[Announcement],
-        call: Announcement,
+        said: Sequence[Statement],
+        going: Statement,
     ) -> None:
         self.group = group
-        self.call = call
+        self.call = call = going.call
         self.root = call.root
         self.size = group.size()
         self.is_root = call.root == group.rank()
-        is_scaled = call.op == "PREMUL_SUM"
-        self._kind = getattr(ReduceOp, "SUM" if is_scaled else call.op) if call.op else None
+        is_scaled = call.op == ReduceOp.PREMUL_SUM
+        self._kind = ReduceOp.SUM if is_scaled else call.op
         self.op: Any = ReduceOp.premul_sum(1) if is_scaled else self._kind
+        self.sizes = going.sizes
         self._said = said
         bound = group.device
         self.device = bound if bound and bound.type == device_type else torch.device(device_type)
 
     def tensor(self, count: int | None = None) -> torch.Tensor:
         """As many neutral elements; None means as many as the call's one tensor has."""
-        own_count, dtype = self.call.parts[0]
-        return self._neutral(own_count if count is None else count, dtype)
+        shape, dtype = self.call.parts[0]
+        return self._neutral(prod(shape) if count is None else count, dtype)
 
     def tensors(self) -> list[torch.Tensor]:
         """Neutral elements like each of the call's tensors."""
-        return [self._neutral(*part) for part in self.call.parts]
+        return [self._neutral(prod(shape), dtype) for shape, dtype in self.call.parts]
 
-    def _neutral(self, count: int, dtype: str) -> torch.Tensor:
-        return neutral(self._kind, getattr(torch, dtype), count).to(self.device)
+    def _neutral(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return neutral(self._kind, dtype, count).to(self.device)
 
     def gathered(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Room for the tensors of an all_gather, and this rank's own.
 
         All members take the same of each; of one without data what the others expect.
         """
-        taken = self.call.taken
+        _, taken = self.sizes
         counts = [
-            taken[member] if one.has_joined else one.sent[0]
+            taken[member] if one.has_joined else one.sizes[0][0]
             for member, one in enumerate(self._said)
         ]
         return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
@@ -125,8 +127,8 @@ class _Answer:
         Nothing goes between two that have no data.
         """
         me = self.group.rank()
-        takes = [0 if one.has_joined else one.sent[me] for one in self._said]
-        gives = [0 if one.has_joined else one.taken[me] for one in self._said]
+        takes = [0 if one.has_joined else one.sizes[0][me] for one in self._said]
+        gives = [0 if one.has_joined else one.sizes[1][me] for one in self._said]
         return takes, gives
 
     def exchanged_at_once(self) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
@@ -189,8 +191,8 @@ def _rooted_multigpu(it: _Answer) -> object:
 def _objects(it: _Answer) -> object:
     rounds = Rounds(it.call.verb, it.group, it.device)
     rounds.root = it.root
-    takes, gives = it.exchanged() if it.call.sent else ([], [])
-    return run_unnested(it.call.verb, rounds.answer, it.call, gives, takes)
+    takes, gives = it.exchanged() if it.sizes else ([], [])
+    return run_unnested(it.call.verb, rounds.answer, it.call, it.sizes, gives, takes)
 
 
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..checking.calls import Call
 from ..error_text import grouped_text, ranks_text
 from ..errors import AgreementError, BackendError, KindError, PicklingError
-from ..groups.announcements import Announcement
 from ..groups.process_group import ProcessGroup
 from ..wires.work import Work
 from .collective import Collective
@@ -234,19 +234,23 @@ class Rounds(Collective):
         return unpack(data, self.group.ranks[member], self.name, self.group)
 
     def answer(
-        self, call: Announcement, sent: Sequence[int] = (), taken: Sequence[int] = ()
+        self,
+        call: Call,
+        sizes: Sequence[Sequence[int]],
+        sent: Sequence[int] = (),
+        taken: Sequence[int] = (),
     ) -> Work | None:
         """Start this rank's part in an announced round, with None as its object and no error."""
         none = Parcel({"object": None})
-        if not call.sent:
-            ((count, dtype),) = call.parts
-            if self.name != _FROM_SOURCE and dtype == "int64":
+        if not sizes:
+            ((shape, dtype),) = call.parts
+            if self.name != _FROM_SOURCE and dtype == torch.int64:
                 return self._all_gather_numbers(none.signed_size, _ANY_LENGTH, True)[1]
-            room = torch.empty(count, dtype=getattr(torch, dtype), device="cpu")
-            return self._broadcast(room, True)[1]
-        if self.name != _FROM_SOURCE and len({*call.sent}) == 1:  # each sends all the same
-            mine = call.taken[self.group.rank()]  # none of reasons
-            return self._all_gather_bytes(none.data[:mine], call.taken, True)[1]
+            return self._broadcast(torch.empty(shape, dtype=dtype, device="cpu"), True)[1]
+        theirs, ours = sizes
+        if self.name != _FROM_SOURCE and len({*theirs}) == 1:  # each sends all the same
+            mine = ours[self.group.rank()]  # none of reasons
+            return self._all_gather_bytes(none.data[:mine], ours, True)[1]
         return self._exchange(none.data[: sum(sent)], sent, taken, True)[1]
 
     # -- each round, waited for or not: what it writes, and its Work ------------------------------

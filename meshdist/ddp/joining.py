@@ -27,10 +27,11 @@ import torch
 from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
+from ..checking.calls import Call
 from ..collectives.neutral_answers import answer
 from ..collectives.objects import broadcast_object_list
 from ..errors import ArgumentError, JoinError, KindError, LengthError
-from ..groups.announcements import Announcement
+from ..groups.announcements import NOTICE
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group, world_group
 from ..groups.shadowing import Shadowing, find_shadowing
 from ..runtime.untraced import leave_untraced
@@ -425,15 +426,15 @@ class Join:
                 if isinstance(hook, ReplicaHook):
                     hook.end()
 
-    def handle(self, call: Announcement, at_work: Sequence[bool]) -> None:
+    def handle(self, call: Call, at_work: Sequence[bool]) -> None:
         """Take part in what a joinable announces or calls on the ranks with data."""
-        index, what = (call.notice or call.owner).split(":", 1)
+        index, what = call.owner.split(":", 1)
         own = self._hooks[int(index)]
         hooks = self._hooks
         if isinstance(own, ReplicaHook) and what != _ITERATION:
             own.take_part(what, at_work)
             hooks = hooks[1:]
-        if call.notice and int(index) == 0:
+        if call.verb == NOTICE and int(index) == 0:
             for hook in hooks:
                 hook.main_hook()
 

@@ -1,4 +1,4 @@
-"""The message of each member in the round that comes before a call, inside a join context.
+"""The statement of each member in the round that comes before a call, inside a join context.
 
 A round is one small all-gather on the communicator of the call. It is noted and compared as other
 collectives are, so that a member outside of every join context is found to disagree. Where all
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
-from ..checking.calls import Tensors
+from ..checking.calls import Call, Data, Tensors, calls, get_call, is_list
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
@@ -32,11 +32,12 @@ from .process_group import ProcessGroup
 from .registry import OpenCommunicator, get_registry
 
 __all__ = [
-    "Announcement",
     "NAME",
+    "NOTICE",
     "Place",
     "Places",
     "Round",
+    "Statement",
     "TableRound",
     "from_bytes",
     "to_bytes",
@@ -44,48 +45,36 @@ __all__ = [
 
 NAME = "Join"
 """The name of a round in the recorder and in messages."""
+NOTICE = "notice"
+"""The verb of what a joinable begins, which its owner tells."""
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
 _AT_ONCE = timedelta(milliseconds=1)
 _NUM_KEPT = 1024  # programs repeat their calls
+_NOTHING = Call("", None)
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Statement(NamedTuple):
     """The message of one member in a round.
 
     Args:
-        verb: the call that it is about to start; "" for none.
-        parts: of that call the number of elements and the dtype of each tensor.
-        is_list: whether it is called on a list of tensors.
-        op: the name of its reduction, or "".
-        root: the place of its source or destination.
-        sent, taken: how many elements go to and come from each member, where members may differ.
-        owner: what of the joinables knows how to take part in it; "" for none.
-        title: what the call is a part of; "" where it stands for itself.
-        notice: what a joinable begins, in place of a call; "" for none.
+        call: the call that it is about to start, or what a joinable begins, of the verb ``NOTICE``;
+            of no verb where the member brings nothing of its own.
+        sizes: how many elements go to and come from each member, where members may differ; else ().
         has_joined: whether the member has no data left.
         is_late: of such a member: whether no other has gone on since.
         sees_all: whether the member sees the announcement tables of all.
     """
 
-    verb: str = ""
-    parts: tuple[tuple[int, str], ...] = ()
-    is_list: bool = False
-    op: str = ""
-    root: int | None = None
-    sent: tuple[int, ...] = ()
-    taken: tuple[int, ...] = ()
-    owner: str = ""
-    title: str = ""
-    notice: str = ""
+    call: Call = _NOTHING
+    sizes: tuple[tuple[int, ...], ...] = ()
     has_joined: bool = False
     is_late: bool = False
     sees_all: bool = False
 
     @classmethod
-    def of_call(
+    def of(
         cls,
         verb: str,
         tensor: Tensors,
@@ -93,67 +82,43 @@ class Announcement:
         root: int | None = None,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
-        **more: Any,
-    ) -> Announcement:
-        """The announcement of a call, from what ``Channel.enter`` is given."""
-        is_list = not (tensor is None or isinstance(tensor, torch.Tensor))
-        tensors: Any = tensor if is_list else () if tensor is None else (tensor,)
-        parts = tuple((one.numel(), dtype_name(one.dtype)) for one in tensors)
-        name = "" if op is None else op.name
-        return cls(verb, parts, is_list, name, root, tuple(sent), tuple(taken), **more)
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the member brings nothing of its own."""
-        return not (self.verb or self.notice)
-
-    def is_same_call(self, other: Announcement) -> bool:
-        """Whether both are one call, apart from what members may differ in."""
-        is_uneven = bool(self.sent and other.sent)  # sizes may differ, the dtype may not
-        return self._call(is_uneven) == other._call(is_uneven)
-
-    def _call(self, is_uneven: bool) -> tuple[Any, ...]:
-        parts: Any = tuple(dtype for _, dtype in self.parts) if is_uneven else self.parts
-        call = (self.verb, parts, self.is_list, self.op, self.root, self.title)
-        return *call, self.owner, self.notice
-
-    @property
-    def text(self) -> str:
-        """The call, for messages."""
-        shown = [f"({count},) {dtype}" for count, dtype in self.parts]
-        arguments = [f"[{', '.join(shown)}]" if self.is_list else ", ".join(shown), self.op]
-        title = f" of {self.title}" if self.title else ""
-        return f"{self.verb}({', '.join(filter(None, arguments))}){title}"
-
-
-_DEFAULTS = vars(Announcement())
+        *,
+        title: str = "",
+        owner: str = "",
+    ) -> Statement:
+        """That of a call, from what ``Channel.enter`` is given, and its owner."""
+        call = get_call(verb, tensor, op, root, title, bool(sent), owner=owner)
+        return cls(call, (tuple(sent), tuple(taken)) if sent else ())
 
 
 @lru_cache(maxsize=_NUM_KEPT)
-def to_bytes(announcement: Announcement) -> bytes:
+def to_bytes(statement: Statement) -> bytes:
     """The bytes that travel; the inverse of ``from_bytes``."""
-    given = vars(announcement).items()
-    fields = {name: value for name, value in given if value != _DEFAULTS[name]}
-    return json.dumps(fields, separators=(",", ":")).encode()
+    call, sizes, *flags = statement
+    parts = [(shape, dtype_name(dtype)) for shape, dtype in call.parts]
+    said = [call.verb, parts, call.op_number, call.root, call.title, call.owner, sizes]
+    bits = map(int, [is_list(call.data), call.is_uneven, *flags])  # shorter than words
+    return json.dumps([*said, *bits], separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=_NUM_KEPT)
-def from_bytes(data: bytes) -> Announcement:
-    """The announcement that was sent; the inverse of ``to_bytes``."""
-    fields = json.loads(data)
-    fields["parts"] = tuple((count, dtype) for count, dtype in fields.get("parts", ()))
-    for name in ("sent", "taken"):
-        fields[name] = tuple(fields.get(name, ()))
-    return Announcement(**fields)
+def from_bytes(data: bytes) -> Statement:
+    """The statement that was made; the inverse of ``to_bytes``."""
+    verb, shapes, op, root, title, owner, sizes, *bits = json.loads(data)
+    is_of_list, is_uneven, *flags = map(bool, bits)
+    parts = tuple((torch.Size(shape), getattr(torch, name)) for shape, name in shapes)
+    given: Data = parts if is_of_list else (*parts, None)[0]
+    call = calls[verb, given, op, root, title, is_uneven, (), owner]
+    return Statement(call, tuple(map(tuple, sizes)), *flags)
 
 
 class Round:
-    """One round that has been started; the announcements of all members, once it is done."""
+    """One round that has been started; the statements of all members, once it is done."""
 
     is_watched = True
     """Whether it fails as members end."""
 
-    def __init__(self, channel: Channel, mine: Announcement, timeout: timedelta) -> None:
+    def __init__(self, channel: Channel, mine: Statement, timeout: timedelta) -> None:
         self._channel = channel
         self._data = to_bytes(mine)
         self._timeout = timeout
@@ -171,15 +136,15 @@ class Round:
         """A member that has left the context, so that this is never done."""
         return None
 
-    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
+    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Statement]:
         """Return what each member says, in group order; errors are as the group explains."""
         rows = self._rows(self._gathered, self._operation, timeout)
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         said = [row[_HEAD_BYTES:][:size] for row, size in zip(rows, sizes, strict=True)]
         return self._read(sizes, said, _NUM_BYTES - _HEAD_BYTES)
 
-    def _read(self, sizes: list[int], said: list[bytes], most: int) -> list[Announcement]:
-        """The announcements of all, of which at most the first ``most`` bytes are there."""
+    def _read(self, sizes: list[int], said: list[bytes], most: int) -> list[Statement]:
+        """The statements of all, of which at most the first ``most`` bytes are there."""
         longest = max(sizes)
         if longest > most:  # all have come, and know that they do not fit
             rows = self._rows(*self._gather(self._data, longest), self._timeout)
@@ -222,10 +187,10 @@ class TableRound(Round):
     is_watched = False
 
     def __init__(
-        self, table: AnnouncementTable, channel: Channel, mine: Announcement, timeout: timedelta
+        self, table: AnnouncementTable, channel: Channel, mine: Statement, timeout: timedelta
     ) -> None:
         self._table = table
-        self._mine = mine
+        self._text = mine.call.text
         super().__init__(channel, mine, timeout)
 
     def _begin(self) -> None:
@@ -239,7 +204,7 @@ class TableRound(Round):
         """A member that has left before it has said it."""
         return None if self._table.find_said() is not None else self._table.find_left()
 
-    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Announcement]:
+    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Statement]:
         """Return what each member says, in group order; CollectiveTimeoutError if some lack."""
         rows = self._table.find_said()
         if rows is None:
@@ -251,7 +216,7 @@ class TableRound(Round):
         group = self._channel.group
         silent = [group.ranks[member] for member in self._table.find_silent()]
         return CollectiveTimeoutError(
-            f"{self._mine.text} on {group.name} was not begun by all ranks within "
+            f"{self._text} on {group.name} was not begun by all ranks within "
             f"{self._timeout.total_seconds():g} s",
             where=group.here,
             expected=f"the same call, or the end of the data, on {ranks_text(group.ranks)}",
@@ -287,7 +252,7 @@ class Place:
         if self.table is not None:
             self.table.begin()
 
-    def begin_round(self, mine: Announcement, timeout: timedelta) -> Round:
+    def begin_round(self, mine: Statement, timeout: timedelta) -> Round:
         """Say ``mine`` to all members; where tables are used there is room for it."""
         if self.uses_table:
             assert self.table is not None  # else the others do not use theirs
@@ -296,13 +261,13 @@ class Place:
         if self.table is not None:
             self.table.count_by_wire()
         sees_all = self.table is not None and self.table.sees_all()
-        return Round(self.channel, replace(mine, sees_all=sees_all), timeout)
+        return Round(self.channel, mine._replace(sees_all=sees_all), timeout)
 
-    def note(self, said: Sequence[Announcement]) -> None:
+    def note(self, said: Sequence[Statement]) -> None:
         """Take notice of what all have said in a round."""
         self.uses_table = self.uses_table or all(one.sees_all for one in said)
 
-    def say(self, mine: Announcement) -> bool:
+    def say(self, mine: Statement) -> bool:
         """Say ``mine`` without a round, where those that read it do without this rank's waiting.
 
         Sizes that differ between members make announcements of different lengths, of which all have
@@ -311,7 +276,7 @@ class Place:
         Returns:
             Whether that could be done.
         """
-        if not self.uses_table or mine.sent:
+        if not self.uses_table or mine.sizes:
             return False
         assert self.table is not None
         data = to_bytes(mine)

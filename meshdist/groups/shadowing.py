@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bootstrap.world import World
+from ..checking.calls import Call, get_call
 from ..checking.program import set_aside
 from ..errors import (
     AbortedError,
@@ -56,7 +57,7 @@ from ..errors import (
 from ..runtime.untraced import leave_untraced
 from ..wires.failures import WireTimeout
 from ..wires.work import Work
-from .announcements import Announcement, Place, Places, Round
+from .announcements import NOTICE, Place, Places, Round, Statement
 from .channel import Channel
 from .process_group import ProcessGroup, world_group
 from .registry import get_registry
@@ -76,9 +77,10 @@ class Shadowing:
         group: whose members leave together.
         device_type: of the group's rounds.
         answer: calls the verb that is announced with neutral arguments, given the group, the
-            type of its device, what all members say, and the call; returns what is in flight.
-        handle: takes part in what a joinable begins or calls: given the announcement, and which
-            members have not joined.
+            type of its device, what all members say, and what those that go on; returns what is in
+            flight.
+        handle: takes part in what a joinable begins or calls: given the call, and which members
+            have not joined.
         is_strict: whether all ranks raise as soon as one has joined.
         calls_more: whether ranks that have joined call what is not announced, too.
         optimizers: those of torch's joinables whose steps are announced.
@@ -86,8 +88,8 @@ class Shadowing:
 
     group: ProcessGroup
     device_type: str
-    answer: Callable[[ProcessGroup, str, Sequence[Announcement], Announcement], Work | None]
-    handle: Callable[[Announcement, Sequence[bool]], None] = lambda *_: None
+    answer: Callable[[ProcessGroup, str, Sequence[Statement], Statement], Work | None]
+    handle: Callable[[Call, Sequence[bool]], None] = lambda *_: None
     is_strict: bool = False
     calls_more: bool = False
     optimizers: Collection[Any] = ()
@@ -97,7 +99,7 @@ class Shadowing:
     _is_late: bool = field(default=True, init=False)
     _refusal: JoinError | None = field(default=None, init=False)
     """The error that was raised here of a call that cannot be answered."""
-    _admitted: Announcement | None = field(default=None, init=False)
+    _admitted: Call | None = field(default=None, init=False)
     """The call of which the round has been, which this rank is to start next."""
 
     def begin(self) -> None:
@@ -179,7 +181,9 @@ class Shadowing:
         place = self._places.main
         if place is None:  # a group of one
             return [True]
-        said = self._agree(place, place.channel, Announcement(notice=notice), waits=True)
+        said = self._agree(
+            place, place.channel, Statement(get_call(NOTICE, None, owner=notice)), waits=True
+        )
         place.settle()
         return [not one.has_joined for one in said]
 
@@ -195,8 +199,8 @@ class Shadowing:
     def _enter(self, place: Place, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
         """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
         described = {name: value for name, value in named.items() if name != "layouts"}
-        mine = Announcement.of_call(verb, *given[:5], **described, owner=self.owner)
-        self._agree(place, channel, mine, waits=has_source(mine))
+        mine = Statement.of(verb, *given[:5], **described, owner=self.owner)
+        self._agree(place, channel, mine, waits=has_source(mine.call))
         try:
             channel.enter_uncovered(verb, *given, **named)
         except AgreementError as error:
@@ -216,20 +220,20 @@ class Shadowing:
         place = self._places.find(channel.opened)
         if place is None:
             return list(group.ranks)
-        said = self._agree(place, channel, Announcement(verb), waits=True)
+        said = self._agree(place, channel, Statement(get_call(verb, None)), waits=True)
         place.settle()
         return [rank for rank, one in zip(group.ranks, said, strict=True) if not one.has_joined]
 
     def _agree(
-        self, place: Place, channel: Channel, mine: Announcement, *, waits: bool
-    ) -> list[Announcement]:
+        self, place: Place, channel: Channel, mine: Statement, *, waits: bool
+    ) -> list[Statement]:
         """Return when the members that go on are at the same call as this one.
 
         Or, where no rank need wait for that, as soon as they can know of it. ``waits`` says that it
         must be known which members have joined.
         """
         admitted, self._admitted = self._admitted, None
-        if admitted is not None and admitted.is_same_call(mine):
+        if admitted is not None and admitted.header == mine.call.header:
             return []
         waits = waits or (self.is_strict and place is self._places.main)
         while True:
@@ -239,15 +243,15 @@ class Shadowing:
                 if left is not None:
                     self._waits.raise_gone(place, left)
                 return []
-            mine = replace(mine, has_joined=self._has_joined)
+            mine = mine._replace(has_joined=self._has_joined)
             begun = place.begin_round(mine, channel.timeout)
             if self._has_joined:
                 self._serve_until(place, begun)
             said = self._finish(place, begun)
-            call = self._check(place, said)
-            if not self._has_joined or call is None or call.is_same_call(mine):
+            going = self._check(place, said)
+            if not self._has_joined or going is None or going.call.header == mine.call.header:
                 return said
-            self._respond(place, said, call)
+            self._respond(place, said, going)
 
     def _serve_until(self, place: Place, begun: Round) -> None:
         """Answer calls on other groups until a round is done that a call here has begun."""
@@ -258,8 +262,8 @@ class Shadowing:
         finally:
             place.round, place.is_held = None, False
 
-    def _check(self, place: Place, said: Sequence[Announcement]) -> Announcement | None:
-        """Return the call of those that go on; None if all joined; JoinError on all alike."""
+    def _check(self, place: Place, said: Sequence[Statement]) -> Statement | None:
+        """Return what those say that go on; None if all joined; JoinError on all alike."""
         is_strict = self.is_strict and place is self._places.main
         try:
             return find_call(place.channel, said, is_strict=is_strict)
@@ -313,26 +317,26 @@ class Shadowing:
             return
         begun, place.round = place.round, None
         said = self._finish(place, begun)
-        call = self._check(place, said)
-        if call is None:
+        going = self._check(place, said)
+        if going is None:
             place.settle()
             place.is_over = True
             return
         if place is self._places.main:
             self._is_late = False
-        self._respond(place, said, call)
+        self._respond(place, said, going)
         if self._places.begins_at_once(place):
             self._begin_round(place)
 
     def _begin_round(self, place: Place) -> None:
-        mine = Announcement(has_joined=True, is_late=self._is_late)
+        mine = Statement(has_joined=True, is_late=self._is_late)
         place.round = place.begin_round(mine, _NEVER)
 
-    def _respond(self, place: Place, said: Sequence[Announcement], call: Announcement) -> None:
+    def _respond(self, place: Place, said: Sequence[Statement], going: Statement) -> None:
         """Take part in what the members that go on begin."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
-            at_work = [not one.has_joined for one in said]
-            if call.notice:
+            at_work, call = [not one.has_joined for one in said], going.call
+            if call.verb == NOTICE:
                 self.handle(call, at_work)
             else:
                 self._admitted = call
@@ -340,7 +344,7 @@ class Shadowing:
                     self.handle(call, at_work)
                 else:
                     device_type = place.channel.device_type
-                    self._waits.keep(self.answer(place.group, device_type, said, call))
+                    self._waits.keep(self.answer(place.group, device_type, said, going))
                 self._admitted = None  # not every call is begun here, or goes by a channel
         place.settle()
 
@@ -354,7 +358,7 @@ class Shadowing:
         if not place.has_room():
             raise channel.explain(WireTimeout("a rank is too many calls behind"))
 
-    def _finish(self, place: Place, begun: Round) -> list[Announcement]:
+    def _finish(self, place: Place, begun: Round) -> list[Statement]:
         """Return what is said in a round, once all members have come to it."""
         channel = place.channel
         timeout = _NEVER if self._has_joined else channel.timeout

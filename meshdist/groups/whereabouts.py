@@ -15,11 +15,12 @@ from typing import Any
 
 from ..bootstrap.bounded_store import read_json
 from ..bootstrap.world import World
+from ..checking.calls import Call, get_call
 from ..error_text import first_line, ranks_text
 from ..errors import JoinError, MeshdistError, StoreError
 from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.simulated.scheduler import find_rank_here
-from .announcements import Announcement
+from .announcements import Statement
 from .channel import Channel
 
 __all__ = ["Whereabouts", "find_call", "has_source", "message_refusal"]
@@ -94,22 +95,20 @@ _SOURCED_VERBS = frozenset(
 """The public verbs whose root gives what the others take."""
 
 
-def has_source(call: Announcement) -> bool:
+def has_source(call: Call) -> bool:
     """Whether one member gives what the others take, so that it must have data."""
     return call.verb in _SOURCED_VERBS and call.root is not None
 
 
-def find_call(
-    channel: Channel, said: Sequence[Announcement], *, is_strict: bool
-) -> Announcement | None:
-    """Return what the members that go on call; None where all have joined; else raise JoinError.
+def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -> Statement | None:
+    """Return what the members that go on say; None where all have joined; else raise JoinError.
 
     With ``is_strict`` all members must have data.
     """
-    call = next((one for one in said if not one.has_joined), None)
+    going = next((one for one in said if not one.has_joined), None)
     ranks = channel.group.ranks
-    if call is None:
-        hooks = next((one for one in said if not one.is_waiting), None)
+    if going is None:
+        hooks = next((one.call for one in said if one.call.verb), None)
         if hooks is not None:
             raise JoinError(
                 f"{hooks.text} is called on ranks that have joined alone",
@@ -129,10 +128,10 @@ def find_call(
             expected="equally many steps on every rank: throw_on_early_termination is true",
             found=f"{ranks_text(joined)} joined first",
         )
-    if has_source(call):
-        assert call.root is not None
+    call = going.call
+    if call.root is not None and has_source(call):
         source = said[call.root]
-        if source.has_joined and not source.is_same_call(call):
+        if source.has_joined and source.call.header != call.header:
             raise JoinError(
                 f"{call.text} cannot come from rank {ranks[call.root]}, which has no data left",
                 where=_where(channel),
@@ -140,13 +139,13 @@ def find_call(
                 found=f"{ranks_text(joined)} joined",
                 fix="let another rank be the source, or call it outside of the join context",
             )
-    return call
+    return going
 
 
 def message_refusal(channel: Channel, verb: str, tensor: Any, rank: int) -> JoinError:
     """The error of a message that is for, or from, a rank without data."""
     return JoinError(
-        f"{Announcement.of_call(verb, tensor).text}: rank {rank} has no data left",
+        f"{get_call(verb, tensor).text}: rank {rank} has no data left",
         where=_where(channel),
         expected="messages between ranks that go on",
         fix="exchange by a collective, such as all_to_all, or outside of the join context",

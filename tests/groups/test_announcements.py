@@ -10,31 +10,40 @@ import torch
 from hypothesis import given, strategies as st
 
 import meshdist as md
-from meshdist.groups.announcements import Announcement, Round, from_bytes, to_bytes
+from meshdist.checking.calls import Call, get_call
+from meshdist.groups.announcements import Round, Statement, from_bytes, to_bytes
 from meshdist.groups.channel import Channel
 from tests.pool import Pool
 
 TEXTS = st.text(max_size=5)
 SIZES = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
+PARTS = st.tuples(
+    st.lists(st.integers(0, 1 << 10), max_size=3).map(torch.Size),
+    st.sampled_from((torch.float32, torch.bool, torch.bfloat16)),
+)
+CALLS = st.builds(
+    Call,
+    verb=TEXTS,
+    data=st.none() | PARTS | st.lists(PARTS, max_size=3).map(tuple),
+    op_number=st.none() | st.integers(0, 7),
+    root=st.none() | st.integers(0, 1000),
+    title=TEXTS,
+    is_uneven=st.booleans(),
+    owner=TEXTS,
+)
 
 
 @given(
     st.builds(
-        Announcement,
-        verb=TEXTS,
-        parts=st.lists(st.tuples(st.integers(0, 1 << 40), TEXTS), max_size=3).map(tuple),
-        is_list=st.booleans(),
-        op=TEXTS,
-        root=st.none() | st.integers(0, 1000),
-        sent=SIZES,
-        taken=SIZES,
-        owner=TEXTS,
-        notice=TEXTS,
+        Statement,
+        call=CALLS,
+        sizes=st.just(()) | st.tuples(SIZES, SIZES),
         has_joined=st.booleans(),
         is_late=st.booleans(),
+        sees_all=st.booleans(),
     )
 )
-def test_what_is_said_arrives(said: Announcement) -> None:
+def test_what_is_said_arrives(said: Statement) -> None:
     assert from_bytes(to_bytes(said)) == said
 
 
@@ -45,39 +54,35 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
     def program() -> list[int]:
         mine = [torch.ones(2)] * (num_tensors if md.get_rank() else 1)
         channel = md.group.WORLD.open_channel("cpu")
-        said = Announcement.of_call("all_reduce_coalesced", mine, md.ReduceOp.MAX)
+        said = Statement.of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
         begun = Round(channel, said, channel.timeout)
-        return [len(one.parts) for one in begun.finish(channel.timeout)]
+        return [len(one.call.parts) for one in begun.finish(channel.timeout)]
 
     assert md.simulate(program, 3) == [[1, num_tensors, num_tensors]] * 3
 
 
 def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
-    x = torch.ones(3)
-    same = Announcement.of_call("all_gather", x, sent=[3, 3], taken=[3, 5])
-    assert same.is_same_call(
-        Announcement.of_call("all_gather", torch.ones(5), sent=[5, 5], taken=[3, 5])
+    x, summed = torch.ones(2, 3), md.ReduceOp.SUM
+    uneven, longer, wider = (
+        Statement.of("all_gather", one, sent=[6, 6], taken=[6, 5])
+        for one in (x, torch.ones(5), x.double())
     )
-    assert not same.is_same_call(
-        Announcement.of_call("all_gather", x.double(), sent=[3, 3], taken=[3, 5])
-    )
-    call = Announcement.of_call("all_reduce", x, md.ReduceOp.SUM)
-    assert not call.is_same_call(
-        Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, title="a plan")
-    )
-    assert not call.is_same_call(Announcement.of_call("all_reduce", x, md.ReduceOp.AVG))
-    assert not call.is_same_call(Announcement.of_call("all_reduce", torch.ones(4), md.ReduceOp.SUM))
-    assert not call.is_same_call(
-        Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, owner="0:backward")
-    )
-    assert call.is_same_call(
-        Announcement.of_call("all_reduce", x, md.ReduceOp.SUM, has_joined=True)
-    )
-    assert call.text == "all_reduce((3,) float32, SUM)"
+    assert uneven.call.header == longer.call.header != wider.call.header
+    said = Statement.of("all_reduce", x, summed, owner="0:backward").call
+    assert said.header == get_call("all_reduce", x.view(6), summed, owner="0:backward").header
+    assert said.text == "all_reduce((2, 3) float32, SUM)"
+    others = [
+        Statement.of("all_reduce", x, summed, title="a plan", owner="0:backward"),
+        Statement.of("all_reduce", x, summed),
+        Statement.of("all_reduce", x, md.ReduceOp.AVG, owner="0:backward"),
+        Statement.of("all_reduce", torch.ones(4), summed, owner="0:backward"),
+        Statement(),
+    ]
+    assert said.header not in [other.call.header for other in others]
 
 
 def wait_in_vain(channel: Channel) -> None:
-    begun = Round(channel, Announcement("barrier"), channel.timeout)
+    begun = Round(channel, Statement(get_call("barrier", None)), channel.timeout)
     time.sleep(0.3)
     begun.finish()
 

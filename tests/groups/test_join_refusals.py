@@ -8,27 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.checking.calls import GroupFacts
+import meshdist as md
+from meshdist.checking.calls import GroupFacts, get_call
 from meshdist.errors import JoinError
-from meshdist.groups.announcements import Announcement
+from meshdist.groups.announcements import Statement
 from meshdist.groups.whereabouts import find_call, has_source, message_refusal
 
 CHANNEL: Any = SimpleNamespace(group=GroupFacts("the pair", (4, 7), 1))
 X = torch.ones(3)
-SUM = Announcement("all_reduce", ((3, "float32"),), op="SUM")
-GONE = Announcement(has_joined=True)
+SUM = Statement.of("all_reduce", X, md.ReduceOp.SUM)
+GONE = Statement(has_joined=True)
 
 
-def broadcast(root: int) -> Announcement:
-    return Announcement.of_call("broadcast", X, root=root)
+def broadcast(root: int) -> Statement:
+    return Statement.of("broadcast", X, root=root)
 
 
 def test_verbs_whose_root_gives_have_a_source() -> None:
-    assert has_source(broadcast(0))
-    assert has_source(Announcement.of_call("scatter", X, root=1))
+    for verb in ("broadcast", "scatter"):
+        assert has_source(get_call(verb, X, root=1))
     for verb in ("reduce", "gather"):
-        assert not has_source(Announcement.of_call(verb, X, root=1))
-    assert not has_source(SUM)
+        assert not has_source(get_call(verb, X, root=1))
+    assert not has_source(get_call("all_reduce", X, md.ReduceOp.SUM))
 
 
 def test_the_call_is_that_of_a_member_that_goes_on() -> None:
@@ -37,7 +38,7 @@ def test_the_call_is_that_of_a_member_that_goes_on() -> None:
     assert find_call(CHANNEL, [SUM, SUM], is_strict=True) is SUM
     call = broadcast(1)
     assert find_call(CHANNEL, [GONE, call], is_strict=False) is call
-    source = Announcement.of_call("broadcast", X, root=0, has_joined=True)  # in its hook
+    source = broadcast(0)._replace(has_joined=True)  # in its hook
     assert find_call(CHANNEL, [source, broadcast(0)], is_strict=False) == broadcast(0)
 
 
@@ -48,14 +49,14 @@ def test_the_call_is_that_of_a_member_that_goes_on() -> None:
         ([GONE, SUM], True, "a rank has no data left, and this one has"),
         ([SUM, GONE], True, "rank 7 has no data left, and others have"),
         (
-            [GONE, Announcement("barrier", has_joined=True)],
+            [GONE, Statement(get_call("barrier", None), has_joined=True)],
             False,
             "barrier() is called on ranks that have joined alone",
         ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(
-    said: list[Announcement], is_strict: bool, text: str
+    said: list[Statement], is_strict: bool, text: str
 ) -> None:
     with pytest.raises(JoinError) as caught:
         find_call(CHANNEL, said, is_strict=is_strict)
