@@ -1,12 +1,13 @@
 """The facts of each verb: two tables, from which every other list of verbs is made.
 
-``VERBS`` has the public verbs, ``WIRE_VERBS`` the methods of a communicator that carry them. This
+``VERBS`` has the public verbs, ``WIRE_VERBS`` those of a communicator that carry them. This
 module imports the standard library alone, so that the command line can use it without torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 __all__ = [
     "OBJECT_VERBS",
@@ -15,9 +16,22 @@ __all__ = [
     "SENDING_VERBS",
     "VERBS",
     "WIRE_VERBS",
+    "Form",
     "Verb",
     "WireVerb",
 ]
+
+
+class Form(Enum):
+    """The tensors that one member brings to a verb of a communicator, or gets of it."""
+
+    NONE = "none"
+    ONE = "one tensor"
+    ANY = "some that travel together"
+    EACH = "one for each member"
+    AT_ROOT = "one for each member, on the root alone"
+    PARTS = "one tensor, in a part for each member"
+    IN_PLACE = "what it gets, which is written over"
 
 
 @dataclass(frozen=True)
@@ -25,12 +39,15 @@ class WireVerb:
     """A verb of a communicator.
 
     Args:
-        name: the method.
+        name: what communicators call it.
+        takes, gives: what a member brings, and what it gets.
         reduces: whether it takes an op.
         root: "to" where the data go to one member, "from" where they come from one, else "".
     """
 
     name: str
+    takes: Form
+    gives: Form
     reduces: bool = False
     root: str = ""
 
@@ -38,21 +55,21 @@ class WireVerb:
 WIRE_VERBS = {
     verb.name: verb
     for verb in (
-        WireVerb("all_reduce", reduces=True),
-        WireVerb("all_reduce_list", reduces=True),
-        WireVerb("reduce", reduces=True, root="to"),
-        WireVerb("reduce_scatter", reduces=True),
-        WireVerb("reduce_scatter_list", reduces=True),
-        WireVerb("broadcast", root="from"),
-        WireVerb("all_gather"),
-        WireVerb("all_gather_list"),
-        WireVerb("gather", root="to"),
-        WireVerb("scatter", root="from"),
-        WireVerb("all_to_all"),
-        WireVerb("all_to_all_single"),
-        WireVerb("barrier"),
-        WireVerb("send"),
-        WireVerb("recv"),
+        WireVerb("all_reduce", Form.IN_PLACE, Form.ONE, reduces=True),
+        WireVerb("all_reduce_list", Form.IN_PLACE, Form.ANY, reduces=True),
+        WireVerb("reduce", Form.IN_PLACE, Form.ONE, reduces=True, root="to"),
+        WireVerb("reduce_scatter", Form.ONE, Form.ONE, reduces=True),
+        WireVerb("reduce_scatter_list", Form.EACH, Form.ONE, reduces=True),
+        WireVerb("broadcast", Form.IN_PLACE, Form.ONE, root="from"),
+        WireVerb("all_gather", Form.ONE, Form.ONE),
+        WireVerb("all_gather_list", Form.ONE, Form.EACH),
+        WireVerb("gather", Form.ONE, Form.AT_ROOT, root="to"),
+        WireVerb("scatter", Form.AT_ROOT, Form.ONE, root="from"),
+        WireVerb("all_to_all", Form.EACH, Form.EACH),
+        WireVerb("all_to_all_single", Form.PARTS, Form.PARTS),
+        WireVerb("barrier", Form.NONE, Form.NONE),
+        WireVerb("send", Form.ONE, Form.NONE),
+        WireVerb("recv", Form.NONE, Form.ONE),
     )
 }
 """The verbs of a communicator, by name."""

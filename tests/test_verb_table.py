@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed
 
 import meshdist as md
@@ -14,18 +16,63 @@ from meshdist.verb_table import (
     SENDING_VERBS,
     VERBS,
     WIRE_VERBS,
+    Form,
     Verb,
     WireVerb,
 )
-from meshdist.wires.communicator import Communicator
+from meshdist.wires.built_verbs import BUILT
+from meshdist.wires.operations import DONE, Operation
+from meshdist.wires.prepared import PreparedCall
+from meshdist.wires.registry import find_wire, wire_names
+from tests.wires.direct import Direct
+
+
+class Heard:
+    """A member of two that hears which calls are started."""
+
+    rank, size = 0, 2
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        self.prepared = prepared
+        return DONE
 
 
 @pytest.mark.parametrize("verb", WIRE_VERBS.values(), ids=lambda verb: verb.name)
 def test_a_verb_of_a_communicator_takes_what_the_table_says(verb: WireVerb) -> None:
-    parameters = inspect.signature(getattr(Communicator, verb.name)).parameters
+    one, several = torch.ones(4), [torch.ones(2), torch.ones(2)]
+    values: dict[str, Any] = {"op": md.ReduceOp.SUM, "root": 0, "peer": 1, "tag": 3, "device": None}
+    values |= {"takes": [2, 2], "gives": [2, 2], "output": one, "tensor": one}
+    values |= dict.fromkeys(("tensors", "outputs", "inputs"), several)
+    heard = Heard()
+    call = getattr(Direct(heard), verb.name)
+    parameters = inspect.signature(call).parameters
+    call(**{name: values[name] for name in parameters})
     assert ("op" in parameters) == verb.reduces == (verb.name in REDUCING_VERBS)
     assert ("root" in parameters) == bool(verb.root)
     assert verb.root in ("", "to", "from")
+    found = heard.prepared
+    assert found.way == verb.name
+    counts = {
+        **dict.fromkeys((Form.ONE, Form.PARTS), 1),
+        **dict.fromkeys((Form.ANY, Form.EACH, Form.AT_ROOT), 2),
+        Form.NONE: 0,
+    }
+    assert len(found.outputs) == counts[verb.gives]
+    if verb.takes is Form.IN_PLACE:
+        assert found.inputs is found.outputs
+    else:
+        assert len(found.inputs) == counts[verb.takes]
+    assert (found.sizes is not None) >= (Form.PARTS in (verb.takes, verb.gives))
+
+
+def test_every_wire_has_a_way_for_every_verb() -> None:
+    for name in wire_names():
+        kind = find_wire(name).communicator_kind
+        assert kind.ways.keys() <= WIRE_VERBS.keys() <= kind.ways.keys() | BUILT.keys(), name
+        assert all(callable(getattr(kind, method)) for method in kind.ways.values()), name
+    assert {"all_reduce", "broadcast", "all_gather", "barrier", "send", "recv"} == (
+        WIRE_VERBS.keys() - BUILT.keys()
+    )
 
 
 @pytest.mark.parametrize("verb", VERBS.values(), ids=lambda verb: verb.name)

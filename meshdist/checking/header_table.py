@@ -8,11 +8,6 @@ another, so that asynchronous calls still overlap. Where members may differ in h
 pair by pair. Where there is a native core, messages are compared in the order of their tags, sender
 with receiver, and a receive from any member takes the first that has noted a message for it.
 
-A member whose tensors are not in row-major order may offer to send them as they lie in memory. Its
-word then has a fingerprint of header and layout; that of the header alone stands elsewhere. Members
-that offer wait for the others' words, which alone decide: where all have offered the same they keep
-to it, and else all send in row-major order. A member that does not offer waits for no other.
-
 A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
 """
 
@@ -117,7 +112,7 @@ class HeaderTable:
     @staticmethod
     def num_words(size: int) -> int:
         """How many words a member of a group of ``size`` writes on."""
-        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + WINDOW + 1
+        return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
         """The core's object that does what ``enter`` does, as long as no member is missing."""
@@ -168,7 +163,6 @@ class HeaderTable:
         header: int,
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
-        offer: int | None = None,
     ) -> list[int]:
         """Write the header of call ``sequence``; return the members there that differ from it.
 
@@ -177,8 +171,6 @@ class HeaderTable:
             header: its fingerprint.
             sent, taken: how much goes to and comes from each member, for a verb whose members may
                 differ in that.
-            offer: a fingerprint of the header and of how this member's tensors lie, which it offers
-                to keep to. No offer is made as long as it cannot see one of the others'.
         """
         if self._missing:
             self._find_missing()
@@ -186,37 +178,8 @@ class HeaderTable:
             self._write_uneven(sequence, sent, taken)
         word = (sequence & _LOW) << 32 | header
         place = sequence % WINDOW
-        if offer is not None and self._sees_all and not self._missing:
-            self._mine[self._offers_start + place] = offer << 32 | header
-            word = (sequence & _LOW) << 32 | offer
         self._mine[place] = word
         return self._differing(sequence, word, sent, taken)
-
-    def is_offered_by_all(self, sequence: int) -> bool | None:
-        """Whether every member has made the same offer for call ``sequence``.
-
-        None while that is not known, since a member has not come to the call. All members that have
-        offered find the same.
-        """
-        place = sequence % WINDOW
-        word = self._mine[place]
-        if self._header_at(self._mine, place) == word & _LOW:
-            return False  # it has made none
-        theirs = [view[place] for _, view in self._views]
-        behind = [_is_behind(one >> 32, sequence) for one in theirs]
-        if any(one != word and not late for one, late in zip(theirs, behind, strict=True)):
-            return False
-        is_known = not any(behind) and all(self._regions.is_current(one) for one, _ in self._views)
-        return True if is_known else None
-
-    def find_gone(self, sequence: int) -> int | None:
-        """A member that will never come to call ``sequence``, since it has ended or left."""
-        for member, view in self._views:
-            # In this order: it may come and go meanwhile.
-            is_alive = self._regions.is_alive(member)
-            if not is_alive and _is_behind(view[sequence % WINDOW] >> 32, sequence):
-                return member
-        return None
 
     def look_again(self, sequence: int) -> list[int] | None:
         """The members whose call ``sequence`` differs from this member's, now that more have come.
@@ -251,30 +214,9 @@ class HeaderTable:
             if theirs == word:
                 if sent and not self._fits(sequence, member, view, sent, taken):
                     differing.append(member)
-            elif (
-                theirs >> 32 == word >> 32
-                and self._regions.is_current(member)
-                and not self._has_same_header(view, place)
-            ):
+            elif theirs >> 32 == word >> 32 and self._regions.is_current(member):
                 differing.append(member)
         return differing
-
-    def _has_same_header(self, view: memoryview, place: int) -> bool:
-        """Whether two members' words of one call differ in their offers alone."""
-        mine = self._header_at(self._mine, place)
-        if mine == self._header_at(view, place):
-            return True
-        time.sleep(_REORDERING_S)  # words may arrive in another order than they were written in
-        return mine == self._header_at(view, place)
-
-    def _header_at(self, words: memoryview, place: int) -> int:
-        """The fingerprint of the header of the call at ``place``, where its word may have an offer.
-
-        Beside the fingerprint of an offer stands that of its header.
-        """
-        fingerprint = words[place] & _LOW
-        offered = words[self._offers_start + place]
-        return offered & _LOW if offered >> 32 == fingerprint else fingerprint
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
         """A member so far behind that call ``sequence`` would overwrite what it has not seen.
@@ -405,10 +347,6 @@ class HeaderTable:
             num_before, num_waiting = num_waiting, sum(log.num_waiting for log in waiting)
             has_moved = num_waiting < num_before
             pause = _PUBLISH_S if has_moved else min(2 * pause, _LONGEST_PUBLISH_S)
-
-    @property
-    def _offers_start(self) -> int:
-        return self._left_word - WINDOW
 
     @property
     def _left_word(self) -> int:

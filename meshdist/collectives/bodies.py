@@ -17,11 +17,10 @@ import torch
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp, multiply, split_premul
-from ..wires.communicator import Communicator
-from ..wires.operations import Operation, Terms
+from ..reduce_ops import ReduceOp, split_premul
+from ..wires.prepared import PreparedCall
 from ..wires.work import Work
-from .checks import SUM, as_wire_tensor, check_reducible, note_write
+from .checks import SUM, as_wire_tensor, check_flag, check_reducible
 from .collective import Collective
 
 __all__ = [
@@ -43,32 +42,21 @@ def all_reduce(
     if op is not SUM:  # which every dtype has
         kind, factor = split_premul(op)
         check_reducible(kind, buffer, "all_reduce", factor)
-    if async_op or buffer is not tensor or factor is not None:
-        call = Collective("all_reduce", group, title=title)
-        call.op = kind if factor is None else ReduceOp.PREMUL_SUM
-        call.factor = factor
-        call.written.append((tensor, data, buffer))
-        if data is not tensor:
-            call.foreign.append(tensor)
-
-        def start(wire: Communicator, terms: Terms, handed: list[torch.Tensor]) -> Operation:
-            if factor is not None:
-                multiply(handed[0], factor)
-            return wire.all_reduce(handed[0], kind, terms)
-
-        return call.run_elementwise(start, buffer, async_op)
+    if async_op is not False:
+        check_flag(async_op, "all_reduce")
+    sent = [buffer]
+    prepared = PreparedCall(
+        *("all_reduce", "all_reduce", sent, sent, buffer, kind),
+        title=title,
+        written=[(tensor, data, buffer)],
+        foreign=() if data is tensor else [tensor],
+        factor=factor,
+        noted_op=kind if factor is None else ReduceOp.PREMUL_SUM,
+        is_elementwise=True,
+        shows_all=factor is None and not title,
+    )
     channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    channel.enter("all_reduce", buffer, kind, title=title)
-    note_write(buffer)  # the common case: nothing to copy back
-    timeout = channel.timeout
-    recorder = channel.recorder
-    noted = recorder.find_note() if title else None  # which a wire that compares by itself needs
-    terms = Terms(timeout, "all_reduce", recorder.sequence, True, noted, recorder.num_notes)
-    try:
-        channel.communicator.all_reduce(buffer, kind, terms).finish(timeout)
-    except BaseException as error:
-        raise channel.failed(error) from None
-    return None
+    return channel.run(prepared, is_async=async_op)
 
 
 def broadcast(
@@ -79,12 +67,7 @@ def broadcast(
     buffer = call.write(tensor, "tensor")
     if call.is_root:  # what is sent stays as it is
         call.written.clear()
-    return call.run_elementwise(
-        lambda wire, terms, handed: wire.broadcast(handed[0], root, terms),
-        buffer,
-        async_op,
-        [tensor],
-    )
+    return call.run("broadcast", sent := [buffer], sent, buffer, async_op, [tensor])
 
 
 def all_gather(
@@ -102,7 +85,7 @@ def all_gather(
     block = call.read(input, names[1])
     call.check_alike(buffer, block, names)
     call.check_blocks(buffer, block, names)
-    return call.run(lambda wire, terms: wire.all_gather(buffer, block, terms), block, async_op)
+    return call.run("all_gather", [block], [buffer], block, async_op)
 
 
 def reduce_scatter(
@@ -118,14 +101,10 @@ def reduce_scatter(
     call = Collective(name, group, title=title)
     buffer = call.write(output, "output")
     whole = call.read(input, "input")
-    kind = call.take_op(op, buffer)
+    call.take_op(op, buffer)
     call.check_alike(buffer, whole, ("output", "input"))
     call.check_blocks(whole, buffer, ("input", "output"))
-    return call.run(
-        lambda wire, terms: wire.reduce_scatter(buffer, call.scaled(whole), kind, terms),
-        whole,
-        async_op,
-    )
+    return call.run("reduce_scatter", [call.scaled(whole)], [buffer], whole, async_op)
 
 
 def all_to_all(
@@ -145,13 +124,8 @@ def all_to_all(
     me = call.group.rank()
     call.check_same_size(outputs[me], inputs[me], ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
-    return call.run(
-        lambda wire, terms: wire.all_to_all(outputs, inputs, terms),
-        like,
-        async_op,
-        sent=[part.numel() for part in inputs],
-        taken=[output.numel() for output in outputs],
-    )
+    sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
+    return call.run("all_to_all", inputs, outputs, like, async_op, sizes=sizes)
 
 
 def all_to_all_single(
@@ -187,13 +161,8 @@ def all_to_all_single(
             fix=f"make entry {me} of both split sizes equal",
         )
     source = apart(source, buffer)
-    return call.run(
-        lambda wire, terms: wire.all_to_all_single(buffer, source, taken, sent, terms),
-        source,
-        async_op,
-        sent=sent,
-        taken=taken,
-    )
+    sizes = sent, taken
+    return call.run("all_to_all_single", [source], [buffer], source, async_op, sizes=sizes)
 
 
 def _sizes(

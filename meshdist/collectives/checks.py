@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _increment_version as increment_version
 from torch.autograd import forward_ad
 
 from ..arguments import get_whole_number
@@ -33,10 +32,8 @@ __all__ = [
     "check_stored",
     "find_peer",
     "first_cuda_device",
-    "forbid_gradient",
     "get_peer",
     "get_root",
-    "note_write",
     "premultiplied",
 ]
 
@@ -146,14 +143,6 @@ def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
         )
 
 
-def note_write(tensor: torch.Tensor) -> None:
-    """Let autograd know that a verb writes into ``tensor``.
-
-    A backward that counts on what it held before then raises, where else it would be wrong.
-    """
-    increment_version((tensor,))  # torch.autograd.graph's takes twice as long
-
-
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
@@ -243,25 +232,3 @@ def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
             expected=f"numbers below {count}, the CUDA devices of this host",
         )
     return torch.device("cuda", device_ids[0]) if device_ids and count else None
-
-
-class _Overwritten(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
-        ctx.mark_dirty(tensor)
-        ctx.verb = verb
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise GradientError(
-            f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
-            expected="a verb that differentiates",
-            fix="use meshdist.lax.psum(x, axis) in its place, or call it on x.detach()",
-        )
-
-
-def forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
-    """Where ``verb`` destroys a value that autograd counts on, let the tensor's backward raise."""
-    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
-        _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from ..arrays import find_hand_back, shape_text
+from ..arrays import shape_text
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
-from ..groups.channel import Channel
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
 from ..verb_table import VERBS
-from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure
-from ..wires.operations import Operation, Terms
-from ..wires.packing import ROW_MAJOR, find_layout, flat
-from ..wires.work import Work, may_be_dropped
+from ..wires.packing import Sizes, Tensors
+from ..wires.prepared import PreparedCall, Written
+from ..wires.work import Work
 from .checks import (
     as_wire_tensor,
     check_flag,
     check_reducible,
-    forbid_gradient,
-    note_write,
     premultiplied,
 )
 
-__all__ = ["Collective", "Start", "StartOn", "find_copy_back", "run"]
-
-_WORTH_COMPARING = 1 << 14  # bytes; smaller ones are copied in less time
-
-Start: TypeAlias = Callable[[Communicator, Terms], Operation]
-"""Starts a collective on a communicator, under the terms that it is given."""
-
-StartOn: TypeAlias = Callable[[Communicator, Terms, list[torch.Tensor]], Operation]
-"""The same, with the tensors to hand to the communicator."""
-
-Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
-"""An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
+__all__ = ["Collective"]
 
 
 class Collective:
@@ -54,12 +37,13 @@ class Collective:
         root: the place of its source or destination.
         title: what it is a part of; "" where it stands for itself.
         is_elementwise: whether its tensors correspond element by element on all members, so that
-            ``run_elementwise`` may leave them as they lie in memory.
+            they may travel as they lie in memory.
 
     Attributes:
         written: what it writes.
         foreign: the arrays of other libraries than torch that it reads or writes.
-        op, factor: the reduction that is compared, and the factor of PREMUL_SUM.
+        op, kind, factor: the reduction that is compared, what the wire does of it, and the factor
+            of PREMUL_SUM; ``is_scaled``: it is in the inputs already.
     """
 
     __slots__ = (
@@ -67,6 +51,8 @@ class Collective:
         "foreign",
         "group",
         "is_elementwise",
+        "is_scaled",
+        "kind",
         "name",
         "op",
         "root",
@@ -91,7 +77,9 @@ class Collective:
         self.written: list[Written] = []
         self.foreign: list[Any] = []
         self.op: ReduceKind | None = None
+        self.kind: ReduceKind | None = None
         self.factor: Factor | None = None
+        self.is_scaled = False
 
     @property
     def is_root(self) -> bool:
@@ -161,101 +149,45 @@ class Collective:
         kind, self.factor = split_premul(op)
         for tensor in tensors:
             check_reducible(kind, tensor, self.name, self.factor)
+        self.kind = kind
         self.op = kind if self.factor is None else ReduceOp.PREMUL_SUM
         return kind
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` times the factor of PREMUL_SUM, in new memory; itself where there is none."""
+        self.is_scaled = True
         return tensor if self.factor is None else premultiplied(tensor, self.factor)
 
     def run(
         self,
-        start: Start,
-        tensor: torch.Tensor | list[torch.Tensor],
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        noted: torch.Tensor | Tensors,
         async_op: bool = False,
         result: Sequence[Any] | None = None,
         *,
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        op: ReduceKind | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
+        then: Callable[[], None] | None = None,
     ) -> Work | None:
-        """Compare the call with the members', as ``Channel.enter`` does, and ``run`` it."""
+        """Run the call, whose arguments were checked, as ``PreparedCall`` says."""
         check_flag(async_op, self.name)
         self._check_apart()
-        channel = self._open_channel(tensor)
-        channel.enter(self.name, tensor, self.op, self.root, sent, taken, title=self.title)
-        return self._run(channel, start, async_op, result)
-
-    def run_elementwise(
-        self,
-        start: StartOn,
-        tensor: torch.Tensor | list[torch.Tensor],
-        async_op: bool = False,
-        result: Sequence[Any] | None = None,
-    ) -> Work | None:
-        """As ``run``, with ``start`` given what to hand to the communicator for each tensor.
-
-        What is not in row-major order is handed over as it lies, where that is right though the
-        members' layouts may differ: where the wire sees to it, or the members compare them. In a
-        reduction on a device they disagree where layouts differ. Else it is copied.
-        """
-        check_flag(async_op, self.name)
-        tensors = tensor if isinstance(tensor, list) else [tensor]
-        self._check_apart()
-        channel = self._open_channel(tensor)
-        handed = self._enter_as_they_lie(channel, tensor, tensors, async_op)
-        if handed is None:
-            handed = [one.contiguous() for one in tensors]
-            copies = {id(one): copy for one, copy in zip(tensors, handed, strict=True)}
-            self.written = [(x, data, copies[id(one)]) for x, data, one in self.written]
-        return self._run(channel, lambda wire, terms: start(wire, terms, handed), async_op, result)
-
-    def _enter_as_they_lie(
-        self,
-        channel: Channel,
-        tensor: torch.Tensor | list[torch.Tensor],
-        tensors: list[torch.Tensor],
-        async_op: bool,
-    ) -> list[torch.Tensor] | None:
-        """Compare the call; return what to hand over of tensors that are not copied, or None."""
-        asked = self.name, tensor, self.op, self.root
-        if all(one.is_contiguous() for one in tensors) or self._wire_takes(channel, tensors):
-            channel.enter(*asked, title=self.title)
-            return tensors
-        layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
-        if self.op is not None and channel.demands_layouts:
-            channel.enter(*asked, layouts=layouts, title=self.title)
-            return [flat(one) for one in tensors]
-        is_large = sum(one.nbytes for one in tensors) >= _WORTH_COMPARING
-        if channel.compares_layouts and is_large and not async_op:
-            channel.enter(*asked, layouts=layouts, title=self.title)
-            return [flat(one) for one in tensors] if channel.has_one_layout() else None
-        channel.enter(*asked, title=self.title)
-        return None
-
-    def _wire_takes(self, channel: Channel, tensors: list[torch.Tensor]) -> bool:
-        verb = VERBS[self.name].wire_verbs[0]
-        op = self.op if self.factor is None else ReduceOp.SUM
-        return channel.communicator.takes_layouts(verb, tensors, op)
-
-    def _open_channel(self, tensor: torch.Tensor | list[torch.Tensor]) -> Channel:
-        first = tensor[0] if isinstance(tensor, list) else tensor
-        return self.group.open_channel(first.device.type)
-
-    def _run(
-        self, channel: Channel, start: Start, async_op: bool, result: Sequence[Any] | None
-    ) -> Work | None:
-        """Run the call, which the channel has let through."""
-        shows_all = VERBS[self.name].is_plain and self.factor is None and not self.title
-        return run(
-            channel,
-            self.name,
-            start,
-            self.written,
-            async_op,
+        prepared = PreparedCall(
+            *(self.name, way, inputs, outputs, noted, op or self.kind, self.root, sizes),
+            title=self.title,
+            written=self.written,
             foreign=self.foreign,
             result=result,
-            shows_all=shows_all,
+            factor=None if self.is_scaled else self.factor,
+            noted_op=self.op,
+            then=then,
+            is_elementwise=self.is_elementwise,
+            shows_all=VERBS[self.name].is_plain and self.factor is None and not self.title,
         )
+        first = noted if isinstance(noted, torch.Tensor) else noted[0]
+        return self.group.open_channel(first.device.type).run(prepared, is_async=async_op)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -403,70 +335,3 @@ class Collective:
                 fix=fix,
             )
         return given
-
-
-def run(
-    channel: Channel,
-    verb: str,
-    start: Start,
-    written: Sequence[Written],
-    async_op: bool,
-    timeout: timedelta | None = None,
-    *,
-    foreign: Sequence[Any] = (),
-    result: Sequence[Any] | None = None,
-    shows_all: bool = True,
-) -> Work | None:
-    """Start a verb that ``channel.enter`` has let through; wait for it, or return its Work.
-
-    Args:
-        timeout: in place of the group's.
-        foreign: the arrays of other libraries than torch that it reads or writes.
-        result: what the Work returns as its result, where that is more than what is written.
-        shows_all: whether what ``start`` calls on the communicator shows all of the call that must
-            be equal on all members.
-
-    Raises:
-        CollectiveTimeoutError, AbortedError, AgreementError, BackendError: as the group explains.
-    """
-    for _, data, _ in written:
-        note_write(data)
-    limit = timeout or channel.timeout
-    recorder = channel.recorder
-    call = None if shows_all else recorder.find_note()
-    terms = Terms(limit, verb, recorder.sequence, not async_op, call, recorder.num_notes)
-    try:
-        operation = start(channel.communicator, terms)
-        if not async_op:
-            operation.finish(limit)
-    except BaseException as error:
-        if isinstance(error, WireFailure):
-            error.limit = timeout
-        raise channel.failed(error) from None
-    copy_back = find_copy_back(written, verb)
-    hand_back = find_hand_back(foreign) if foreign else None
-    if async_op:
-        results = [original for original, _, _ in written] if result is None else list(result)
-        work = channel.work(operation, results, copy_back, hand_back=hand_back, verb=verb)
-        # Where this rank only sends, those that receive may tell, as of `isend`.
-        return may_be_dropped(work) if results and not written else work
-    if copy_back is not None:
-        copy_back()
-    if hand_back is not None:
-        hand_back()
-    return None
-
-
-def find_copy_back(written: Sequence[Written], verb: str) -> Callable[[], None] | None:
-    """The function that copies a result back to the caller's arrays; None where it lies there."""
-    elsewhere = [one for one in written if one[0] is not one[2]]
-    for _, data, _ in elsewhere:
-        forbid_gradient(data, verb)
-
-    def copy_back() -> None:
-        for _, data, buffer in elsewhere:
-            if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
-                with torch.inference_mode():
-                    data.copy_(buffer)
-
-    return copy_back if elsewhere else None

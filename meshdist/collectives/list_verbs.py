@@ -12,8 +12,6 @@ from typing import Any
 from ..arrays import apart
 from ..groups.process_group import GroupLike, ProcessGroup
 from ..reduce_ops import ReduceOp, Reduction
-from ..wires.communicator import Communicator
-from ..wires.operations import Operation, Terms
 from ..wires.work import Work
 from . import bodies
 from .checks import get_root
@@ -62,13 +60,8 @@ def all_gather(
     block = call.read(tensor, "tensor")
     outputs = call.take_list(call.write, tensor_list, "tensor_list", block, "tensor")
     call.check_same_size(outputs[call.group.rank()], block, ("my tensor_list", "tensor"))
-    return call.run(
-        lambda wire, terms: wire.all_gather_list(outputs, block, terms),
-        block,
-        async_op,
-        sent=[block.numel()] * len(outputs),
-        taken=[output.numel() for output in outputs],
-    )
+    sizes = [block.numel()] * len(outputs), [output.numel() for output in outputs]
+    return call.run("all_gather_list", [block], outputs, block, async_op, sizes=sizes)
 
 
 @verb(fast=["tensor", "gather_list", "peer"], peer=get_root)
@@ -111,12 +104,7 @@ def gather(
     call = Collective("gather", group, root)
     block = call.read(tensor, "tensor")
     outputs = call.take_list(call.write, gather_list, "gather_list", block, "tensor", "destination")
-    return call.run(
-        lambda wire, terms: wire.gather(outputs, block, root, terms),
-        block,
-        async_op,
-        gather_list or [tensor],
-    )
+    return call.run("gather", [block], outputs, block, async_op, gather_list or [tensor])
 
 
 @verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)
@@ -159,7 +147,7 @@ def scatter(
     buffer = call.write(tensor, "tensor")
     parts = call.take_list(call.read, scatter_list, "scatter_list", buffer, "tensor", "source")
     inputs = [apart(part, buffer) for part in parts]
-    return call.run(lambda wire, terms: wire.scatter(buffer, inputs, root, terms), buffer, async_op)
+    return call.run("scatter", inputs, [buffer], buffer, async_op)
 
 
 @verb()
@@ -195,14 +183,11 @@ def reduce_scatter(
     """
     call = Collective("reduce_scatter", group)
     buffer = call.write(output, "output")
-    kind = call.take_op(op, buffer)
+    call.take_op(op, buffer)
     inputs = call.take_list(call.read, input_list, "input_list", buffer, "output")
     call.check_same_size(inputs[call.group.rank()], buffer, ("my input_list", "output"))
-
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        return wire.reduce_scatter_list(buffer, list(map(call.scaled, inputs)), kind, terms)
-
-    return call.run(start, inputs, async_op)
+    sent = list(map(call.scaled, inputs))
+    return call.run("reduce_scatter_list", sent, [buffer], inputs, async_op)
 
 
 @verb(fast=["output_tensor_list", "input_tensor_list"])

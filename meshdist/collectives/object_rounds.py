@@ -261,32 +261,25 @@ class Rounds(Collective):
         mine = torch.tensor([signed_size, length], device=self.device)
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
-        return gathered, self.run(
-            lambda wire, terms: wire.all_gather(flat, mine, terms), mine, async_op, [flat, mine]
-        )
+        result = [flat, mine]
+        return gathered, self.run("all_gather", [mine], [flat], mine, async_op, result)
 
     def _broadcast(
         self, tensor: torch.Tensor, async_op: bool = False
     ) -> tuple[torch.Tensor, Work | None]:
-        root = self.root
-        assert root is not None
         there = tensor.to(self.device)
-        return there, self.run(
-            lambda wire, terms: wire.broadcast(there, root, terms), there, async_op, [there]
-        )
+        sent = [there]
+        return there, self.run("broadcast", sent, sent, there, async_op, sent)
 
     def _all_gather_bytes(
         self, data: torch.Tensor, sizes: Sequence[int], async_op: bool = False
     ) -> tuple[list[torch.Tensor], Work | None]:
         there = data.to(self.device)
         parts = [there.new_empty(size) for size in sizes]
+        given = [there.numel()] * len(parts), sizes
+        result = [*parts, there]
         return parts, self.run(
-            lambda wire, terms: wire.all_gather_list(parts, there, terms),
-            there,
-            async_op,
-            [*parts, there],
-            sent=[there.numel()] * len(parts),
-            taken=sizes,
+            "all_gather_list", [there], parts, there, async_op, result, sizes=given
         )
 
     def _exchange(
@@ -298,11 +291,7 @@ class Rounds(Collective):
     ) -> tuple[torch.Tensor, Work | None]:
         there = data.to(self.device)
         whole = there.new_empty(sum(taken))
+        result, sizes = [whole, there], (sent, taken)
         return whole, self.run(
-            lambda wire, terms: wire.all_to_all_single(whole, there, taken, sent, terms),
-            there,
-            async_op,
-            [whole, there],
-            sent=sent,
-            taken=taken,
+            "all_to_all_single", [there], [whole], there, async_op, result, sizes=sizes
         )

@@ -19,6 +19,7 @@ import torch
 
 from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
+from ..wires.prepared import PreparedCall
 from .checks import find_peer, get_peer, get_root
 from .instruments import verb
 from .object_rounds import (
@@ -31,7 +32,7 @@ from .object_rounds import (
     raise_unpicklable,
     unpack,
 )
-from .point_to_point import ANSWER_TAG, Message, check_not_me, start_together
+from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
 
 __all__ = [
     "all_gather_object",
@@ -352,15 +353,16 @@ class _Line:
 
     def move(
         self, tensor: torch.Tensor, peer: int | None, *, is_send: bool, tag: int = 0
-    ) -> Message:
+    ) -> PreparedCall:
         """Send ``tensor`` to a member, or receive into it; return the finished message."""
-        message = Message(self.verb, self.target, peer, tensor, is_send=is_send)
+        message = prepare_message(self.verb, self.target, peer, tensor, is_send=is_send)
         message.tag = tag  # unchecked: no program may name an answer's
+        channel = open_channel(self.target, message)
         if self.use_batch:
-            start_together([message])
+            channel.start_together([message])
         else:
-            message.start()
-        message.finish()
+            channel.start(message)
+        channel.finish(message)
         return message
 
 

@@ -7,33 +7,31 @@ None of these verbs has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import as_tensor, find_hand_back, shape_text
+from ..arrays import as_tensor, shape_text
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError, LengthError
+from ..groups.channel import Channel
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..wires.communicator import LARGEST_TAG
-from ..wires.failures import WireFailure
-from ..wires.operations import Operation, Terms
-from ..wires.work import Work, may_be_dropped
-from .checks import as_wire_tensor, find_peer, get_peer, note_write
-from .collective import find_copy_back
+from ..wires.prepared import LARGEST_TAG, PreparedCall
+from ..wires.work import Work
+from .checks import as_wire_tensor, find_peer, get_peer
 from .instruments import verb
 
 __all__ = [
     "ANSWER_TAG",
-    "Message",
     "P2POp",
     "batch_isend_irecv",
     "check_not_me",
     "irecv",
     "isend",
     "recv",
+    "open_channel",
+    "prepare_message",
     "send",
-    "start_together",
 ]
 
 ANSWER_TAG = LARGEST_TAG + 1
@@ -75,9 +73,8 @@ def send(
     assert isinstance(group, ProcessGroup)  # the mark has found it
     peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
-    message = Message("send", group, peer, tensor, tag, is_send=True)
-    message.start(waits=True)
-    message.finish()
+    message = prepare_message("send", group, peer, tensor, tag, is_send=True)
+    open_channel(group, message).run(message)
 
 
 @verb(fast=["tensor", "peer", "tag"], peer=find_peer)
@@ -103,9 +100,8 @@ def recv(
     assert isinstance(group, ProcessGroup)  # the mark has found it
     peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
-    message = Message("recv", group, peer, tensor, tag, is_send=False)
-    message.start(waits=True)
-    message.finish()
+    message = prepare_message("recv", group, peer, tensor, tag, is_send=False)
+    open_channel(group, message).run(message)
     return group.ranks[message.operation.source()]
 
 
@@ -128,9 +124,10 @@ def isend(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
-    message = Message("isend", target, peer, tensor, tag, is_send=True)
-    message.start()
-    return message.work()
+    message = prepare_message("isend", target, peer, tensor, tag, is_send=True)
+    channel = open_channel(target, message)
+    channel.start(message)
+    return channel.work(message)
 
 
 @verb()
@@ -155,9 +152,10 @@ def irecv(
     """
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
-    message = Message("irecv", target, peer, tensor, tag, is_send=False)
-    message.start()
-    return message.work()
+    message = prepare_message("irecv", target, peer, tensor, tag, is_send=False)
+    channel = open_channel(target, message)
+    channel.start(message)
+    return channel.work(message)
 
 
 @dataclass(eq=False, repr=False)
@@ -256,22 +254,25 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     messages = []
     for one in p2p_op_list:
         name, is_send = one.op.__name__, one.op is isend
-        messages.append(Message(name, target, one.group_peer, one.tensor, one.tag, is_send=is_send))
-    wires = {target.wire_name(message.device_type): message for message in messages}
+        given = name, target, one.group_peer, one.tensor, one.tag
+        messages.append(prepare_message(*given, is_send=is_send))
+    wires = {target.wire_name(one.noted.device.type): one for one in messages}
     if len(wires) > 1:
         raise ArgumentError(
             "batch_isend_irecv has tensors that travel over different wires",
             where=target.name,
-            found=", ".join(f"{one.device_type} over {name}" for name, one in wires.items()),
+            found=", ".join(f"{x.noted.device.type} over {name}" for name, x in wires.items()),
             fix="make one batch for each device type",
         )
-    start_together(messages)
-    return [message.work() for message in messages]
+    channel = open_channel(target, messages[0])
+    channel.start_together(messages)
+    return [channel.work(message) for message in messages]
 
 
-@dataclass(eq=False, repr=False)
-class Message:
-    """One send or receive whose arguments are known to be good; nothing is sent before ``start``.
+def prepare_message(
+    verb: str, target: ProcessGroup, peer: int | None, tensor: Any, tag: int = 0, *, is_send: bool
+) -> PreparedCall:
+    """One send or receive whose arguments are known to be good.
 
     Args:
         verb: its public name.
@@ -285,121 +286,20 @@ class Message:
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
         BackendError: the group has no wire for the tensor's device.
     """
-
-    verb: str
-    target: ProcessGroup
-    peer: int | None
-    tensor: Any
-    tag: int = 0
-    is_send: bool = field(kw_only=True)
-    number: int = field(init=False)
-    operation: Operation = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.data, self.buffer = as_wire_tensor(
-            self.tensor, "tensor", self.verb, writable=not self.is_send
-        )
-        self.device_type = "cpu" if self.buffer.is_cpu else self.buffer.device.type
-        if self.tag.__class__ is not int or self.tag:  # a plain 0 is the common case
-            _check_tag(self.tag, self.target.wire_name(self.device_type))
-
-    def start(self, *, waits: bool = False) -> None:
-        """Compare it with its counterpart, if that is there, and start it.
-
-        A receive whose sender is known only later is compared then; ``finish`` raises. ``waits``
-        says that ``finish`` follows at once.
-
-        Raises:
-            AgreementError: the counterpart has another dtype or number of elements.
-        """
-        channel = self.channel = self.target.open_channel(self.device_type)
-        communicator = channel.communicator
-        verb, buffer, peer, tag = self.verb, self.buffer, self.peer, self.tag
-        if not self.is_send and channel.waits_for_sender(peer, tag):
-            self._note(is_numbered=False)
-            note_write(self.data)
-            self.operation = channel.recv_later(verb, buffer, peer, tag, self.number, waits=waits)
-            return
-        # The sooner a receive is posted the less its sender waits; its call is noted while the
-        # message is on its way.
-        is_noted_late = not self.is_send and communicator.posts_at_once and not channel.is_broken()
-        if not is_noted_late:
-            self._note()
-        different = channel.compare_message(verb, buffer, peer, tag, is_send=self.is_send)
-        if different is not None:
-            if is_noted_late:
-                self._note()
-            assert peer is not None  # recv_later compares a receive whose sender is not known yet
-            raise channel.disagree(different, (self.is_send, peer, tag))
-        failure = None
-        try:
-            note = channel.recorder.num_notes
-            terms = Terms(channel.timeout, verb, note, waits, note=note)
-            if self.is_send:
-                assert peer is not None  # a receiver is always named
-                self.operation = communicator.send(buffer, peer, tag, terms)
-            else:
-                note_write(self.data)
-                self.operation = communicator.recv(buffer, peer, tag, terms)
-        except WireFailure as caught:
-            failure = caught
-        if is_noted_late:
-            self._note()
-        if failure is not None:
-            raise channel.explain(failure) from None
-
-    def _note(self, *, is_numbered: bool = True) -> None:
-        channel = self.channel
-        channel.note_message(self.verb, self.buffer, self.peer, self.tag, is_numbered=is_numbered)
-        self.number = channel.recorder.num_notes
-
-    def finish(self) -> None:
-        """Wait for it; what has come lies in the caller's array then, and its library may go on."""
-        try:
-            self.operation.finish(self.channel.timeout)
-        except WireFailure as failure:
-            raise self.channel.explain(failure, self.number) from None
-        except BaseException as error:
-            if self.peer is None and self.channel.spans_hosts:  # it would take a later message
-                raise self.channel.failed(error) from None
-            raise
-        if copy_back := self._find_copy_back():
-            copy_back()
-        if hand_back := self._find_hand_back():
-            hand_back()
-
-    def work(self) -> Work:
-        """The Work for a caller that waits later."""
-        work = self.channel.work(
-            self.operation,
-            [self.tensor],
-            self._find_copy_back(),
-            hand_back=self._find_hand_back(),
-            verb=self.verb,
-            note=self.number,
-            is_transfer=True,
-        )
-        return may_be_dropped(work) if self.is_send else work  # the receiver may tell
-
-    def _find_copy_back(self) -> Callable[[], None] | None:
-        if self.is_send or self.buffer is self.tensor:
-            return None  # the common case, decided fast
-        return find_copy_back([(self.tensor, self.data, self.buffer)], self.verb)
-
-    def _find_hand_back(self) -> Callable[[], None] | None:
-        return None if self.data is self.tensor else find_hand_back([self.tensor])
+    data, buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
+    if tag.__class__ is not int or tag:  # a plain 0 is the common case
+        _check_tag(tag, target.wire_name(buffer.device.type))
+    more: Any = {"root": peer, "tag": tag, "foreign": () if data is tensor else [tensor]}
+    if is_send:
+        return PreparedCall(verb, "send", [buffer], (), buffer, result=[tensor], **more)
+    written = [(tensor, data, buffer)]
+    return PreparedCall(verb, "recv", (), [buffer], buffer, written=written, **more)
 
 
-def start_together(messages: Sequence[Message]) -> None:
-    """Start messages of one group and wire; which of them stands first does not matter."""
-    first = messages[0]
-    channel = first.target.open_channel(first.device_type)
-    try:
-        with channel.communicator.batch():
-            for message in messages:
-                message.start()
-    except WireFailure as failure:
-        raise channel.explain(failure) from None
+def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:
+    """The channel that carries a message."""
+    tensor = message.noted
+    return target.open_channel("cpu" if tensor.is_cpu else tensor.device.type)
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..arguments import get_whole_number
 from ..groups.process_group import GroupLike
-from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean, multiply
+from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean
+from ..wires.built_verbs import divide, reduced
 from ..wires.c10d.substitutes import read_as
-from ..wires.communicator import Communicator
-from ..wires.fallbacks import divide, reduced
-from ..wires.operations import Chain, Operation, Terms
 from ..wires.work import Work
 from .checks import get_peer
 from .collective import Collective
@@ -70,16 +69,9 @@ def all_reduce_coalesced(
     call = Collective("all_reduce_coalesced", group, is_elementwise=True)
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
-    kind = call.take_op(op, *buffers)
+    call.take_op(op, *buffers)
     _check_devices(call, buffers, "tensors")
-
-    def start(wire: Communicator, terms: Terms, handed: list[torch.Tensor]) -> Operation:
-        if call.factor is not None:
-            for one in handed:
-                multiply(one, call.factor)
-        return wire.all_reduce_list(handed, kind, terms)
-
-    return call.run_elementwise(start, buffers, async_op)
+    return call.run("all_reduce_list", buffers, buffers, buffers, async_op)
 
 
 @verb()
@@ -120,9 +112,7 @@ def all_gather_coalesced(
         call.check_alike(buffer, source, names)
         call.check_same_size(buffer, source, names)
     _check_devices(call, inputs, names[1])
-    return call.run(
-        lambda wire, terms: _gather_packed(wire, buffers, inputs, terms), inputs, async_op
-    )
+    return _gather_packed(call, buffers, inputs, async_op)
 
 
 @verb()
@@ -156,17 +146,14 @@ def broadcast_multigpu(
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
     """
     call = Collective("broadcast_multigpu", group)
-    root = call.root = get_peer(call.group, src, None, call.name, "src")
+    call.root = get_peer(call.group, src, None, call.name, "src")
     buffers = _take(call, call.write, tensor_list)
     place = _place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
     if call.is_root:  # what is sent stays as it is
         del call.written[place]
-
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        return Chain([wire.broadcast(sent, root, terms)], lambda: _spread(sent, buffers))
-
-    return call.run(start, buffers, async_op, tensor_list)
+    one, then = [sent], partial(_spread, sent, buffers)
+    return call.run("broadcast", one, one, buffers, async_op, tensor_list, then=then)
 
 
 @verb()
@@ -200,16 +187,8 @@ def all_reduce_multigpu(
     """
     call = Collective("all_reduce_multigpu", group)
     buffers = _take(call, call.write, tensor_list)
-    kind = call.take_op(op, buffers[0])
-
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        step, total = _first_step(call, kind, buffers)
-        return Chain(
-            [wire.all_reduce(total, step, terms)],
-            lambda: _end(total, kind, wire.size * len(buffers), buffers),
-        )
-
-    return call.run(start, buffers, async_op)
+    call.take_op(op, buffers[0])
+    return _reduce_as_one(call, "all_reduce", buffers, buffers, async_op, None)
 
 
 @verb()
@@ -244,20 +223,12 @@ def reduce_multigpu(
         [[1.0, 6.0], [1.0, 2.0]]
     """
     call = Collective("reduce_multigpu", group)
-    root = call.root = get_peer(call.group, dst, None, call.name, "dst")
+    call.root = get_peer(call.group, dst, None, call.name, "dst")
     buffers = _take(call, call.read, tensor_list)
     place = _place(call, dst_tensor, "dst_tensor", buffers)
     outputs = [call.write(tensor_list[place], "tensor_list")] if call.is_root else []
-    kind = call.take_op(op, buffers[0])
-
-    def start(wire: Communicator, terms: Terms) -> Operation:
-        step, total = _first_step(call, kind, buffers)
-        return Chain(
-            [wire.reduce(total, step, root, terms)],
-            lambda: _end(total, kind, wire.size * len(buffers), outputs),
-        )
-
-    return call.run(start, buffers, async_op, tensor_list)
+    call.take_op(op, buffers[0])
+    return _reduce_as_one(call, "reduce", buffers, outputs, async_op, tensor_list)
 
 
 @verb()
@@ -296,10 +267,7 @@ def all_gather_multigpu(
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     names = ("an entry of output_tensor_lists", "input_tensor_list[0]")
     _check_same(call, outputs, inputs[0], names)
-
-    return call.run(
-        lambda wire, terms: _gather_packed(wire, outputs, inputs, terms), inputs, async_op
-    )
+    return _gather_packed(call, outputs, inputs, async_op)
 
 
 def _take(
@@ -329,15 +297,25 @@ def _place(call: Collective, place: object, argument: str, tensors: Sequence[tor
     return get_whole_number(place, f"{call.name}: {argument}", 0, last, where="tensor_list")
 
 
-def _first_step(
-    call: Collective, kind: ReduceKind, buffers: Sequence[torch.Tensor]
-) -> tuple[ReduceKind, torch.Tensor]:
-    """How the members' tensors are reduced, and this member's, reduced already.
+def _reduce_as_one(
+    call: Collective,
+    way: str,
+    buffers: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    async_op: bool,
+    result: Sequence[Any] | None,
+) -> Work | None:
+    """Reduce this member's tensors to one, that one with the other members', and spread it.
 
     A mean of whole numbers is rounded once, in the end: until then it is a sum.
     """
+    kind = call.kind
+    assert kind is not None  # a verb that reduces
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
-    return step, reduced([call.scaled(part).view(-1) for part in buffers], step)
+    total = reduced([call.scaled(part).view(-1) for part in buffers], step)
+    then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
+    one = [total]
+    return call.run(way, one, one, buffers, async_op, result, op=step, then=then)
 
 
 def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:
@@ -356,8 +334,8 @@ def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 
 
 def _gather_packed(
-    wire: Communicator, outputs: list[torch.Tensor], inputs: list[torch.Tensor], terms: Terms
-) -> Operation:
+    call: Collective, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
+) -> Work | None:
     """Gather all inputs, as bytes one after the other, in one operation.
 
     Args:
@@ -366,15 +344,16 @@ def _gather_packed(
         inputs: this rank's tensors; they travel from the first one's device.
     """
     packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
-    whole = packed.new_empty(wire.size * packed.numel())
-    parts = whole.split([part.nbytes for part in inputs] * wire.size)
+    size = call.group.size()
+    whole = packed.new_empty(size * packed.numel())
+    parts = whole.split([part.nbytes for part in inputs] * size)
 
     def unpack() -> None:
         with torch.inference_mode():  # they may be parameters, or inference tensors
             for output, part in zip(outputs, itertools.cycle(parts)):
                 read_as(output, torch.uint8).copy_(part)
 
-    return Chain([wire.all_gather(whole, packed, terms)], unpack)
+    return call.run("all_gather", [packed], [whole], inputs, async_op, then=unpack)
 
 
 def _check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:

@@ -12,7 +12,7 @@ from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp
 from ..wires.failures import WireRefused
-from ..wires.operations import Terms
+from ..wires.prepared import PreparedCall
 from .verbs import all_reduce
 
 __all__ = ["flat_memory", "shared_empty"]
@@ -64,18 +64,16 @@ def shared_empty(
             f"{shape!r} is no shape", found=first_line(error), fix="for example (2, 3)"
         ) from None
     channel = target.open_channel("cpu")
-    channel.enter("shared_empty", like)
-    communicator = channel.communicator
     count = torch.tensor([like.nbytes])
     counts = torch.empty(target.size(), dtype=torch.int64)
+    # The places in memory follow from the sizes, which must be equal first.
+    channel.run(
+        PreparedCall("shared_empty", "all_gather", [count], [counts], like, shows_all=False)
+    )
+    if bool((counts != count).any()):
+        raise channel.disagree(channel.recorder.sequence)
     try:
-        # The places in memory follow from the sizes, which must be equal first.
-        noted = channel.recorder.find_note()
-        terms = Terms(channel.timeout, "shared_empty", channel.recorder.sequence, True, noted)
-        communicator.all_gather(counts, count, terms).finish(channel.timeout)
-        if bool((counts != count).any()):
-            raise channel.disagree(channel.recorder.sequence)
-        memory = communicator.shared_bytes(like.nbytes, channel.timeout)
+        memory = channel.communicator.shared_bytes(like.nbytes, channel.timeout)
     except WireRefused as refusal:  # on all members, and nothing is left of it
         raise BackendError(
             f"shared_empty on {target.name}: memory cannot be shared",

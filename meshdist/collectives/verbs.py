@@ -18,6 +18,7 @@ from typing import Any
 from ..arguments import check_timeout
 from ..groups.process_group import GroupLike, ProcessGroup
 from ..reduce_ops import ReduceOp, Reduction
+from ..wires.prepared import PreparedCall
 from ..wires.work import Work, joined
 from . import bodies
 from .checks import (
@@ -25,7 +26,7 @@ from .checks import (
     first_cuda_device,
     get_peer,
 )
-from .collective import Collective, run
+from .collective import Collective
 from .instruments import verb
 
 __all__ = [
@@ -147,15 +148,10 @@ def reduce(
     root = get_peer(group, dst, group_dst, "reduce", "dst")
     call = Collective("reduce", group, root, is_elementwise=True)
     buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
-    kind = call.take_op(op, buffer)
+    call.take_op(op, buffer)
     scaled = call.scaled(buffer)
     call.written = [(one, data, scaled) for one, data, _ in call.written]
-    return call.run_elementwise(
-        lambda wire, terms, handed: wire.reduce(handed[0], kind, root, terms),
-        scaled,
-        async_op,
-        [tensor],
-    )
+    return call.run("reduce", sent := [scaled], sent, scaled, async_op, [tensor])
 
 
 @verb(fast=["output_tensor", "input_tensor"])
@@ -272,15 +268,8 @@ def barrier(
     channels = group.channels_at_rest("cuda" if is_on_cuda else group.first_device_type())
     works: list[Work] = []
     for channel in channels:
-        channel.enter("barrier", None)
-        started = run(
-            channel,
-            "barrier",
-            lambda wire, terms: wire.barrier(terms, device),
-            [],
-            async_op,
-            timeout,
-        )
+        prepared = PreparedCall("barrier", "barrier", (), (), device=device, limit=timeout)
+        started = channel.run(prepared, is_async=async_op)
         if started is not None:
             works.append(started)
     return joined(works) if works else None

@@ -36,7 +36,8 @@ from ..groups.process_group import GroupLike, ProcessGroup, resolve_group, world
 from ..groups.shadowing import Shadowing, find_shadowing
 from ..runtime.untraced import leave_untraced
 from ..wires.operations import DONE
-from ..wires.work import Work, may_be_dropped
+from ..wires.prepared import PreparedCall
+from ..wires.work import Work
 from .replicas import broadcast_from
 
 __all__ = [
@@ -471,7 +472,9 @@ class Join:
         at_work = context.announce(joinable, _ITERATION)
         count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
         channel = context.group.open_channel(count.device.type)
-        return may_be_dropped(channel.work(DONE, [count], verb="notify_join_context"))
+        done = PreparedCall("notify_join_context", "barrier", (), (), result=[count])
+        done.operation = DONE
+        return channel.work(done)
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
         """The one group and device of all joinables."""

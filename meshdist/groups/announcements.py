@@ -25,7 +25,8 @@ from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
 from ..reduce_ops import ReduceKind
 from ..wires.failures import WireFailure, WireTimeout
-from ..wires.operations import Operation, Terms
+from ..wires.operations import Operation
+from ..wires.prepared import PreparedCall
 from .announcement_table import AnnouncementTable
 from .channel import Channel
 from .process_group import ProcessGroup
@@ -157,12 +158,10 @@ class Round:
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
         gathered = mine.new_empty((channel.communicator.size, num_bytes))
         channel.enter_uncovered(NAME, mine)
-        recorder = channel.recorder
-        terms = Terms(self._timeout, NAME, recorder.sequence, False, None, recorder.num_notes)
-        try:
-            return gathered, channel.communicator.all_gather(gathered.view(-1), mine, terms)
-        except WireFailure as failure:
-            raise channel.explain(failure) from None
+        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered.view(-1)])
+        prepared.timeout = self._timeout
+        channel.start_entered(prepared)
+        return gathered, prepared.operation
 
     def _rows(
         self, gathered: torch.Tensor, operation: Operation, timeout: timedelta

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
 from functools import partial
 from threading import main_thread
 from typing import TYPE_CHECKING, Any
@@ -30,16 +28,16 @@ from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import (
     Interrupted,
-    MemberLost,
     MembersDisagree,
     WireAborted,
     WireFailure,
     WireTimeout,
 )
-from ..wires.operations import Operation, Terms
-from ..wires.packing import Layout
+from ..wires.operations import Chain, Operation
+from ..wires.packing import ROW_MAJOR, Layout, find_layout, flat
+from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 from .failures import Explainer, OtherMembers
 from .matching import Receive
 from .registry import OpenCommunicator
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel"]
 
-_LOOK_S = 0.1
 
 _warned: set[tuple[str, int]] = set()
 
@@ -194,7 +191,7 @@ class Channel:
             sent, taken: how many elements go to and come from each member, for a verb whose
                 members may differ in that; only the dtype of ``tensor`` must be equal then.
             layouts: of the tensors, where they must be equal on all members
-                (``demands_layouts``), or ``has_one_layout`` is asked next.
+                (``demands_layouts``).
             title: what the verb is a part of, equal on all members; "" where it stands for itself.
 
         Raises:
@@ -202,9 +199,8 @@ class Channel:
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
-        on_stream, offered = self.communicator.on_stream, tuple(layouts)
-        demanded = offered if on_stream else ()
-        call = get_call(verb, tensor, op, root, title, bool(sent), demanded)
+        on_stream = self.communicator.on_stream
+        call = get_call(verb, tensor, op, root, title, bool(sent), tuple(layouts))
         if not (sent or layouts) and self._enter(call, call.fingerprint):
             if on_stream:
                 self._compare_before_data_move(call, tensor)
@@ -218,88 +214,155 @@ class Channel:
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
-            offer = None
-            if offered and not demanded:
-                offer = replace(call, layouts=offered).fingerprint
-            if header_table.enter(sequence, call.fingerprint, sent, taken, offer):
+            if header_table.enter(sequence, call.fingerprint, sent, taken):
                 raise self.disagree(sequence)
         if self.spans_hosts or on_stream:
             if self._comparison is not None:
                 self._comparison.enter(sequence, call.fingerprint)
             self._compare_before_data_move(call, tensor, sent, taken)
 
-    @property
-    def compares_layouts(self) -> bool:
-        """Whether ``has_one_layout`` may be asked of a call whose caller waits."""
-        return (
-            self.header_table is not None
-            and not self.spans_hosts
-            and self.communicator.holds_callers
-        )
-
-    def has_one_layout(self) -> bool:
-        """Whether all members' tensors lie alike in the call that was just entered with layouts.
-
-        Waits until it is known, and is the same on all members that have given layouts; those whose
-        tensors are in row-major order need not ask.
+    def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
+        """Start a call, and wait for it, or return its Work.
 
         Raises:
-            CollectiveTimeoutError, AbortedError, BackendError: as the wait for the call itself.
+            AgreementError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
+                another dtype or number of elements.
+            CollectiveTimeoutError, AbortedError, BackendError: as the group explains.
         """
-        table, sequence = self.header_table, self.recorder.sequence
-        assert table is not None  # else compares_layouts was false
-        next_look = 0.0
+        self.start(prepared, waits=not is_async)
+        if is_async:
+            return self.work(prepared)
+        self.finish(prepared)
+        return None
 
-        def is_known() -> bool:
-            nonlocal next_look
-            if table.is_offered_by_all(sequence) is not None:
-                return True
-            if self.is_broken():
-                raise WireAborted("aborted while waiting")
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_S
-                gone = table.find_gone(sequence)
-                if gone is not None:
-                    raise MemberLost("has ended", gone)
-            return False
+    def start(self, prepared: PreparedCall, *, waits: bool = False) -> None:
+        """Compare a call with the other members', and start it; ``waits``: ``finish`` is next."""
+        prepared.timeout, prepared.waits = prepared.limit or self.timeout, waits
+        if prepared.is_message:
+            self._start_message(prepared)
+            return
+        self._enter_as_it_lies(prepared)
+        self.start_entered(prepared)
 
+    def start_entered(self, prepared: PreparedCall) -> None:
+        """Start a collective that ``enter`` has let through."""
+        prepared.begin_here()
+        recorder = prepared.recorder = self.recorder
+        prepared.sequence, prepared.number = recorder.sequence, recorder.num_notes
         try:
-            self.communicator.wait_for(is_known, self.timeout)
+            operation = self.communicator.start(prepared)
+        except BaseException as error:
+            raise self._failed(prepared, error) from None
+        then = prepared.then
+        prepared.operation = operation if then is None else Chain([operation], then)
+
+    def start_together(self, messages: Sequence[PreparedCall]) -> None:
+        """Start messages; which of them stands first does not matter."""
+        try:
+            with self.communicator.batch():
+                for message in messages:
+                    self.start(message)
         except BaseException as error:
             raise self.failed(error) from None
-        return bool(table.is_offered_by_all(sequence))
 
-    def work(
-        self,
-        operation: Operation,
-        tensors: list[Any],
-        copy_back: Callable[[], None] | None = None,
-        *,
-        hand_back: Callable[[], None] | None = None,
-        verb: str,
-        note: int | None = None,
-        is_transfer: bool = False,
-    ) -> Work:
-        """Wrap a started operation for a caller that waits later.
+    def finish(self, prepared: PreparedCall) -> None:
+        """Wait for a call; its result lies in the caller's arrays then."""
+        try:
+            prepared.operation.finish(prepared.timeout)
+        except BaseException as error:
+            raise self._failed(prepared, error) from None
+        prepared.finish_here()
 
-        ``copy_back`` copies the result to where it belongs; ``hand_back`` hands the arrays back in
-        each thread that has waited. Without ``note``, the call is the last that was noted.
-        """
-        noted = self.recorder.num_notes if note is None else note
-        return Work(
-            operation,
+    def work(self, prepared: PreparedCall) -> Work:
+        """Wrap a started call for a caller that waits later."""
+        written, result = prepared.written, prepared.result
+        results = [x for x, _, _ in written] if result is None else list(result)
+        number = self.recorder.num_notes if prepared.number is None else prepared.number
+        work = Work(
+            prepared.operation,
             self.timeout,
-            lambda failure: self.explain(failure, noted),
-            tensors,
-            copy_back,
-            verb,
+            lambda failure: self.explain(failure, number),
+            results,
+            prepared.find_copy_back(),
+            prepared.verb,
             self.group.name,
-            is_transfer,
-            hand_back,
-            noted,
+            prepared.is_message,
+            prepared.find_hand_back(),
+            number,
             self._warn_dropped,
             self.user(),
         )
+        # Where this rank only sends, those that receive may tell.
+        return may_be_dropped(work) if results and not written else work
+
+    def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
+        """Enter a collective; where it travels in another order of memory, copy its tensors."""
+        sent, taken = prepared.sizes or ((), ())
+        asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, sent, taken
+        tensors, title = prepared.inputs, prepared.title
+        if (
+            not prepared.is_elementwise
+            or all(one.is_contiguous() for one in tensors)
+            or self.communicator.takes_layouts(prepared.way, tensors, prepared.op)
+        ):
+            self.enter(*asked, title=title)
+        elif prepared.op is not None and self.demands_layouts:
+            layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
+            self.enter(*asked, layouts=layouts, title=title)
+            prepared.travel_as([flat(one) for one in tensors], are_copies=False)
+        else:
+            self.enter(*asked, title=title)
+            prepared.travel_as([one.contiguous() for one in tensors], are_copies=True)
+
+    def _start_message(self, prepared: PreparedCall) -> None:
+        """Compare a message with its counterpart, if that is there, and start it.
+
+        A receive whose sender is known only later is compared then; ``finish`` raises.
+        """
+        communicator, recorder = self.communicator, self.recorder
+        verb, peer, tag, is_send = prepared.verb, prepared.root, prepared.tag, prepared.is_send
+        tensor = (prepared.inputs if is_send else prepared.outputs)[0]
+        prepared.recorder = recorder
+
+        def note(*, is_numbered: bool = True) -> None:
+            self.note_message(verb, tensor, peer, tag, is_numbered=is_numbered)
+            prepared.number = recorder.num_notes
+
+        if not is_send and self.waits_for_sender(peer, tag):
+            note(is_numbered=False)
+            prepared.begin_here()
+            prepared.operation = self._receive_later(prepared, tensor)
+            return
+        # The sooner a receive is posted the less its sender waits; its call is noted while the
+        # message is on its way.
+        is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
+        if not is_noted_late:
+            note()
+        different = self.compare_message(verb, tensor, peer, tag, is_send=is_send)
+        if different is not None:
+            if is_noted_late:
+                note()
+            assert peer is not None  # _receive_later compares where it is not known yet
+            raise self.disagree(different, (is_send, peer, tag))
+        prepared.sequence = prepared.number = recorder.num_notes
+        prepared.begin_here()
+        try:
+            prepared.operation = communicator.start(prepared)
+        except BaseException as error:
+            if is_noted_late:
+                note()
+            raise self._failed(prepared, error) from None
+        if is_noted_late:
+            note()
+
+    def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
+        """The error to raise of a call that did not start or end well."""
+        if isinstance(error, WireFailure):
+            error.limit = prepared.limit
+            return self.explain(error, prepared.number)
+        # A message that a handler leaves may come later; one from any host would take another's.
+        stays = prepared.is_message and not (prepared.root is None and self.spans_hosts)
+        return error if stays else self.failed(error)
 
     def is_broken(self) -> bool:
         """Whether the group failed or was aborted, so that every call on it is refused."""
@@ -361,17 +424,15 @@ class Channel:
         """Whether a receive is to be started by ``recv_later``."""
         return self.matching is not None and self.matching.takes(peer, tag)
 
-    def recv_later(
-        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, note: int, *, waits: bool
-    ) -> Operation:
-        """Start the receive that is noted as ``note`` once ``peer``, or any member for None, has
-        noted a message for it, and compare them.
-        """
+    def _receive_later(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
+        """Start a receive once its sender has noted a message for it, and compare them."""
         assert self.matching is not None  # else waits_for_sender was false
-        header = get_message(verb, tensor, peer, tag).fingerprint
-        explain = partial(self.explain, note=note)
-        receive = Receive(tensor, peer, tag, header, note, self.timeout, explain)
-        return self.matching.add(receive, waits=waits)
+        assert prepared.number is not None
+        peer, tag, number = prepared.root, prepared.tag, prepared.number
+        header = get_message(prepared.verb, tensor, peer, tag).fingerprint
+        explain = partial(self.explain, note=number)
+        receive = Receive(tensor, peer, tag, header, number, self.timeout, explain)
+        return self.matching.add(receive, waits=prepared.waits)
 
     def _native_entry(self) -> Any:
         """The native core's ``enter``, for plain calls; None where there is none."""
@@ -459,8 +520,8 @@ class Channel:
         values = [*common, *(sent or nothing), *(taken or nothing)]
         mine = torch.tensor(values, dtype=torch.int64, device=device or self.device_type)
         all_of_them = mine.new_empty(size * len(values))
-        terms = Terms(self.timeout, waits=True)
-        self.communicator.all_gather(all_of_them, mine, terms).finish(self.timeout)
+        gather = PreparedCall("", "all_gather", [mine], [all_of_them]).as_own(self.timeout)
+        self.communicator.start(gather).finish(self.timeout)
         headers = all_of_them.view(size, -1).tolist()
         commons = {tuple(row[: len(common)]) for row in headers}
         sends = [row[len(common) :][:size] for row in headers]

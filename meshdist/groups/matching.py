@@ -19,7 +19,8 @@ from ..checking.header_table import HeaderTable
 from ..checking.recorder import Recorder
 from ..wires.communicator import Communicator
 from ..wires.failures import MemberLost, MembersDisagree, WireAborted
-from ..wires.operations import Deferred, Terms
+from ..wires.operations import Deferred
+from ..wires.prepared import PreparedCall
 
 __all__ = ["Matching", "Receive"]
 
@@ -153,8 +154,10 @@ class Matching:
 
     def _start(self, receive: Receive, peer: int | None) -> None:
         try:
-            terms = Terms(receive.timeout)
-            started = self.communicator.recv(receive.tensor, peer, receive.tag, terms)
+            into = [receive.tensor]
+            prepared = PreparedCall("recv", "recv", (), into, root=peer, tag=receive.tag)
+            prepared.timeout = receive.timeout
+            started = self.communicator.start(prepared)
         except Exception as failure:
             self._end(receive, failure)
             return

@@ -38,12 +38,15 @@ from ..errors import (
 )
 from ..groups.failures import Explainer, opening_error
 from ..groups.verb_methods import Asked
+from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline
 from ..runtime.hosts import num_forks
 from ..verb_table import ROOTED_VERBS
 from ..wires.communicator import Communicator
 from ..wires.failures import WireFailure
-from ..wires.operations import Chain, Terms, WorkerQueue
+from ..wires.operations import Chain, WorkerQueue
+from ..wires.packing import Sizes
+from ..wires.prepared import PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 from .members import Comparison, MembersOfTorchGroup
@@ -313,23 +316,33 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         noted: Tensors,
         result: list[Any],
         way: str,
-        calls: Sequence[tuple[Any, ...]],
-        sizes: Sequence[Sequence[int]] = (),
+        pairs: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        op: ReduceKind | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
     ) -> TorchWork:
         """Run a call that was checked.
 
         Args:
             noted: what it is noted and compared by.
             way: the verb of a ``Communicator`` that starts it.
-            calls: the arguments of that verb, without its terms; several start as one.
-            sizes: how many elements go to and come from each member, where members may differ.
+            pairs: what it reads and what it writes; several start as one.
+            op, sizes: as of ``PreparedCall``.
         """
-        request.noted, request.sizes = noted, sizes
+        request.noted, request.sizes = noted, sizes or ()
+        peer, tag = request.message or (request.facts.get("root"), 0)
+        calls = [
+            PreparedCall(
+                *(request.verb, way, inputs, outputs, noted, op, peer, sizes, tag),
+                limit=request.asked.timeout or self._timeout,
+                shows_all=request.shows_all,
+            )
+            for inputs, outputs in pairs
+        ]
         is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
         if is_recorded:
             records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
         is_async_here = is_async or is_recorded
-        work = run_unnested(request.verb, self._started, request, result, way, calls, is_async_here)
+        work = run_unnested(request.verb, self._started, request, result, calls, is_async_here)
         if is_recorded:
             work.end_with(records, is_async)
             if not is_async:
@@ -340,8 +353,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self,
         request: Request,
         result: list[Any],
-        way: str,
-        calls: Sequence[tuple[Any, ...]],
+        calls: Sequence[PreparedCall],
         is_async: bool,
     ) -> TorchWork:
         limit = request.asked.timeout or self._timeout
@@ -356,9 +368,10 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                     number = note.sequence
                     if self._comparison is not None:
                         self._comparison.enter(note, limit)
-                noted = None if request.shows_all else note
-                terms = Terms(limit, request.verb, number, not is_async, noted)
-                parts = [getattr(carrier, way)(*given, terms) for given in calls]
+                for prepared in calls:
+                    prepared.timeout, prepared.waits = limit, not is_async
+                    prepared.sequence, prepared.recorder = number, self._recorder
+                parts = [carrier.start(prepared) for prepared in calls]
                 operation = parts[0] if len(parts) == 1 else Chain(parts)
             if is_async:
                 work = Work(

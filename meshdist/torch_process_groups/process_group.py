@@ -49,7 +49,8 @@ class WireGroup(GroupOfWire):
             sum_sparse(self, tensor, kind)
             return self._handed_out(TorchWork([], [tensor], self._completer))
         buffer = request.scaled(request.write(tensor), in_place=True)
-        return self._run(request, buffer, [tensor], "all_reduce", [(buffer, kind)])
+        pairs = [([buffer], [buffer])]
+        return self._run(request, buffer, [tensor], "all_reduce", pairs, op=kind)
 
     def _all_reduce_coalesced(self, request: Request, tensors: Tensors, op: Any) -> TorchWork:
         check_some("all_reduce_coalesced", tensors)
@@ -57,13 +58,14 @@ class WireGroup(GroupOfWire):
         kind = request.take_op(buffers)
         for buffer in buffers:
             request.scaled(buffer, in_place=True)
-        return self._run(request, buffers, list(tensors), "all_reduce_list", [(buffers, kind)])
+        pairs = [(buffers, buffers)]
+        return self._run(request, buffers, list(tensors), "all_reduce_list", pairs, op=kind)
 
     def _reduce(self, request: Request, tensor: torch.Tensor, **asked: Any) -> TorchWork:
         buffer = request.write(tensor) if request.is_root else request.read(tensor)
         kind = request.take_op([buffer])
         buffer = request.scaled(buffer, in_place=request.is_root)
-        return self._run(request, buffer, [tensor], "reduce", [(buffer, kind, request.asked.root)])
+        return self._run(request, buffer, [tensor], "reduce", [([buffer], [buffer])], op=kind)
 
     def _reduce_scatter_tensor(
         self, request: Request, output: torch.Tensor, whole: torch.Tensor, op: Any
@@ -78,11 +80,9 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, whole in zip(outputs, inputs, strict=True):
             request.check_blocks(whole, output)
-            pairs.append(request.written_and_read(output, whole))
-        calls = [(*pair, kind) for pair in pairs]
-        return self._run(
-            request, [sent for _, sent in pairs], list(outputs), "reduce_scatter", calls
-        )
+            pairs.append(request.read_and_written(output, whole))
+        noted = [sent for (sent,), _ in pairs]
+        return self._run(request, noted, list(outputs), "reduce_scatter", pairs, op=kind)
 
     def _reduce_scatter(
         self, request: Request, output: torch.Tensor, parts: Tensors, op: Any
@@ -97,7 +97,8 @@ class WireGroup(GroupOfWire):
             sent,
             [output],
             "reduce_scatter_list",
-            [(taken, sent, kind)],
+            [(sent, [taken])],
+            op=kind,
             sizes=(_counts(sent), [taken.numel()] * self.size()),
         )
 
@@ -105,7 +106,7 @@ class WireGroup(GroupOfWire):
 
     def _broadcast(self, request: Request, tensor: torch.Tensor, **asked: Any) -> TorchWork:
         buffer = request.read(tensor) if request.is_root else request.write(tensor)
-        return self._run(request, buffer, [tensor], "broadcast", [(buffer, request.asked.root)])
+        return self._run(request, buffer, [tensor], "broadcast", [([buffer], [buffer])])
 
     def _all_gather_into_tensor(
         self, request: Request, output: torch.Tensor, tensor: torch.Tensor
@@ -119,8 +120,9 @@ class WireGroup(GroupOfWire):
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             request.check_blocks(output, tensor)
-            pairs.append(request.written_and_read(output, tensor))
-        return self._run(request, [sent for _, sent in pairs], list(outputs), "all_gather", pairs)
+            pairs.append(request.read_and_written(output, tensor))
+        noted = [sent for (sent,), _ in pairs]
+        return self._run(request, noted, list(outputs), "all_gather", pairs)
 
     def _all_gather(self, request: Request, into: Tensors, tensor: torch.Tensor) -> TorchWork:
         return self._gather_lists(request, [into], [tensor], [into])
@@ -145,12 +147,12 @@ class WireGroup(GroupOfWire):
             sent = request.read(tensor)
             taken = [request.write(output) for output in into]
             (sent,) = apart_from_all([sent], taken)
-            pairs.append((taken, sent))
-        mine = sum(sent.numel() for _, sent in pairs)
-        takes = [sum(taken[j].numel() for taken, _ in pairs) for j in range(self.size())]
+            pairs.append(([sent], taken))
+        mine = sum(sent.numel() for (sent,), _ in pairs)
+        takes = [sum(taken[j].numel() for _, taken in pairs) for j in range(self.size())]
         return self._run(
             request,
-            [sent for _, sent in pairs],
+            [sent for (sent,), _ in pairs],
             [list(into) for into in result],
             "all_gather_list",
             pairs,
@@ -171,7 +173,7 @@ class WireGroup(GroupOfWire):
             taken = [request.write(output) for output in into]
             (sent,) = apart_from_all([sent], taken)
         result = [list(into)] if taken else []
-        return self._run(request, sent, result, "gather", [(taken, sent, request.asked.root)])
+        return self._run(request, sent, result, "gather", [([sent], taken)])
 
     def _scatter(
         self, request: Request, output: torch.Tensor, given: Tensors | None, **asked: Any
@@ -184,7 +186,7 @@ class WireGroup(GroupOfWire):
             for part in parts:
                 request.check_count(output, part)
             sent = [apart(request.read(part), taken) for part in parts]
-        return self._run(request, taken, [output], "scatter", [(taken, sent, request.asked.root)])
+        return self._run(request, taken, [output], "scatter", [(sent, [taken])])
 
     def _all_to_all(
         self, request: Request, output_tensors: Tensors, input_tensors: Tensors
@@ -196,7 +198,7 @@ class WireGroup(GroupOfWire):
         sent = apart_from_all([request.read(part) for part in input_tensors], taken)
         sizes = _counts(sent), _counts(taken)
         result = list(output_tensors)
-        return self._run(request, sent, result, "all_to_all", [(taken, sent)], sizes=sizes)
+        return self._run(request, sent, result, "all_to_all", [(sent, taken)], sizes=sizes)
 
     def _all_to_all_single(
         self,
@@ -215,12 +217,11 @@ class WireGroup(GroupOfWire):
                 where=self._facts.here,
                 found=f"{gives[self.rank()]} of the input for {takes[self.rank()]} of the output",
             )
-        taken, sent = request.written_and_read(output, input)
-        calls, sizes = [(taken, sent, takes, gives)], (gives, takes)
-        return self._run(request, sent, [output], "all_to_all_single", calls, sizes=sizes)
+        pair, sizes = request.read_and_written(output, input), (gives, takes)
+        return self._run(request, pair[0][0], [output], "all_to_all_single", [pair], sizes=sizes)
 
     def _barrier(self, request: Request, **asked: Any) -> TorchWork:
-        return self._run(request, None, [], "barrier", [()])
+        return self._run(request, None, [], "barrier", [((), ())])
 
     # -- messages --------------------------------------------------------------------------------
 
@@ -237,7 +238,8 @@ class WireGroup(GroupOfWire):
         request.check_tag(tag)
         request.message = peer, tag
         buffer = request.read(tensor) if verb == "send" else request.write(tensor)
-        return self._run(request, buffer, [tensor], verb, [(buffer, peer, tag)])
+        pair: Any = ([buffer], ()) if verb == "send" else ((), [buffer])
+        return self._run(request, buffer, [tensor], verb, [pair])
 
     # -- several pairs at once -------------------------------------------------------------------
 

@@ -110,12 +110,12 @@ class Request:
         self.facts["op"] = op if self._factor is None else ReduceOp.PREMUL_SUM
         return op
 
-    def written_and_read(
+    def read_and_written(
         self, output: torch.Tensor, tensor: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``write`` and ``read``, the second scaled, and apart from the first."""
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What travels of a tensor that is read, and of another that is written."""
         taken = self.write(output)
-        return taken, apart(self.scaled(self.read(tensor)), taken)
+        return [apart(self.scaled(self.read(tensor)), taken)], [taken]
 
     def scaled(self, buffer: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
         """``buffer`` times the factor of PREMUL_SUM; itself where there is none."""

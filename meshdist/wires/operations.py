@@ -10,38 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NamedTuple
 from weakref import WeakMethod, finalize
 
-from ..checking.calls import Note
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 from .failures import WireFailure, WireTimeout
 
-__all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "Terms", "WorkerQueue"]
-
-
-class Terms(NamedTuple):
-    """Under which terms an operation is started: the last argument of a communicator's verbs.
-
-    Args:
-        timeout: how long it may take.
-        verb: the public verb that it belongs to, for messages; "" for none.
-        number: under which the group has noted the call or message, for messages; 0 for none.
-        waits: whether the caller waits for it at once, so that starting it may wait already.
-        call: the group's note of the call, where the arguments of the communicator's verb do
-            not show all that must be equal on all members: a wire that compares calls by itself
-            compares this one, too. None where they do.
-        note: under which the recorder keeps the call, for the error of one that nobody waits for;
-            None means the last one.
-    """
-
-    timeout: timedelta
-    verb: str = ""
-    number: int = 0
-    waits: bool = False
-    call: Note | None = None
-    note: int | None = None
+__all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "WorkerQueue"]
 
 
 class Operation(ABC):

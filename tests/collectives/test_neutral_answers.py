@@ -14,7 +14,7 @@ from meshdist.dtypes import DTYPES
 from meshdist.errors import AgreementError, PicklingError
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
 from meshdist.verb_table import VERBS
-from meshdist.wires.fallbacks import reduced
+from meshdist.wires.built_verbs import reduced
 from meshdist.wires.simulated.communicator import SimulatedCommunicator
 
 CASES = [

@@ -343,7 +343,7 @@ def test_a_look_that_was_held_up_does_not_hold_up_the_next() -> None:
     time.sleep(0.7)
     sent.set()
     time.sleep(0.5)
-    assert deferred.started is communicator.recv.return_value
+    assert deferred.started is communicator.start.return_value
 
 
 def found_while_nobody_waits() -> str:

@@ -61,10 +61,10 @@ def test_what_was_written_elsewhere_is_copied_back_once() -> None:
 
 def test_what_is_read_does_not_change_while_it_is_written() -> None:
     x = X.clone()
-    taken, sent = request().written_and_read(x, x[:3])
+    (sent,), (taken,) = request().read_and_written(x, x[:3])
     assert taken is x
     assert sent.data_ptr() != x.data_ptr() and torch.equal(sent, X[:3])
-    taken, sent = request().written_and_read(x[:3], x[3:])
+    (sent,), (taken,) = request().read_and_written(x[:3], x[3:])
     assert sent.data_ptr() == x[3:].data_ptr()
 
 

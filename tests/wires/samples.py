@@ -11,12 +11,10 @@ import torch
 from torch.distributed import PrefixStore
 
 from meshdist.bootstrap.world import get_world
-from meshdist.wires.operations import Terms
 from meshdist.wires.registry import Opening, get_wire
 from meshdist.wires.simulated.communicator import SimulatedCommunicator
 
 T = timedelta(seconds=1)
-TERMS = Terms(T)
 
 INTEGERS = (
     torch.uint8,

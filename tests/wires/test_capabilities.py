@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ import torch
 import meshdist as md
 from meshdist.dtypes import DTYPES
 from meshdist.verb_table import VERBS
-from meshdist.wires import fallbacks
+from meshdist.wires import built_verbs
 from meshdist.wires.capabilities import (
     DTYPE_GROUPS,
     OPS,
@@ -34,8 +35,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
-def counted_fallbacks() -> Iterator[list[str]]:
-    """The names of the functions of ``fallbacks`` that carry out a verb, as they are called."""
+def counted_builds() -> Iterator[list[str]]:
+    """The names of the functions of ``built_verbs`` that carry out a verb, as they are called."""
     called: list[str] = []
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,11 +46,18 @@ def counted_fallbacks() -> Iterator[list[str]]:
 
         return count
 
+    wires = [module for name, module in sys.modules.items() if name.startswith("meshdist.wires.")]
     with ExitStack() as stack:
-        for name in fallbacks.__all__:
-            function = getattr(fallbacks, name)
+        for name in built_verbs.__all__:
+            function = getattr(built_verbs, name)
+            if not inspect.isfunction(function):
+                continue
             if inspect.signature(function).return_annotation == "Operation":
-                stack.enter_context(patch.object(fallbacks, name, counting(name, function)))
+                for module in wires:
+                    if vars(module).get(name) is function:
+                        stack.enter_context(patch.object(module, name, counting(name, function)))
+        builds = {name: counting(name, build) for name, build in built_verbs.BUILT.items()}
+        stack.enter_context(patch.dict(built_verbs.BUILT, builds))
         yield called
 
 
@@ -124,7 +132,7 @@ def found() -> dict[tuple[str, str, str], str]:
     """What every cell really does on this rank: native, built or refused."""
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     answers = {}
-    with counted_fallbacks() as called:
+    with counted_builds() as called:
         for verb in VERBS:
             for op in OPS if VERBS[verb].reduces else (None,):
                 kind = md.ReduceOp.premul_sum(2) if op == md.ReduceOp.PREMUL_SUM else op

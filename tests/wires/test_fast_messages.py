@@ -21,12 +21,12 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.communicator import LARGEST_TAG
 from meshdist.wires.core import core
-from meshdist.wires.operations import Terms
+from meshdist.wires.prepared import LARGEST_TAG
 from tests.load import is_within
 from tests.pool import Failure, Pool
 from tests.verbs.cases import WIRES
+from tests.wires.direct import Direct
 from tests.wires.fast_paths import Spy, opened, seconds_until_interrupted
 
 pytestmark = pytest.mark.skipif(core is None, reason="no native core here")
@@ -221,7 +221,7 @@ def of_another_size(count: int) -> str:
     if group.rank() == 0:
         wire = group.open_channel("cpu").communicator
         x = torch.ones(count)
-        wire.send(x, 1, 5, Terms(timedelta(seconds=20))).finish(timedelta(seconds=20))
+        Direct(wire, timedelta(seconds=20)).send(x, 1, 5).finish(timedelta(seconds=20))
         return ""
     with pytest.raises(md.MeshdistError) as caught:
         md.recv(torch.ones(3), 0, tag=5)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from meshdist.reduce_ops import ReduceOp, find_refusal
-from meshdist.wires.fallbacks import find_lack, reduced
+from meshdist.wires.built_verbs import find_lack, reduced
 from tests.wires.samples import DTYPES, OPS, bits, draw, legal_ops, reduced_in_numpy
 
 CASES = [(op, dtype) for dtype in DTYPES for op in legal_ops(dtype)]

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,12 +20,13 @@ from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime import deadlines
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireFailure
-from meshdist.wires.operations import Chain, Operation, Terms
+from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
+from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
 SECONDS = timedelta(seconds=30)
-TERMS = Terms(SECONDS)
 SHAPES = ((5,), (), (2, 3), (0,), (3, 0))
 
 
@@ -33,7 +35,7 @@ class Table:
 
     def __init__(self, communicator: Any, waits: bool) -> None:
         self.wire = communicator
-        self.terms = Terms(SECONDS, waits=waits)
+        self.call = Direct(communicator, SECONDS, waits)
         self.rank = communicator.rank
         self.size = communicator.size
         self.seed = 0
@@ -59,19 +61,19 @@ class Table:
         case = f"{wire.wire} of {self.size}: %s of {dtype} {shape} with {op}"
 
         x = data[self.rank].clone()
-        self.finish(wire.all_reduce(x, kind, self.terms))
+        self.finish(self.call.all_reduce(x, kind))
         expect(x, expected, op, case % "all_reduce")
         self.shared.update(bits(x))
 
         root = self.seed % self.size
         x = data[self.rank].clone()
-        self.finish(wire.reduce(x, kind, root, self.terms))
+        self.finish(self.call.reduce(x, kind, root))
         expect(x, expected if self.rank == root else data[self.rank], op, case % "reduce")
 
         tensors = [data[self.rank].clone() for _ in range(2)] + [torch.ones(3)]
         if op != "SUM":
             tensors.pop()
-        self.finish(wire.all_reduce_list(tensors, kind, self.terms))
+        self.finish(self.call.all_reduce_list(tensors, kind))
         for x in tensors[:2]:
             expect(x, expected, op, case % "all_reduce_list")
             self.shared.update(bits(x))
@@ -79,14 +81,14 @@ class Table:
 
         whole = self.drawn(dtype, (self.size, *shape))
         x = torch.empty(shape, dtype=dtype)
-        self.finish(wire.reduce_scatter(x, whole[self.rank].clone(), kind, self.terms))
+        self.finish(self.call.reduce_scatter(x, whole[self.rank].clone(), kind))
         mine = [tensor[self.rank] for tensor in whole]
         expect(x, reduced_in_numpy(mine, op), op, case % "reduce_scatter")
 
         parts = [self.drawn(dtype, (1 + (j + self.seed) % 3,)) for j in range(self.size)]
         x = torch.empty_like(parts[self.rank][0])
         inputs = [part[self.rank].clone() for part in parts]
-        self.finish(wire.reduce_scatter_list(x, inputs, kind, self.terms))
+        self.finish(self.call.reduce_scatter_list(x, inputs, kind))
         expect(x, reduced_in_numpy(parts[self.rank], op), op, case % "reduce_scatter_list")
 
     def moving(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -96,28 +98,28 @@ class Table:
         root = self.seed % size
 
         x = data[rank].clone()
-        self.finish(wire.broadcast(x, root, self.terms))
+        self.finish(self.call.broadcast(x, root))
         assert bits(x) == bits(data[root])
 
         x = torch.empty((size, *shape), dtype=dtype)
-        self.finish(wire.all_gather(x, data[rank], self.terms))
+        self.finish(self.call.all_gather(x, data[rank]))
         assert bits(x) == bits(torch.stack(data))
 
         outputs = [torch.empty(count, dtype=dtype) for _ in range(size)]
-        self.finish(wire.all_gather_list(outputs, data[rank], self.terms))
+        self.finish(self.call.all_gather_list(outputs, data[rank]))
         assert [bits(x) for x in outputs] == [bits(x) for x in data]
 
         uneven = [self.drawn(dtype, ((j + self.seed) % 3,))[j] for j in range(size)]
         outputs = [torch.empty_like(x) for x in uneven]
-        self.finish(wire.all_gather_list(outputs, uneven[rank], self.terms))
+        self.finish(self.call.all_gather_list(outputs, uneven[rank]))
         assert [bits(x) for x in outputs] == [bits(x) for x in uneven]
 
         outputs = [torch.empty(shape, dtype=dtype) for _ in range(size)] if rank == root else []
-        self.finish(wire.gather(outputs, data[rank], root, self.terms))
+        self.finish(self.call.gather(outputs, data[rank], root))
         assert [bits(x) for x in outputs] == ([bits(x) for x in data] if outputs else [])
 
         x = torch.empty(shape, dtype=dtype)
-        self.finish(wire.scatter(x, data if rank == root else [], root, self.terms))
+        self.finish(self.call.scatter(x, data if rank == root else [], root))
         assert bits(x) == bits(data[rank])
 
         # Member i sends j as many elements as this table says; some rows are even, some not.
@@ -125,25 +127,26 @@ class Table:
             sent = [[self.pair(dtype, table(i, j), i, j) for j in range(size)] for i in range(size)]
             expected = [sent[i][rank] for i in range(size)]
             outputs = [torch.empty_like(x) for x in expected]
-            self.finish(wire.all_to_all(outputs, sent[rank], self.terms))
+            self.finish(self.call.all_to_all(outputs, sent[rank]))
             assert [bits(x) for x in outputs] == [bits(x) for x in expected]
 
             x = torch.empty(sum(len(x) for x in expected), dtype=dtype)
             input_sizes = [len(x) for x in sent[rank]]
             output_sizes = [len(x) for x in expected]
             together = joined(sent[rank])
-            self.finish(wire.all_to_all_single(x, together, output_sizes, input_sizes, self.terms))
+            self.finish(self.call.all_to_all_single(x, together, output_sizes, input_sizes))
             assert bits(x) == bits(joined(expected))
 
         x = torch.empty(shape, dtype=dtype)
+        later = Direct(wire, SECONDS)
         right, left = (rank + 1) % size, (rank - 1) % size
-        received = wire.recv(x, left, 7, TERMS)
-        sending = wire.send(data[rank], right, 7, TERMS)
+        received = later.recv(x, left, 7)
+        sending = later.send(data[rank], right, 7)
         self.finish(received)
         self.finish(sending)
         assert bits(x) == bits(data[left])
         assert received.source() == left
-        self.finish(wire.barrier(self.terms))
+        self.finish(self.call.barrier())
 
     def pair(self, dtype: torch.dtype, count: int, i: int, j: int) -> torch.Tensor:
         return draw(dtype, (count,), 1000 * self.seed + 10 * i + j)
@@ -214,25 +217,19 @@ class OnDevice:
         self._of_device = wire
         self._device = device
 
-    def __getattr__(self, verb: str) -> Callable[..., Operation]:
-        def start(*arguments: Any) -> Operation:
-            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def start(self, prepared: PreparedCall) -> Operation:
+        inputs, outputs = prepared.inputs, prepared.outputs
+        tensors = {id(x): x for x in (*inputs, *outputs)}
+        copies = {key: x.to(self._device, copy=True) for key, x in tensors.items()}
+        moved = copy(prepared)
+        moved.inputs = [copies[id(x)] for x in inputs]
+        moved.outputs = moved.inputs if outputs is inputs else [copies[id(x)] for x in outputs]
 
-            def moved(x: Any) -> Any:
-                if isinstance(x, list) and x and isinstance(x[0], torch.Tensor):
-                    return [moved(one) for one in x]
-                if not isinstance(x, torch.Tensor):
-                    return x
-                copies.append((x, x.to(self._device, copy=True)))
-                return copies[-1][1]
+        def copy_back() -> None:
+            for key, x in tensors.items():
+                x.copy_(copies[key])
 
-            def copy_back() -> None:
-                for x, copy in copies:
-                    x.copy_(copy)
-
-            return Chain([getattr(self._of_device, verb)(*map(moved, arguments))], copy_back)
-
-        return start
+        return Chain([self._of_device.start(moved)], copy_back)
 
 
 def start_waiting_for_another(
@@ -240,36 +237,32 @@ def start_waiting_for_another(
 ) -> Operation:
     """Start ``verb`` on member 0 of 2 such that it cannot end before member 1 has started it."""
     one, two = torch.ones(4), torch.ones(8)
-    terms = Terms(timeout)
+    call = Direct(wire, timeout)
     pair = [torch.ones(4), torch.ones(4)]
     uneven = [torch.ones(4), torch.ones(3)]
     wide = torch.ones(4, dtype=torch.int16)
     starts: dict[str, Callable[[], Operation]] = {
-        "all_reduce": lambda: wire.all_reduce(one, ReduceOp.SUM, terms),
-        "all_reduce, widened": lambda: wire.all_reduce(wide, ReduceOp.SUM, terms),
-        "all_reduce, gathered": lambda: wire.all_reduce(
-            wide.view(torch.uint64), ReduceOp.MAX, terms
+        "all_reduce": lambda: call.all_reduce(one, ReduceOp.SUM),
+        "all_reduce, widened": lambda: call.all_reduce(wide, ReduceOp.SUM),
+        "all_reduce, gathered": lambda: call.all_reduce(wide.view(torch.uint64), ReduceOp.MAX),
+        "all_reduce_list": lambda: call.all_reduce_list(pair, ReduceOp.SUM),
+        "all_reduce_list, two dtypes": lambda: call.all_reduce_list(
+            [one, two.double()], ReduceOp.SUM
         ),
-        "all_reduce_list": lambda: wire.all_reduce_list(pair, ReduceOp.SUM, terms),
-        "all_reduce_list, two dtypes": lambda: wire.all_reduce_list(
-            [one, two.double()], ReduceOp.SUM, terms
-        ),
-        "reduce": lambda: wire.reduce(one, ReduceOp.SUM, 0, terms),
-        "broadcast": lambda: wire.broadcast(one, 1, terms),
-        "all_gather": lambda: wire.all_gather(two, one, terms),
-        "all_gather_list": lambda: wire.all_gather_list(pair, one, terms),
-        "all_gather_list, uneven": lambda: wire.all_gather_list(uneven, one, terms),
-        "gather": lambda: wire.gather(pair, one, 0, terms),
-        "scatter": lambda: wire.scatter(one, [], 1, terms),
-        "reduce_scatter": lambda: wire.reduce_scatter(one, two, ReduceOp.SUM, terms),
-        "reduce_scatter_list": lambda: wire.reduce_scatter_list(one, uneven, ReduceOp.SUM, terms),
-        "all_to_all": lambda: wire.all_to_all(pair, pair, terms),
-        "all_to_all_single": lambda: wire.all_to_all_single(
-            torch.ones(8), two, [4, 4], [4, 4], terms
-        ),
-        "barrier": lambda: wire.barrier(terms),
-        "recv": lambda: wire.recv(one, 1, 3, terms),
-        "recv from anyone": lambda: wire.recv(one, None, 3, terms),
+        "reduce": lambda: call.reduce(one, ReduceOp.SUM, 0),
+        "broadcast": lambda: call.broadcast(one, 1),
+        "all_gather": lambda: call.all_gather(two, one),
+        "all_gather_list": lambda: call.all_gather_list(pair, one),
+        "all_gather_list, uneven": lambda: call.all_gather_list(uneven, one),
+        "gather": lambda: call.gather(pair, one, 0),
+        "scatter": lambda: call.scatter(one, [], 1),
+        "reduce_scatter": lambda: call.reduce_scatter(one, two, ReduceOp.SUM),
+        "reduce_scatter_list": lambda: call.reduce_scatter_list(one, uneven, ReduceOp.SUM),
+        "all_to_all": lambda: call.all_to_all(pair, pair),
+        "all_to_all_single": lambda: call.all_to_all_single(torch.ones(8), two, [4, 4], [4, 4]),
+        "barrier": lambda: call.barrier(),
+        "recv": lambda: call.recv(one, 1, 3),
+        "recv from anyone": lambda: call.recv(one, None, 3),
     }
     return starts[verb]()
 

@@ -21,14 +21,22 @@ from torch.distributed import distributed_c10d as c10d
 from ...dtypes import DTYPES
 from ...error_text import first_line
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
-from ...verb_table import REDUCING_VERBS
-from .. import fallbacks
-from ..communicator import Communicator
+from ...verb_table import REDUCING_VERBS, ROOTED_VERBS, WIRE_VERBS
+from ..built_verbs import (
+    BUILT,
+    all_reduce_by_gathering,
+    all_reduce_dividing,
+    all_reduce_widened,
+    all_to_all_by_packing,
+    find_lack,
+    reduce_scatter_by_exchange,
+)
+from ..communicator import Communicator, ways_of
 from ..failures import WireAborted, WireFailure, WireTimeout
-from ..fallbacks import find_lack
 from ..messages import Mailbox
-from ..operations import DONE, Chain, Operation, Terms
-from ..packing import Sizes, Tensors, parts
+from ..operations import DONE, Chain, Operation
+from ..packing import Tensors, parts
+from ..prepared import PreparedCall
 from .substitutes import Arithmetic, Substitute, read_as
 
 __all__ = [
@@ -120,6 +128,7 @@ class C10dTransfer(C10dOperation):
 class C10dCommunicator(Communicator):
     """One group's connection over a c10d process group that is made already."""
 
+    ways = ways_of(*WIRE_VERBS)
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None where they are not known."""
     lacking: ClassVar[frozenset[str]] = frozenset()
@@ -132,7 +141,7 @@ class C10dCommunicator(Communicator):
         self._group = process_group
         self.is_aborted = False
         self._mailbox = Mailbox(rank)
-        self._batch: list[tuple[C10dTransfer, Terms]] | None = None
+        self._batch: list[tuple[C10dTransfer, PreparedCall]] | None = None
         self._options: dict[Any, tuple[timedelta | None, Any]] = {}
 
     @classmethod
@@ -147,141 +156,153 @@ class C10dCommunicator(Communicator):
             return "built"
         return super().support(verb, device_type, dtype, op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+        (tensor,), op, timeout = prepared.outputs, prepared.op, prepared.timeout
+        assert op is not None
         dtype = tensor.dtype
-        key = c10d.AllreduceOptions, op, dtype, terms.waits
+        key = c10d.AllreduceOptions, op, dtype, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
-        timeout = terms.timeout
         if last_timeout is not timeout:
             substitute = self._substitute(op, dtype)
             if substitute is None or substitute.dtype is not dtype:
-                return self._all_reduce_otherwise(tensor, op, substitute, terms)
-            options = self._new_options(c10d.AllreduceOptions, terms)
+                return self._all_reduce_otherwise(prepared, substitute)
+            options = self._new_options(c10d.AllreduceOptions, prepared)
             options.reduceOp = substitute.op
             self._options[key] = timeout, options
         try:
             work = self._group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.failure(error) from None
-        return self._operation(work, terms)
+        return self._operation(work, prepared)
 
-    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
+    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in tensors:
+        for tensor in prepared.outputs:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        started = [self._all_reduce_alike(some, op, terms) for some in by_dtype.values()]
+        started = [self._all_reduce_alike(prepared, some) for some in by_dtype.values()]
         return started[0] if len(started) == 1 else Chain(started)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        started, substitute = None, self._view("reduce", op, tensor.dtype)
+    def _reduce(self, prepared: PreparedCall) -> Operation:
+        started, (tensor,) = None, prepared.outputs
+        substitute = self._view(prepared, tensor.dtype)
         if substitute is not None:
-            options = self._options_for(c10d.ReduceOptions, terms, root, substitute.op)
+            options = self._options_for(c10d.ReduceOptions, prepared, substitute.op)
             views = [read_as(tensor, substitute.dtype)]
-            started = self._start_if_there(terms, "reduce", views, options)
-        return started or super().reduce(tensor, op, root, terms)
+            started = self._start_if_there(prepared, "reduce", views, options)
+        return started or BUILT["reduce"](self, prepared)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        options = self._options_for(c10d.BroadcastOptions, terms, root)
-        return self._start(terms, "broadcast", [_movable(tensor)], options)
+    def _broadcast(self, prepared: PreparedCall) -> Operation:
+        options = self._options_for(c10d.BroadcastOptions, prepared)
+        return self._start(prepared, "broadcast", _all_movable(prepared.outputs), options)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+    def _all_gather(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
-            return self.all_reduce(_movable(output), ReduceOp.MAX, terms)
-        options = self._options_for(c10d.AllgatherOptions, terms)
+            return self._meet(prepared, output)
+        options = self._options_for(c10d.AllgatherOptions, prepared)
         started = self._start_if_there(
-            terms, "_allgather_base", _movable(output), _movable(tensor), options
+            prepared, "_allgather_base", _movable(output), _movable(tensor), options
         )
         if started is not None:
             return started
-        blocks = parts(output, [tensor.numel()] * self.size)
-        return self._start(terms, "allgather", [_all_movable(blocks)], [_movable(tensor)], options)
+        lists = [_all_movable(parts(output, [tensor.numel()] * self.size))]
+        return self._start(prepared, "allgather", lists, [_movable(tensor)], options)
 
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
-        count = tensor.numel()
+    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+        outputs, (tensor,) = prepared.outputs, prepared.inputs
+        count, started = tensor.numel(), None
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
-            options = self._options_for(c10d.AllgatherOptions, terms)
+            options = self._options_for(c10d.AllgatherOptions, prepared)
             lists = [_all_movable(outputs)]
-            started = self._start_if_there(terms, "allgather", lists, [_movable(tensor)], options)
-            if started is not None:
-                return started
-        return super().all_gather_list(outputs, tensor, terms)
+            started = self._start_if_there(
+                prepared, "allgather", lists, [_movable(tensor)], options
+            )
+        return started or BUILT["all_gather_list"](self, prepared)
 
-    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        options = self._options_for(c10d.GatherOptions, terms, root)
-        lists = [_all_movable(outputs)] if self.rank == root else []
-        started = self._start_if_there(terms, "gather", lists, [_movable(tensor)], options)
-        return started or super().gather(outputs, tensor, root, terms)
+    def _gather(self, prepared: PreparedCall) -> Operation:
+        options = self._options_for(c10d.GatherOptions, prepared)
+        lists = [_all_movable(prepared.outputs)] if self.rank == prepared.root else []
+        mine = _all_movable(prepared.inputs)
+        started = self._start_if_there(prepared, "gather", lists, mine, options)
+        return started or BUILT["gather"](self, prepared)
 
-    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
-        options = self._options_for(c10d.ScatterOptions, terms, root)
-        lists = [_all_movable(inputs)] if self.rank == root else []
-        started = self._start_if_there(terms, "scatter", [_movable(tensor)], lists, options)
-        return started or super().scatter(tensor, inputs, root, terms)
+    def _scatter(self, prepared: PreparedCall) -> Operation:
+        options = self._options_for(c10d.ScatterOptions, prepared)
+        lists = [_all_movable(prepared.inputs)] if self.rank == prepared.root else []
+        mine = _all_movable(prepared.outputs)
+        started = self._start_if_there(prepared, "scatter", mine, lists, options)
+        return started or BUILT["scatter"](self, prepared)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
+    def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
         if tensor.numel() == 0:
-            return self.all_reduce(_movable(tensor), ReduceOp.SUM, terms)
-        substitute = self._view("reduce_scatter", op, tensor.dtype)
+            return self._meet(prepared, tensor)
+        substitute = self._view(prepared, tensor.dtype)
         if substitute is not None:
             whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
-            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
-            started = self._start_if_there(terms, "_reduce_scatter_base", mine, whole, options)
+            options = self._options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            started = self._start_if_there(prepared, "_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
         sizes = [output.numel()] * self.size
-        return fallbacks.reduce_scatter_by_exchange(self, output, tensor, sizes, op, terms)
+        return reduce_scatter_by_exchange(self, prepared, output, tensor, sizes)
 
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        substitute = self._view("reduce_scatter_list", op, output.dtype)
+    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+        (output,), inputs = prepared.outputs, prepared.inputs
+        substitute = self._view(prepared, output.dtype)
         if substitute is not None:
             views = [read_as(part, substitute.dtype) for part in inputs]
             mine = read_as(output, substitute.dtype)
-            options = self._options_for(c10d.ReduceScatterOptions, terms, op=substitute.op)
-            started = self._start_if_there(terms, "reduce_scatter", [mine], [views], options)
+            options = self._options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            started = self._start_if_there(prepared, "reduce_scatter", [mine], [views], options)
             if started is not None:
                 return started
         sizes = [part.numel() for part in inputs]
         whole = self.scratch.take(sum(sizes), output)
         with torch.inference_mode():
             torch.cat([part.view(-1) for part in inputs], out=whole)
-        started = fallbacks.reduce_scatter_by_exchange(self, output, whole, sizes, op, terms)
+        started = reduce_scatter_by_exchange(self, prepared, output, whole, sizes)
         return Chain([started], lambda: self.scratch.give(whole))
 
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
-        some, data = _all_movable(outputs), _all_movable(inputs)
+    def _all_to_all(self, prepared: PreparedCall) -> Operation:
+        some, data = _all_movable(prepared.outputs), _all_movable(prepared.inputs)
         if "all_to_all" in self.lacking:
-            return fallbacks.all_to_all_by_packing(self, some, data, terms)
-        started = self._start_if_there(
-            terms, "alltoall", some, data, self._options_for(c10d.AllToAllOptions, terms)
-        )
-        return super().all_to_all(outputs, inputs, terms) if started is None else started
+            return all_to_all_by_packing(self, prepared, some, data)
+        options = self._options_for(c10d.AllToAllOptions, prepared)
+        started = self._start_if_there(prepared, "alltoall", some, data, options)
+        return started or BUILT["all_to_all"](self, prepared)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
-    ) -> Operation:
+    def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
+        assert sizes is not None
         whole, data = _movable(output), _movable(tensor)
-        sizes: tuple[Sizes, ...] = (takes, gives)
-        if data.dtype is not tensor.dtype:
-            sizes = tuple([n * tensor.itemsize for n in some] for some in sizes)
-        options = self._options_for(c10d.AllToAllOptions, terms)
-        started = self._start_if_there(terms, "alltoall_base", whole, data, *sizes, options)
-        return started or super().all_to_all_single(output, tensor, takes, gives, terms)
+        item = 1 if data.dtype is tensor.dtype else tensor.itemsize
+        gives, takes = ([n * item for n in some] for some in sizes)
+        options = self._options_for(c10d.AllToAllOptions, prepared)
+        started = self._start_if_there(
+            prepared, "alltoall_base", whole, data, takes, gives, options
+        )
+        return started or BUILT["all_to_all_single"](self, prepared)
 
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self._start(terms, "barrier", self._new_options(c10d.BarrierOptions, terms))
+    def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
+        """Wait for all members, where there is nothing to move."""
+        empty = [_movable(nothing)]
+        return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+    def _barrier(self, prepared: PreparedCall) -> Operation:
+        options = self._new_options(c10d.BarrierOptions, prepared)
+        return self._start(prepared, "barrier", options)
+
+    def _send(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         slot = self._slot(tag, tensor)
         work = self._call("send", [_movable(tensor)], peer, slot)
-        return self._transfer(work, peer, terms)
+        return self._transfer(work, prepared)
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.recv(tensor, tag)
         slot = self._slot(tag, tensor)
@@ -293,7 +314,7 @@ class C10dCommunicator(Communicator):
             work = self._call("recv_anysource", [place], slot)
         else:
             work = self._call("recv", [_movable(tensor)], peer, slot)
-        return self._transfer(work, peer, terms)
+        return self._transfer(work, prepared)
 
     def has_sent_itself(self, tag: int) -> bool:
         return self._mailbox.has_sent(tag)
@@ -306,7 +327,7 @@ class C10dCommunicator(Communicator):
         # NCCL and its kin run what is started alone in the order of its start, so that two ranks
         # which both receive first would wait for ever; what goes out as one call has no order.
         self._call("_start_coalescing")
-        transfers: list[tuple[C10dTransfer, Terms]] = []
+        transfers: list[tuple[C10dTransfer, PreparedCall]] = []
         self._batch = transfers
         try:
             yield
@@ -356,43 +377,49 @@ class C10dCommunicator(Communicator):
             return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
 
-    def _view(self, verb: str, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """The view of the tensor that the class's own ``verb`` reduces; None where it does not."""
-        found = None if verb in self.lacking else self._substitute(op, dtype)
+    def _view(self, prepared: PreparedCall, dtype: torch.dtype) -> Substitute | None:
+        """The view of the tensor that the class's own verb reduces; None where it does not."""
+        op = prepared.op
+        assert op is not None
+        found = None if prepared.way in self.lacking else self._substitute(op, dtype)
         return found if found is not None and found.is_view else None
 
     def _all_reduce_otherwise(
-        self, tensor: torch.Tensor, op: ReduceKind, substitute: Substitute | None, terms: Terms
+        self, prepared: PreparedCall, substitute: Substitute | None
     ) -> Operation:
+        (tensor,), op = prepared.outputs, prepared.op
+        assert op is not None
         if is_whole_mean(op, tensor.dtype):
-            return fallbacks.all_reduce_dividing(self, tensor, terms)
+            return all_reduce_dividing(self, prepared)
         if substitute is None:
-            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
+            return all_reduce_by_gathering(self, prepared)
         if substitute.is_view:
-            return self.all_reduce(read_as(tensor, substitute.dtype), substitute.op, terms)
-        return fallbacks.all_reduce_widened(self, tensor, op, substitute.dtype, terms)
+            view = [read_as(tensor, substitute.dtype)]
+            return self.start(prepared.by("all_reduce", view, view, substitute.op))
+        return all_reduce_widened(self, prepared, substitute.dtype)
 
-    def _all_reduce_alike(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
-        """``all_reduce_list`` where all dtypes are equal."""
-        substitute = self._view("all_reduce_list", op, tensors[0].dtype)
+    def _all_reduce_alike(self, prepared: PreparedCall, tensors: Tensors) -> Operation:
+        """``_all_reduce_list`` where all dtypes are equal."""
+        substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
-            options = self._options_for(c10d.AllreduceCoalescedOptions, terms, op=substitute.op)
+            options = self._options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]
-            started = self._start_if_there(terms, "allreduce_coalesced", views, options)
+            started = self._start_if_there(prepared, "allreduce_coalesced", views, options)
             if started is not None:
                 return started
-        return super().all_reduce_list(tensors, op, terms)
+        alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
+        return BUILT["all_reduce_list"](self, alike)
 
-    def _options_for(
-        self, kind: Any, terms: Terms, root: int | None = None, op: ReduceKind | None = None
-    ) -> Any:
+    def _options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
         """c10d's options, made once for calls that repeat."""
-        key, timeout = (kind, root, op, terms.waits), terms.timeout
+        root = prepared.root if prepared.way in ROOTED_VERBS else None
+        timeout = prepared.timeout
+        key = kind, root, op, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
         if last_timeout is not timeout:
-            options = self._new_options(kind, terms)
+            options = self._new_options(kind, prepared)
             if root is not None:
                 options.rootRank = root
             if op is not None:
@@ -400,36 +427,38 @@ class C10dCommunicator(Communicator):
             self._options[key] = timeout, options
         return options
 
-    def _new_options(self, kind: Any, terms: Terms) -> Any:
+    def _new_options(self, kind: Any, prepared: PreparedCall) -> Any:
         options = kind()
-        options.timeout = self.own_timeout(terms.timeout)
-        options.asyncOp = self._is_async(terms)
+        options.timeout = self.own_timeout(prepared.timeout)
+        options.asyncOp = self._is_async(prepared)
         return options
 
-    def _is_async(self, terms: Terms) -> bool:
+    def _is_async(self, prepared: PreparedCall) -> bool:
         """Whether c10d shall return a work."""
         return True
 
-    def _start_if_there(self, terms: Terms, verb: str, *arguments: Any) -> Operation | None:
+    def _start_if_there(
+        self, prepared: PreparedCall, verb: str, *arguments: Any
+    ) -> Operation | None:
         """Start it, as ``_start`` does; None where the class lacks it."""
         try:
-            return self._start(terms, verb, *arguments)
+            return self._start(prepared, verb, *arguments)
         except _VerbLacking:
             return None
 
-    def _start(self, terms: Terms, verb: str, *arguments: Any) -> Operation:
+    def _start(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation:
         """Start a collective of c10d."""
-        return self._operation(self._call(verb, *arguments), terms)
+        return self._operation(self._call(verb, *arguments), prepared)
 
-    def _operation(self, work: Any, terms: Terms) -> Operation:
+    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
         """The operation of a collective; finished, where the caller waits."""
-        started = self._started(work, terms)
-        if terms.waits:
-            self.finish_work(started, terms.timeout)
+        started = self._started(work, prepared)
+        if prepared.waits:
+            self.finish_work(started, prepared.timeout)
             return DONE
         return C10dOperation(self, started)
 
-    def _started(self, work: Any, terms: Terms) -> Any:
+    def _started(self, work: Any, prepared: PreparedCall) -> Any:
         """The work that ``finish_work`` takes: c10d's own."""
         return work
 
@@ -442,19 +471,19 @@ class C10dCommunicator(Communicator):
                 raise _VerbLacking(plain_text(error)) from None
             raise self.failure(error) from None
 
-    def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
+    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
         if self._batch is None:
-            return C10dTransfer(self, self._started(work, terms), peer)
-        transfer = C10dTransfer(self, None, peer)
-        self._batch.append((transfer, terms))
+            return C10dTransfer(self, self._started(work, prepared), prepared.root)
+        transfer = C10dTransfer(self, None, prepared.root)
+        self._batch.append((transfer, prepared))
         return transfer
 
-    def _end_batch(self, transfers: list[tuple[C10dTransfer, Terms]]) -> None:
+    def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
         """Send the batch off; its one work is that of every transfer."""
         self._batch = None
         work = self._call("_end_coalescing")
-        for transfer, terms in transfers:
-            transfer.work = self._started(work, terms)
+        for transfer, prepared in transfers:
+            transfer.work = self._started(work, prepared)
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""

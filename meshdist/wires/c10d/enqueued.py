@@ -33,14 +33,13 @@ from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from ...errors import MeshdistError
-from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
-from ..operations import DONE, Operation, Terms
-from ..packing import Tensors
+from ..operations import DONE, Operation
+from ..prepared import PreparedCall
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
 
@@ -234,27 +233,28 @@ class EnqueueingCommunicator(C10dCommunicator):
             error, self._unraised = self._unraised, None
         return error
 
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
+    def _barrier(self, prepared: PreparedCall) -> Operation:
         options = c10d.BarrierOptions()
-        options.timeout = self.own_timeout(terms.timeout)
-        device = device or self._device
+        options.timeout = self.own_timeout(prepared.timeout)
+        device = prepared.device or self._device
         current = torch.get_device_module(self._device_type).current_device
         options.device_ids = [current() if device is None else device.index]
         options.asyncOp = True  # a blocking one would wait for the stream without end
-        return self._start(terms, "barrier", options)
+        return self._start(prepared, "barrier", options)
 
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
         self._check_outcome(work.outcome)
         super().finish_work(work.work, timeout)
         self._check_outcome(work.outcome)
 
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
-        return super().all_gather_list(outputs, tensor, _with_work(terms))
+    # c10d may cut a list's verb into several. It sees their end on a stream of the communicator's
+    # own alone, so that these leave a work.
 
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        return super().reduce_scatter_list(output, inputs, op, _with_work(terms))
+    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+        return super()._all_gather_list(prepared.later())
+
+    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+        return super()._reduce_scatter_list(prepared.later())
 
     def bound_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
         work.outcome.bound(timeout)
@@ -383,28 +383,20 @@ class EnqueueingCommunicator(C10dCommunicator):
             self._unraised = None
         raise error.with_traceback(None)
 
-    def _is_async(self, terms: Terms) -> bool:
+    def _is_async(self, prepared: PreparedCall) -> bool:
         # One that leaves no work is bounded by c10d alone, by the timeout of the whole group.
-        return not (terms.waits and self._tells_errors and terms.timeout == self._timeout)
+        return not (prepared.waits and self._tells_errors and prepared.timeout == self._timeout)
 
-    def _operation(self, work: Any, terms: Terms) -> Operation:
-        return DONE if work is None else super()._operation(work, terms)
+    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
+        return DONE if work is None else super()._operation(work, prepared)
 
-    def _started(self, work: Any, terms: Terms) -> EnqueuedWork:
-        outcome = Outcome(_result_of(work), terms.timeout, terms.note)
+    def _started(self, work: Any, prepared: PreparedCall) -> EnqueuedWork:
+        outcome = Outcome(_result_of(work), prepared.timeout, prepared.number)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             outcome.is_good = True  # nothing runs now
         else:
             self._outcomes.add(outcome)
         return EnqueuedWork(work, outcome, self)
-
-
-def _with_work(terms: Terms) -> Terms:
-    """Terms of a list's verb, which c10d may cut into several.
-
-    It sees the end of those on a stream of the communicator's own alone.
-    """
-    return terms._replace(waits=False) if terms.waits else terms
 
 
 @dataclass(eq=False, slots=True)

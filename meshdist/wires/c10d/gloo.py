@@ -37,12 +37,13 @@ from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
-from .. import fallbacks
-from ..communicator import EXCHANGE_TAG, Communicator
+from ..built_verbs import BUILT, all_reduce_by_gathering, reduce_scatter_by_exchange
+from ..communicator import Communicator
 from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
 from ..messages import TagNumbers
-from ..operations import Chain, Operation, Terms, WorkerQueue
-from ..packing import Tensors, cuts, parts, write
+from ..operations import Chain, Operation, WorkerQueue
+from ..packing import cuts, parts, write
+from ..prepared import EXCHANGE_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .communicator import (
     CLOSED,
@@ -90,7 +91,6 @@ class GlooCommunicator(C10dCommunicator):
 
     arithmetic = GLOO
     wants_senders = True
-    holds_callers = True
     # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, and a member does not know those of the others.
@@ -121,30 +121,33 @@ class GlooCommunicator(C10dCommunicator):
         found = super().support(verb, device_type, dtype, op)
         return "built" if found and device_type != "cpu" and verb in _OF_HOST_MEMORY else found
 
-    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
-        if tensors[0].is_cpu:
-            return super().all_reduce_list(tensors, op, terms)
-        return Communicator.all_reduce_list(self, tensors, op, terms)
+    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+        if prepared.outputs[0].is_cpu:
+            return super()._all_reduce_list(prepared)
+        return BUILT["all_reduce_list"](self, prepared)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+    def _reduce(self, prepared: PreparedCall) -> Operation:
         # Gloo leaves partial results on the other members.
-        if self.rank == root:
-            return super().reduce(tensor, op, root, terms)
+        if self.rank == prepared.root:
+            return super()._reduce(prepared)
+        (tensor,) = prepared.outputs
         target = self.scratch.take(tensor.numel(), tensor)
         write(target, tensor)
-        started = super().reduce(target, op, root, terms)
-        return Chain([started], lambda: self.scratch.give(target))
+        given = prepared.by("reduce", [target], [target], prepared.op, prepared.root)
+        return Chain([super()._reduce(given)], lambda: self.scratch.give(target))
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+    def _send(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
-            tensor = tensor.cpu()
-        return _known_size(super().send(tensor, peer, tag, terms), tensor)
+            prepared = prepared.by("send", [tensor.cpu()], (), root=peer, tag=tag)
+        return _known_size(super()._send(prepared), tensor)
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or tensor.is_cpu:
-            return _known_size(super().recv(tensor, peer, tag, terms), tensor)
+            return _known_size(super()._recv(prepared), tensor)
         host = torch.empty_like(tensor, device="cpu")
-        received = super().recv(host, peer, tag, terms)
+        received = super()._recv(prepared.by("recv", (), [host], root=peer, tag=tag))
         return Chain([received], lambda: write(tensor, host))
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
@@ -244,55 +247,58 @@ class GlooCommunicator(C10dCommunicator):
             raise super().failure(error) from None
 
     def _all_reduce_otherwise(
-        self, tensor: torch.Tensor, op: ReduceKind, substitute: Substitute | None, terms: Terms
+        self, prepared: PreparedCall, substitute: Substitute | None
     ) -> Operation:
+        (tensor,), op = prepared.outputs, prepared.op
+        assert op is not None
         asked = substitute or Substitute(op, tensor.dtype, True)
         if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
-            return super()._all_reduce_otherwise(tensor, op, substitute, terms)
+            return super()._all_reduce_otherwise(prepared, substitute)
         if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
-            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
-        return self._reduce_shared(tensor.view(-1), op, terms)
+            return all_reduce_by_gathering(self, prepared)
+        return self._reduce_shared(prepared, tensor.view(-1))
 
-    def _reduce_shared(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+    def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
         """Reduce part j on member j, and share the parts.
 
         The exchange starts here, since Gloo matches collectives by their order. Behind it a thread
         shares by messages, which other collectives may precede: a call in flight goes on by itself.
         """
-        sizes, later = cuts(tensor.numel(), self.size), terms._replace(waits=False)
+        sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
         mine = (shares := parts(tensor, sizes))[self.rank]
-        reduced = fallbacks.reduce_scatter_by_exchange(self, mine, tensor, sizes, op, later)
+        later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).later()
+        reduced = reduce_scatter_by_exchange(self, later, mine, tensor, sizes)
 
         def share() -> None:
-            reduced.finish(terms.timeout)
-            Communicator.all_to_all(self, shares, [mine] * self.size, later).finish(terms.timeout)
+            reduced.finish(timeout)
+            BUILT["all_to_all"](self, later).finish(timeout)
 
         job = self._queue.start(share)
         try:
-            if terms.waits:
-                job.finish(terms.timeout)
+            if prepared.waits:
+                job.finish(timeout)
         except WireFailure:
             raise
         except BaseException as error:
             raise Interrupted(error, job.poll) from None
         return job
 
-    def _operation(self, work: Any, terms: Terms) -> Operation:
+    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
         try:
-            is_main = terms.waits and threading.current_thread() is threading.main_thread()
+            is_main = prepared.waits and threading.current_thread() is threading.main_thread()
             if is_main and self._spins:
                 _spin_until(work.is_completed)
-            return super()._operation(work, terms)
+            return super()._operation(work, prepared)
         except WireFailure:
             raise
         except BaseException as error:  # what Gloo goes on with would write the caller's tensors
             raise Interrupted(error, work.is_completed) from None
 
-    def _transfer(self, work: Any, peer: int | None, terms: Terms) -> Operation:
+    def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
         self.dropped.look()
-        return GlooTransfer(self, work, peer, terms.timeout)
+        return GlooTransfer(self, work, prepared.root, prepared.timeout)
 
     def _finish_slowly(self, work: Any, timeout: timedelta) -> None:
         # The first slice is over already, unless the clock was paused.

@@ -12,10 +12,10 @@ others, whatever level they wait on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import Store
@@ -23,9 +23,10 @@ from torch.distributed import Store
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, wait_until
 from ...verb_table import REDUCING_VERBS
-from .. import fallbacks
+from .. import built_verbs
+from ..built_verbs import BUILT
 from ..c10d.gloo import GlooCommunicator
-from ..communicator import Communicator, handed_to
+from ..communicator import Communicator, ways_of
 from ..failures import (
     Interrupted,
     MemberGaveUp,
@@ -36,8 +37,9 @@ from ..failures import (
     WireRefused,
     WireTimeout,
 )
-from ..operations import DONE, Chain, Operation, Terms, WorkerQueue
+from ..operations import DONE, Chain, Operation, WorkerQueue
 from ..packing import Tensors, parts
+from ..prepared import PreparedCall
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
 from . import two_level
@@ -56,6 +58,12 @@ class HierarchicalCommunicator(Communicator):
         across: Gloo among the owners at this member's place, one for each host; None if it is none.
         over_all: Gloo among all members.
     """
+
+    ways: ClassVar[Mapping[str, str]] = {
+        **ways_of("all_reduce", "all_reduce_list", "reduce", "reduce_scatter_list", "broadcast"),
+        **ways_of("all_gather", "all_gather_list", "all_to_all", "barrier"),
+        **dict.fromkeys(_OVER_ALL, "_go_over_all"),
+    }
 
     def __init__(
         self,
@@ -79,61 +87,60 @@ class HierarchicalCommunicator(Communicator):
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         """Native where shared memory reduces it; what goes over Gloo alone is what Gloo does."""
         if verb in REDUCING_VERBS:
-            return "native" if _reduces(dtype, op) else "built"
+            return ShmCommunicator.support("all_reduce", "cpu", dtype, op)
         if verb in _OVER_ALL:
             return GlooCommunicator.support(verb, device_type, dtype, op)
         return super().support(verb, device_type, dtype, op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
-        if not _reduces(tensor.dtype, op):
-            return fallbacks.all_reduce_by_gathering(self, tensor, op, terms)
-        return self._start(terms, two_level.all_reduce, tensor, op)
+    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+        if not _reduces(prepared):
+            return built_verbs.all_reduce_by_gathering(self, prepared)
+        return self._stages(prepared, two_level.all_reduce, prepared.outputs[0], prepared.op)
 
-    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
-        dtype = tensors[0].dtype
-        is_alike = all(tensor.dtype is dtype for tensor in tensors)
-        if len(tensors) == 1 or not is_alike or not _reduces(dtype, op):
-            return super().all_reduce_list(tensors, op, terms)
-        return self._start(terms, two_level.all_reduce_together, tensors, op)
+    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
+        tensors = prepared.outputs
+        is_alike = len({tensor.dtype for tensor in tensors}) == 1
+        if len(tensors) == 1 or not is_alike or not _reduces(prepared):
+            return BUILT["all_reduce_list"](self, prepared)
+        return self._stages(prepared, two_level.all_reduce_together, tensors, prepared.op)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        if not _reduces(tensor.dtype, op):
-            return super().reduce(tensor, op, root, terms)
-        return self._start(terms, two_level.reduce, tensor, op, root)
+    def _reduce(self, prepared: PreparedCall) -> Operation:
+        if not _reduces(prepared):
+            return BUILT["reduce"](self, prepared)
+        (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
+        return self._stages(prepared, two_level.reduce, tensor, op, root)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        return self._start(terms, two_level.broadcast, tensor, root)
+    def _broadcast(self, prepared: PreparedCall) -> Operation:
+        return self._stages(prepared, two_level.broadcast, prepared.outputs[0], prepared.root)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+    def _all_gather(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
         outputs = parts(output, [tensor.numel()] * self.size)
-        return self._start(terms, two_level.all_gather, outputs, tensor, output)
+        return self._stages(prepared, two_level.all_gather, outputs, tensor, output)
 
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
-        return self._start(terms, two_level.all_gather, outputs, tensor)
+    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+        return self._stages(prepared, two_level.all_gather, prepared.outputs, prepared.inputs[0])
 
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        if not _reduces(output.dtype, op):
-            return super().reduce_scatter_list(output, inputs, op, terms)
-        return self._start(terms, two_level.reduce_scatter, output, inputs, op)
+    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+        if not _reduces(prepared):
+            return BUILT["reduce_scatter_list"](self, prepared)
+        (output,), inputs, op = prepared.outputs, prepared.inputs, prepared.op
+        return self._stages(prepared, two_level.reduce_scatter, output, inputs, op)
 
-    gather = handed_to("_over_all", "gather")
-    scatter = handed_to("_over_all", "scatter")
-    send = handed_to("_over_all", "send")
-    recv = handed_to("_over_all", "recv")
+    def _go_over_all(self, prepared: PreparedCall) -> Operation:
+        return self._over_all.start(prepared)
 
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
-        here = self._places.here
+    def _all_to_all(self, prepared: PreparedCall) -> Operation:
+        outputs, inputs, here = prepared.outputs, prepared.inputs, self._places.here
         near_out, near_in = [outputs[k] for k in here], [inputs[k] for k in here]
         far_out, far_in = _without(outputs, here), _without(inputs, here)
         # Started without waiting: the part inside the host, which compares the calls, is first.
-        far = self._over_all.all_to_all(far_out, far_in, terms._replace(waits=False))
-        near = self._start(terms, two_level.all_to_all_here, near_out, near_in)
+        far = self._over_all.start(prepared.by("all_to_all", far_in, far_out).later())
+        near = self._stages(prepared, two_level.all_to_all_here, near_out, near_in)
         return Chain([near, far])
 
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self._start(terms, two_level.barrier)
+    def _barrier(self, prepared: PreparedCall) -> Operation:
+        return self._stages(prepared, two_level.barrier)
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -153,15 +160,19 @@ class HierarchicalCommunicator(Communicator):
         for level in self._levels:
             level.abort()
 
-    def _start(self, terms: Terms, act: Callable[..., None], *arguments: Any) -> Operation:
+    def _stages(
+        self, prepared: PreparedCall, act: Callable[..., None], *arguments: Any
+    ) -> Operation:
         """Do ``act(stages, *arguments)`` now, or in the queue behind what is under way."""
-        perform = partial(self._perform, terms, act, arguments)
-        if terms.waits and self._queue.is_idle:
+        perform = partial(self._perform, prepared, act, arguments)
+        if prepared.waits and self._queue.is_idle:
             perform()
             return DONE
         return self._queue.start(perform)
 
-    def _perform(self, terms: Terms, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _perform(
+        self, prepared: PreparedCall, act: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
         """Do a collective; where it fails, free those that wait."""
         if self._is_aborted:
             raise WireAborted("aborted before")
@@ -169,11 +180,11 @@ class HierarchicalCommunicator(Communicator):
             raise WireFailure(f"a collective failed before: {self._failure}")
         try:
             with torch.inference_mode():  # it may be a parameter, or an inference tensor
-                act(Stages(self._places, self._inside, self._across, terms.timeout), *arguments)
+                act(Stages(self._places, self._inside, self._across, prepared.timeout), *arguments)
         except (WireTimeout, MembersDisagree, Interrupted) as failure:  # the others will learn it
             self._failure = str(failure)
             if isinstance(failure, MembersDisagree):
-                failure.number = terms.number
+                failure.number = prepared.sequence
             raise
         except WireFailure as failure:
             self._failure = str(failure)
@@ -271,8 +282,11 @@ def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -
         raise WireRefused("; ".join(refusals))
 
 
-def _reduces(dtype: torch.dtype, op: ReduceKind) -> bool:
+def _reduces(prepared: PreparedCall) -> bool:
     """Whether shared memory reduces it as it is; what it lacks is gathered, and rounded once."""
+    op = prepared.op
+    assert op is not None
+    dtype = prepared.outputs[0].dtype
     return ShmCommunicator.support("all_reduce", "cpu", dtype, op) == "native"
 
 

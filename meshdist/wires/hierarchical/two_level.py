@@ -17,11 +17,11 @@ import torch
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...runtime.deadlines import Deadline
-from .. import fallbacks
+from .. import built_verbs
+from ..built_verbs import divide
 from ..communicator import Communicator
-from ..fallbacks import divide
-from ..operations import Terms
 from ..packing import Tensors, cuts, packed, parts, parts_like, write, write_all
+from ..prepared import PreparedCall
 
 __all__ = [
     "HostPlaces",
@@ -132,25 +132,25 @@ class Stages:
         self.size = len(self.places.by_host)
         self._deadline = Deadline(timeout)
 
-    def inside(self, verb: str, *arguments: Any) -> None:
+    def inside(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
         """A collective of this host's members; nothing where there is one."""
         if self._inside is not None:
-            self._do(self._inside, verb, arguments)
+            self._do(self._inside, PreparedCall("", way, inputs, outputs, **more))
 
-    def across(self, verb: str, *arguments: Any) -> None:
+    def across(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
         """A collective of the owners at this member's place."""
         assert self._across is not None
-        self._do(self._across, verb, arguments)
+        self._do(self._across, PreparedCall("", way, inputs, outputs, **more))
 
     def exchange_reducing(
         self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
     ) -> None:
         """A reduce-scatter of consecutive parts of ``tensor`` among the owners at this place."""
         assert self._across is not None
-        terms = self._terms()
-        fallbacks.reduce_scatter_by_exchange(self._across, output, tensor, sizes, op, terms).finish(
-            terms.timeout
-        )
+        call = PreparedCall("", "reduce_scatter_list", (), (), op=op)
+        call.as_own(max(self._deadline.left, _LEAST))
+        started = built_verbs.reduce_scatter_by_exchange(self._across, call, output, tensor, sizes)
+        started.finish(call.timeout)
 
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
         """Reduce ``part`` among the owners here into ``result``, which is its memory or narrower.
@@ -158,7 +158,7 @@ class Stages:
         A large part crosses in float32, and comes back rounded: 6 bytes an element, not 8.
         """
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
-            self.across("all_reduce", part, _step(op))
+            self.across("all_reduce", [part], [part], op=_step(op))
             self.average(part, op)
             _round_into(result, part)
             return
@@ -167,15 +167,15 @@ class Stages:
         self.exchange_reducing(mine, part, sizes, _step(op))
         self.average(mine, op)
         results[host].copy_(mine)
-        self.across("all_gather_list", results, results[host])
+        self.across("all_gather_list", [results[host]], results)
 
     def spread(self, whole: torch.Tensor, num_parts: int) -> None:
         """Give this host's members what its owners hold: each its part of ``whole``."""
         if num_parts == 1:
-            self.inside("broadcast", whole, 0)
+            self.inside("broadcast", [whole], [whole], root=0)
         else:
             mine = self.parts(whole, num_parts)
-            self.inside("all_gather_list", mine, mine[self.places.local])
+            self.inside("all_gather_list", [mine[self.places.local]], mine)
 
     def num_parts(self, whole: torch.Tensor) -> int:
         """In how many parts a tensor is exchanged."""
@@ -192,12 +192,9 @@ class Stages:
         if op == ReduceOp.AVG:
             divide(total, self.size)
 
-    def _do(self, level: Communicator, verb: str, arguments: tuple[Any, ...]) -> None:
-        terms = self._terms()
-        getattr(level, verb)(*arguments, terms).finish(terms.timeout)
-
-    def _terms(self) -> Terms:
-        return Terms(max(self._deadline.left, _LEAST), waits=True)
+    def _do(self, level: Communicator, call: PreparedCall) -> None:
+        call.as_own(max(self._deadline.left, _LEAST))
+        level.start(call).finish(call.timeout)
 
 
 def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
@@ -206,9 +203,9 @@ def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     num_parts = stages.num_parts(whole)
     parts = stages.parts(whole, num_parts)
     if num_parts == 1:
-        stages.inside("reduce", whole, _step(op), 0)
+        stages.inside("reduce", [whole], [whole], op=_step(op), root=0)
     else:
-        stages.inside("reduce_scatter_list", parts[local], parts, _step(op))
+        stages.inside("reduce_scatter_list", parts, [parts[local]], op=_step(op))
     result = tensor.view(-1)
     if local < num_parts:
         stages.all_reduce_across(stages.parts(result, num_parts)[local], parts[local], op)
@@ -235,13 +232,13 @@ def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> N
         owner = root_local if root_local < places.num_owners else 0
         is_owner, is_at_root = places.local == owner, owner == root_local
         mine = whole.clone() if is_owner and not is_root else whole
-        stages.inside("reduce", mine, _step(op), owner)
+        stages.inside("reduce", [mine], [mine], op=_step(op), root=owner)
     else:
         is_owner = places.local < num_parts
         mine = torch.empty_like(parts[places.local])
-        stages.inside("reduce_scatter_list", mine, parts, _step(op))
+        stages.inside("reduce_scatter_list", parts, [mine], op=_step(op))
     if is_owner:
-        stages.across("reduce", mine, _step(op), root_host)
+        stages.across("reduce", [mine], [mine], op=_step(op), root=root_host)
         if places.host == root_host:
             stages.average(mine, op)
     if places.host == root_host and not is_at_root:
@@ -249,7 +246,7 @@ def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> N
         takes = parts if is_root else list(gives)
         if is_owner:
             gives[root_local] = mine
-        stages.inside("all_to_all", takes, gives)
+        stages.inside("all_to_all", gives, takes)
     if is_root:
         _round_into(tensor, whole)
 
@@ -260,9 +257,10 @@ def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
     root_host, root_local = places.find(root)
     num_parts = stages.num_parts(whole)
     if places.host == root_host:
-        stages.inside("broadcast", whole, root_local)
+        stages.inside("broadcast", [whole], [whole], root=root_local)
     if places.local < num_parts:
-        stages.across("broadcast", stages.parts(whole, num_parts)[places.local], root_host)
+        mine = [stages.parts(whole, num_parts)[places.local]]
+        stages.across("broadcast", mine, mine, root=root_host)
     if places.host != root_host:
         stages.spread(whole, num_parts)
 
@@ -287,11 +285,11 @@ def all_gather(
     if len(here) == 1:
         here[0].copy_(tensor.view(-1))
     else:
-        stages.inside("all_gather_list", here, tensor.view(-1))
+        stages.inside("all_gather_list", [tensor.view(-1)], here)
     num_parts = stages.num_parts(whole)
     if places.local < num_parts:
         mine = [stages.parts(whole, num_parts)[places.local] for whole in of_hosts]
-        stages.across("all_gather_list", mine, mine[places.host])
+        stages.across("all_gather_list", [mine[places.host]], mine)
     for host, of_host in enumerate(of_hosts):
         if host != places.host:
             stages.spread(of_host, num_parts)
@@ -309,7 +307,7 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
     packs = [packed([inputs[k] for members in pile for k in members]) for pile in piles]
     packs += [nothing] * (len(here) - num_owners)
     mine = packs[local]
-    stages.inside("reduce_scatter_list", mine, packs, _step(op))
+    stages.inside("reduce_scatter_list", packs, [mine], op=_step(op))
     all_own = len(here) == num_owners
     gives, takes = [nothing] * len(here), [nothing] * len(here)
     if local < num_owners:
@@ -325,7 +323,7 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
             gives[here.index(member)] = part
     if not all_own:
         takes[local % num_owners] = whole
-        stages.inside("all_to_all", takes, gives)
+        stages.inside("all_to_all", gives, takes)
     _round_into(output, whole)
 
 
@@ -334,15 +332,15 @@ def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
     if len(outputs) == 1:
         outputs[0].view(-1).copy_(inputs[0].view(-1))
     else:
-        stages.inside("all_to_all", outputs, inputs)
+        stages.inside("all_to_all", inputs, outputs)
 
 
 def barrier(stages: Stages) -> None:
     """Meet inside each host, then across hosts, then inside each host again."""
-    stages.inside("barrier")
+    stages.inside("barrier", (), ())
     if stages.places.local == 0:
-        stages.across("barrier")
-    stages.inside("barrier")
+        stages.across("barrier", (), ())
+    stages.inside("barrier", (), ())
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:

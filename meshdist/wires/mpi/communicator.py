@@ -17,13 +17,14 @@ import torch
 from ...arrays import apart
 from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
-from ...verb_table import REDUCING_VERBS
-from .. import fallbacks
-from ..communicator import EXCHANGE_TAG, LARGEST_TAG, Communicator, Explain, handed_to
+from ...verb_table import REDUCING_VERBS, WIRE_VERBS
+from ..built_verbs import BUILT, reduce_scatter_by_exchange
+from ..communicator import Communicator, Explain, ways_of
 from ..failures import WireAborted, WireFailure
 from ..messages import Mailbox, TagNumbers
-from ..operations import DONE, Chain, Operation, Terms
-from ..packing import Sizes, Tensors, parts
+from ..operations import DONE, Chain, Operation
+from ..packing import Sizes, Tensors
+from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .arrivals import Arrivals, Turnout
 from .datatypes import (
@@ -55,8 +56,8 @@ _EVEN = Turnout.EVEN
 class MpiCommunicator(Communicator):
     """One member's part of a group over MPI; ``arrivals`` is None where members cannot be seen."""
 
+    ways = ways_of(*WIRE_VERBS.keys() - {"all_reduce_list"})
     wants_senders = True
-    holds_callers = True
     posts_at_once = True
 
     def __init__(self, opening: Opening, link: Link, arrivals: Arrivals | None) -> None:
@@ -83,60 +84,58 @@ class MpiCommunicator(Communicator):
 
     # -- verbs that reduce --------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
+    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+        (tensor,), op = prepared.outputs, prepared.op
+        assert op is not None
         kind = self._kinds.get(tensor.dtype) if op is _SUM else None
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
-            return self._collective("Allreduce", terms, tensor, None, *buffers)
+            return self._collective("Allreduce", prepared, tensor, None, *buffers)
         plan = plan_of(op, tensor.dtype, self.size)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             pieces = data.view(-1).split(self._buffers.most)
-            started = [self.all_reduce(piece, plan.op, terms) for piece in pieces]
+            started = [
+                self.start(prepared.by("all_reduce", [piece], [piece], plan.op)) for piece in pieces
+            ]
             return Chain(started, self._copy_back(plan, data, tensor))
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, self._numbers(data), self._op(plan)
-        return self._collective("Allreduce", terms, (tensor, data), then, *buffers)
+        return self._collective("Allreduce", prepared, (tensor, data), then, *buffers)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
+    def _reduce(self, prepared: PreparedCall) -> Operation:
+        (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
+        assert op is not None
         plan = plan_of(op, tensor.dtype, self.size)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
-            return super().reduce(tensor, op, root, terms)
+            return BUILT["reduce"](self, prepared)
         kept, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
-            return self._collective("Reduce", terms, kept, None, numbers, None, *op_and_root)
+            return self._collective("Reduce", prepared, kept, None, numbers, None, *op_and_root)
         then = None if plan.is_plain else self._copy_back(plan, data, tensor)
         buffers = self._in_place, numbers
-        return self._collective("Reduce", terms, kept, then, *buffers, *op_and_root)
+        return self._collective("Reduce", prepared, kept, then, *buffers, *op_and_root)
 
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        return self._reduce_blocks(output, tensor, None, op, terms)
+    def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
+        return self._reduce_blocks(prepared, prepared.inputs[0], None)
 
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        whole, give_back = packed(inputs, self.scratch)
-        sizes = [part.numel() for part in inputs]
-        started = self._reduce_blocks(output, whole, sizes, op, terms)
-        return Chain([started], give_back)
+    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
+        whole, give_back = packed(prepared.inputs, self.scratch)
+        sizes = [part.numel() for part in prepared.inputs]
+        return Chain([self._reduce_blocks(prepared, whole, sizes)], give_back)
 
     def _reduce_blocks(
-        self,
-        output: torch.Tensor,
-        whole: torch.Tensor,
-        sizes: list[int] | None,
-        kind: ReduceKind,
-        terms: Terms,
+        self, prepared: PreparedCall, whole: torch.Tensor, sizes: list[int] | None
     ) -> Operation:
         """Reduce each member's block of ``whole``; ``sizes`` are theirs where they may differ."""
+        (output,), kind = prepared.outputs, prepared.op
+        assert kind is not None
         plan = plan_of(kind, whole.dtype, self.size)
         if whole.numel() > self._buffers.most:
             given = sizes or [output.numel()] * self.size
-            return fallbacks.reduce_scatter_by_exchange(self, output, whole, given, kind, terms)
+            return reduce_scatter_by_exchange(self, prepared, output, whole, given)
         mine, data = output, apart(whole, output)
         if not plan.is_plain:
             data = plan.encode(data, self.scratch)
@@ -147,93 +146,112 @@ class MpiCommunicator(Communicator):
         result, op = self._numbers(mine), self._op(plan)
         if sizes is None:
             buffers = self._numbers(data, self.size), result
-            return self._collective("Reduce_scatter_block", terms, kept, then, *buffers, op)
+            return self._collective("Reduce_scatter_block", prepared, kept, then, *buffers, op)
         buffers = self._numbers(data), result
-        return self._collective("Reduce_scatter", terms, kept, then, *buffers, sizes, op)
+        return self._collective("Reduce_scatter", prepared, kept, then, *buffers, sizes, op)
 
     # -- verbs that move ----------------------------------------------------------------------
 
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        return self._collective("Bcast", terms, tensor, None, self._buffers.moved(tensor), root)
+    def _broadcast(self, prepared: PreparedCall) -> Operation:
+        (tensor,) = prepared.outputs
+        buffers = self._buffers.moved(tensor), prepared.root
+        return self._collective("Bcast", prepared, tensor, None, *buffers)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
+    def _all_gather(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,) = prepared.outputs, prepared.inputs
         tensor = apart(tensor, output)
         moved = self._buffers.moved
         buffers = moved(tensor), moved(output, self.size)
-        return self._collective("Allgather", terms, (output, tensor), None, *buffers)
+        return self._collective("Allgather", prepared, (output, tensor), None, *buffers)
 
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
+    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
+        outputs, (tensor,) = prepared.outputs, prepared.inputs
         sizes = [output.numel() for output in outputs]
         if sum(sizes) * tensor.itemsize > self._buffers.most:
-            return super().all_gather_list(outputs, tensor, terms)
+            return BUILT["all_gather_list"](self, prepared)
         whole, unpack = unpacked(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
-        return self._collective("Allgatherv", terms, (whole, tensor), unpack, *buffers)
+        return self._collective("Allgatherv", prepared, (whole, tensor), unpack, *buffers)
 
-    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
+    def _gather(self, prepared: PreparedCall) -> Operation:
+        (tensor,), root = prepared.inputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Gather", terms, tensor, None, mine(tensor), None, root)
-        whole, unpack = unpacked(outputs, self.scratch)
+            return self._collective("Gather", prepared, tensor, None, mine(tensor), None, root)
+        whole, unpack = unpacked(prepared.outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = mine(tensor), mine(whole, self.size)
-        return self._collective("Gather", terms, (whole, tensor), unpack, *buffers, root)
+        return self._collective("Gather", prepared, (whole, tensor), unpack, *buffers, root)
 
-    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
+    def _scatter(self, prepared: PreparedCall) -> Operation:
+        (tensor,), root = prepared.outputs, prepared.root
         mine = self._buffers.moved
         if self.rank != root:
-            return self._collective("Scatter", terms, tensor, None, None, mine(tensor), root)
-        whole, give_back = packed(inputs, self.scratch)
+            return self._collective("Scatter", prepared, tensor, None, None, mine(tensor), root)
+        whole, give_back = packed(prepared.inputs, self.scratch)
         whole = apart(whole, tensor)
         buffers = mine(whole, self.size), mine(tensor)
-        return self._collective("Scatter", terms, (whole, tensor), give_back, *buffers, root)
+        return self._collective("Scatter", prepared, (whole, tensor), give_back, *buffers, root)
 
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
+    def _all_to_all(self, prepared: PreparedCall) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
         # each pair decides for itself whether its part goes with the others.
+        outputs, inputs = prepared.outputs, prepared.inputs
         most = self._most_for_one(inputs[0])
         large = [
-            start(one, peer, EXCHANGE_TAG, terms)
-            for start, tensors in ((self.recv, outputs), (self.send, inputs))
-            for peer, one in enumerate(tensors)
-            if one.numel() > most
+            prepared.by("recv", (), [x], root=peer, tag=EXCHANGE_TAG)
+            for peer, x in enumerate(outputs)
+            if x.numel() > most
         ]
+        large += [
+            prepared.by("send", [x], (), root=peer, tag=EXCHANGE_TAG)
+            for peer, x in enumerate(inputs)
+            if x.numel() > most
+        ]
+        messages = [self.start(message) for message in large]
         outputs, inputs = _without_large(outputs, most), _without_large(inputs, most)
         takes, gives = ([x.numel() for x in some] for some in (outputs, inputs))
         whole, unpack = unpacked(outputs, self.scratch)
         together, give_back = packed(inputs, self.scratch)
-        started = self._exchange(whole, apart(together, whole), takes, gives, terms)
+        started = self._exchange(prepared, whole, apart(together, whole), takes, gives)
 
-        return Chain([Chain([*large, started], unpack)], give_back)
+        return Chain([Chain([*messages, started], unpack)], give_back)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
-    ) -> Operation:
+    def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
+        (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
+        assert sizes is not None
+        gives, takes = sizes
         if max(*takes, *gives) <= self._most_for_one(tensor):
-            tensor = apart(tensor, output)
-            return self._exchange(output, tensor, takes, gives, terms)
-        outputs = parts(output, takes)
-        return self.all_to_all(outputs, parts(tensor, gives), terms)
+            return self._exchange(prepared, output, apart(tensor, output), takes, gives)
+        return BUILT["all_to_all_single"](self, prepared)
 
     def _exchange(
-        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
+        self,
+        prepared: PreparedCall,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        takes: Sizes,
+        gives: Sizes,
     ) -> Operation:
         cut, is_even = self._buffers.cut, len({*gives, *takes}) == 1
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
-        return self._collective("Alltoallv", terms, kept, None, *buffers, is_even=is_even)
+        return self._collective("Alltoallv", prepared, kept, None, *buffers, is_even=is_even)
 
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self._collective("Barrier", terms, None, None)
+    def _barrier(self, prepared: PreparedCall) -> Operation:
+        return self._collective("Barrier", prepared, None, None)
 
     # -- messages -----------------------------------------------------------------------------
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
+    def _send(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
+        assert peer is not None  # a receiver is always named
         return self._message(self._comm.Isend, tensor, peer, tag)
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
             return self._mailbox.recv(tensor, tag)
         source = self._MPI.ANY_SOURCE if peer is None else peer
@@ -275,7 +293,8 @@ class MpiCommunicator(Communicator):
         if self._arrivals is not None:
             watch(self._arrivals, explain)
 
-    leave = handed_to("_link", "leave")
+    def leave(self) -> None:
+        self._link.leave()
 
     def close(self) -> None:
         if self._arrivals is not None:
@@ -307,7 +326,7 @@ class MpiCommunicator(Communicator):
     def _collective(
         self,
         name: str,
-        terms: Terms,
+        prepared: PreparedCall,
         kept: Any,
         then: Callable[[], None] | None,
         *buffers: Any,
@@ -324,32 +343,32 @@ class MpiCommunicator(Communicator):
             raise WireAborted("the communicator was aborted")
         try:
             if arrivals is None:
-                return self._start(name, terms, kept, then, buffers)
+                return self._start(name, prepared, kept, then, buffers)
             operation: Operation = DONE
             call, arguments = getattr(self._comm, name), buffers
             even = tuple(map(_of_one_size, buffers)) if is_even else ()
             even_call = self._comm.Alltoall
-            turnout = arrivals.enter(terms.waits, terms.timeout, is_even=is_even)
+            turnout = arrivals.enter(prepared.waits, prepared.timeout, is_even=is_even)
             if turnout:  # from here to MPI's call no handler of a signal runs
                 if turnout is _EVEN:  # faster than with sizes for each
                     call, arguments = even_call, even
-                arrivals.stay_inside(call, arguments, terms.timeout)
+                arrivals.stay_inside(call, arguments, prepared.timeout)
                 if then is not None:
                     then()
             else:
-                operation = self._start(name, terms, kept, then, buffers)
+                operation = self._start(name, prepared, kept, then, buffers)
             arrivals.end()
             return operation
         except self._failing as error:
             raise link.failure(error) from None
 
     def _start(
-        self, name: str, terms: Terms, kept: Any, then: Any, buffers: Sequence[Any]
+        self, name: str, prepared: PreparedCall, kept: Any, then: Any, buffers: Sequence[Any]
     ) -> Operation:
         request = getattr(self._comm, "I" + name.lower())(*buffers)
         started = self._link.start(MpiOperation(self._link, request, kept, then))
-        if terms.waits:
-            self._link.finish_at_once(started, terms.timeout)
+        if prepared.waits:
+            self._link.finish_at_once(started, prepared.timeout)
         return started
 
     def _message(

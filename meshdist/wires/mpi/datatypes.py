@@ -26,8 +26,8 @@ import torch
 from ...dtypes import DTYPES, IN_ORDER, dtype_name
 from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ...runtime.memory import Scratch
+from ..built_verbs import check_reducible, divide, flip, to_order
 from ..core import core
-from ..fallbacks import check_reducible, divide, flip, to_order
 from ..packing import Tensors, parts_like, write_all
 
 __all__ = [

@@ -12,19 +12,22 @@ again when the copies from and to them are done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline
-from ..communicator import Communicator, handed_to
+from ...verb_table import WIRE_VERBS, Form
+from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure
-from ..operations import Chain, Job, Operation, Terms, WorkerQueue
+from ..operations import Chain, Job, Operation, WorkerQueue
+from ..packing import Tensors
+from ..prepared import PreparedCall
 
 __all__ = ["StagedCommunicator"]
 
@@ -60,22 +63,11 @@ class _Queued(Operation):
         return Operation.source(self) if self.started is None else self.started.source()
 
 
-def _staged(verb: str) -> Any:
-    """A verb that writes its first argument and reads its second, by way of host memory."""
-
-    def start(self: StagedCommunicator, output: Any, data: Any, *more: Any) -> Operation:
-        result, copy = _places(output), _down(data)
-        then = partial(_copy, output, result)
-        return self.start(verb, _events(data), then, result, copy, *more)
-
-    return start
-
-
 class StagedCommunicator(Communicator):
     """The verbs of ``host``, for tensors on a device; ``is_over`` once it was aborted or closed."""
 
+    ways: ClassVar[Mapping[str, str]] = {}  # all are the host's
     wants_senders = True
-    holds_callers = True
 
     def __init__(self, host: Communicator) -> None:
         super().__init__(host.wire, host.rank, host.size)
@@ -85,48 +77,45 @@ class StagedCommunicator(Communicator):
         self._queueing = threading.Lock()
         self._failure: WireFailure | None = None  # since which nothing starts any more
 
-    all_gather = _staged("all_gather")
-    all_gather_list = _staged("all_gather_list")
-    all_to_all = _staged("all_to_all")
-    all_to_all_single = _staged("all_to_all_single")
-    gather = _staged("gather")
-    reduce_scatter = _staged("reduce_scatter")
-    reduce_scatter_list = _staged("reduce_scatter_list")
-    scatter = _staged("scatter")
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start a call of the host's, once all that was queued for its tensors allows that."""
+        verb, outputs = WIRE_VERBS[prepared.way], prepared.outputs
+        sent, is_written = prepared.inputs, bool(outputs)
+        if verb.takes is Form.IN_PLACE:
+            is_root = self.rank == prepared.root
+            sent = outputs if is_root or verb.root != "from" else ()
+            is_written = not verb.root or is_root == (verb.root == "to")
+            given = taken = _down(sent) if sent else _places(outputs)
+        else:
+            given, taken = _down(sent), _places(outputs)
+        events = _events(sent)
+        if verb.takes is verb.gives is Form.NONE and torch.cuda.is_initialized():
+            events = [_event(torch.cuda.current_device())]
+        then = partial(_copy, outputs, taken) if is_written else None
+        host = prepared.by(
+            *(prepared.way, given, taken, prepared.op, prepared.root),
+            *(prepared.sizes, prepared.tag),
+        )
+        with self._queueing:  # another thread may receive
+            is_next = self._queue.is_idle
+            if not is_next or (events and not prepared.waits):
+                # The thread has to start others, too.
+                queued = _Queued(self, partial(self._begin, host.later(), events, then))
+                queued.job = self._queue.start(queued.run)
+                return queued
+        return self._begin(host, events, then)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
-        copy = _down(tensor)
-        then = partial(_copy, tensor, copy)
-        return self.start("all_reduce", _events(tensor), then, copy, op, terms)
+    def has_sent_itself(self, tag: int) -> bool:
+        return self.host.has_sent_itself(tag)
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        copy = _down(tensor)
-        then = partial(_copy, tensor, copy) if self.rank == root else None
-        return self.start("reduce", _events(tensor), then, copy, op, root, terms)
+    def batch(self) -> AbstractContextManager[None]:
+        return self.host.batch()
 
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        if self.rank == root:
-            copy = _down(tensor)
-            return self.start("broadcast", _events(tensor), None, copy, root, terms)
-        result = _places(tensor)
-        return self.start("broadcast", (), partial(_copy, tensor, result), result, root, terms)
+    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
+        self.host.wait_for(condition, timeout)
 
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        return self.start("barrier", [_event(one) for one in here], None, terms)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        copy = _down(tensor)
-        return self.start("send", _events(tensor), None, copy, peer, tag, terms)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        result = _places(tensor)
-        return self.start("recv", (), partial(_copy, tensor, result), result, peer, tag, terms)
-
-    has_sent_itself = handed_to("host", "has_sent_itself")
-    batch = handed_to("host", "batch")
-    wait_for = handed_to("host", "wait_for")
-    watch = handed_to("host", "watch")
+    def watch(self, explain: Explain) -> None:
+        self.host.watch(explain)
 
     def abort(self) -> None:
         self.is_over = True
@@ -143,40 +132,16 @@ class StagedCommunicator(Communicator):
         self._fail(WireFailure("the communicator was closed"))
         self.host.close()
 
-    def start(
-        self,
-        verb: str,
-        events: Sequence[Any],
-        then: Callable[[], None] | None,
-        *arguments: Any,
-    ) -> Operation:
-        """Start a verb of the host, once ``events`` and all calls before it allow that; ``then``
-        copies its result to the device.
-        """
-        *others, terms = arguments
-        with self._queueing:  # another thread may receive
-            is_next = self._queue.is_idle
-            if not is_next or (events and not terms.waits):
-                later = terms._replace(waits=False)  # the thread has to start others, too
-                begin = partial(self._begin, verb, events, then, *others, later)
-                queued = _Queued(self, begin)
-                queued.job = self._queue.start(queued.run)
-                return queued
-        return self._begin(verb, events, then, *arguments)
-
     def _begin(
-        self,
-        verb: str,
-        events: Sequence[Any],
-        then: Callable[[], None] | None,
-        *arguments: Any,
+        self, prepared: PreparedCall, events: Sequence[Any], then: Callable[[], None] | None
     ) -> Operation:
+        """Start a verb of the host behind ``events``; ``then`` copies its result to the device."""
         try:
             for event in events:
                 event.synchronize()
             if self._failure is not None:
                 raise self._failure
-            return Chain([getattr(self.host, verb)(*arguments)], then)
+            return Chain([self.host.start(prepared)], then)
         except BaseException as error:  # of a signal's handler, too
             self._fail(error)
             if isinstance(error, RuntimeError):  # of the device
@@ -190,33 +155,30 @@ class StagedCommunicator(Communicator):
         self._failure = self._failure or error
 
 
-def _places(x: Any) -> Any:
-    """Host memory for a tensor, or each of several, pinned where they lie on a GPU."""
-    if isinstance(x, torch.Tensor):
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-    return [_places(one) for one in x]
+def _places(tensors: Tensors) -> list[torch.Tensor]:
+    """Host memory for each, pinned where they lie on a GPU."""
+    return [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in tensors]
 
 
-def _down(x: Any) -> Any:
-    """Copies in host memory, complete when ``_events(x)`` are reached."""
-    copies = _places(x)
-    _copy(copies, x)
+def _down(tensors: Tensors) -> list[torch.Tensor]:
+    """Copies in host memory, complete when ``_events(tensors)`` are reached."""
+    copies = _places(tensors)
+    _copy(copies, tensors)
     return copies
 
 
-def _copy(output: Any, data: Any) -> None:
-    """Queue copies of one tensor, or of each of several, on the current streams."""
-    outputs, sources = _listed(output), _listed(data)
+def _copy(outputs: Tensors, sources: Tensors) -> None:
+    """Queue copies of each on the current streams."""
     with torch.inference_mode():  # they may be parameters, or inference tensors
-        for one, source in zip(outputs, sources, strict=True):
-            one.copy_(source, non_blocking=True)
-            if one.is_cuda:  # this may be another thread, with another stream
-                one.record_stream(torch.cuda.current_stream(one.device))
+        for output, source in zip(outputs, sources, strict=True):
+            output.copy_(source, non_blocking=True)
+            if output.is_cuda:  # this may be another thread, with another stream
+                output.record_stream(torch.cuda.current_stream(output.device))
 
 
-def _events(x: Any) -> list[torch.cuda.Event]:
-    """The events that are reached when all that was queued for ``x`` so far is complete."""
-    return [_event(device) for device in {one.device for one in _listed(x) if one.is_cuda}]
+def _events(tensors: Tensors) -> list[torch.cuda.Event]:
+    """The events that are reached when all that was queued for them so far is complete."""
+    return [_event(device) for device in {x.device for x in tensors if x.is_cuda}]
 
 
 def _event(device: torch.device | int) -> torch.cuda.Event:
@@ -224,7 +186,3 @@ def _event(device: torch.device | int) -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _listed(x: Any) -> list[torch.Tensor]:
-    return [x] if isinstance(x, torch.Tensor) else list(x)

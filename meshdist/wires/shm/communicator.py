@@ -21,18 +21,18 @@ from weakref import WeakSet
 
 import torch
 
-from ...checking.calls import GroupFacts, Note, get_call
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
 from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
-from ...verb_table import REDUCING_VERBS
-from .. import fallbacks
-from ..communicator import LARGEST_TAG, Communicator, Explain, handed_to
+from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
+from ..built_verbs import BUILT, all_reduce_by_gathering
+from ..communicator import Communicator, Explain
 from ..core import core as _core
 from ..failures import Interrupted, WireRefused
-from ..operations import DONE, Done, Operation, Terms
+from ..operations import DONE, Done, Operation
 from ..packing import ROW_MAJOR, Layout, Sizes, Tensors, find_layout
+from ..prepared import LARGEST_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .failures import failure_of
 from .handshake import Shared, share
@@ -53,7 +53,6 @@ _KIB = 1024
 # together stay in the shared cache, and a group takes no more than some MiB.
 _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
 _ALIGNMENT = 4096
-_UNKNOWN = GroupFacts("", (), 0)
 
 Places = Sequence[tuple[int, int]]
 """Of each buffer its address, and how many elements it has."""
@@ -94,6 +93,7 @@ class ShmOperation(Operation):
 class ShmCommunicator(Communicator):
     """One member's part of a group in shared memory, over the native communicator ``core``."""
 
+    ways = dict.fromkeys(WIRE_VERBS, "_collective") | {"send": "_message", "recv": "_message"}
     averages_at_once = True
     shows_calls = True
 
@@ -120,105 +120,53 @@ class ShmCommunicator(Communicator):
             return False
         return op is None or all(_codes(tensor.dtype, op) is not None for tensor in tensors)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
-        codes = _sums.get(tensor.dtype) if op is _SUM else _codes(tensor.dtype, op)
-        if codes is None:
-            return fallbacks.all_reduce_by_gathering(
-                self, tensor, op, _noted(terms, "all_reduce", tensor, op)
-            )
-        # What `_start` does, without its call: this verb is the most frequent.
-        layouts = () if tensor.is_contiguous() else _layouts([tensor])
-        more = (0, tensor.data_ptr(), 0, (), (), _fingerprint(terms), layouts)
-        call = (_core.VERBS["all_reduce"], tensor.numel(), *codes, *more)
-        if not terms.waits:
-            return self._started(
-                self._core.start(*call, terms.timeout.total_seconds()), tensor, terms
-            )
-        return self._do(*call, terms.timeout.total_seconds())
-
-    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
-        codes = _codes(tensors[0].dtype, op)
-        if codes is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            return super().all_reduce_list(tensors, op, terms)
-        return self._start(
-            "all_reduce_list",
-            tensors,
-            terms,
-            0,
-            *codes,
-            outs=_places(tensors),
-            layouts=_layouts(tensors),
+    def _collective(self, prepared: PreparedCall) -> Operation:
+        """Do a collective, or start it in the background."""
+        way, waits = prepared.way, prepared.waits
+        inputs, outputs = prepared.inputs, prepared.outputs
+        verb, takes, gives = _CORE_VERBS[way]
+        tensors = outputs or inputs
+        dtype, op = _amount(tensors[0])[1] if tensors else 0, 0
+        if prepared.op is not None:
+            codes = _codes(tensors[0].dtype, prepared.op)
+            if codes is None or (len(tensors) > 1 and len({x.dtype for x in tensors}) > 1):
+                build = BUILT.get(way, all_reduce_by_gathering)
+                return build(self, prepared)
+            dtype, op = codes
+        sent, taken = prepared.sizes or ((), ())
+        out, num_out, outs = _placed(gives, outputs, taken)
+        data, num_in, ins = _placed(takes, inputs, sent)
+        count = min((n for n in (num_out, num_in) if n is not None), default=0)
+        note = None if prepared.shows_all else prepared.note
+        arguments = (
+            *(verb, count, dtype, op, prepared.root or 0, out, data, outs, ins),
+            0 if note is None else note.call.fingerprint,
+            _layouts(outputs) if takes is Form.IN_PLACE else (),
+            prepared.timeout.total_seconds(),
         )
+        if not waits:
+            return self._started(self._core.start(*arguments), (outputs, inputs), prepared)
+        try:
+            status = self._run(*arguments)
+        except BaseException as error:  # of a signal's handler
+            raise Interrupted(error) from None
+        if status:
+            raise failure_of(status, self._core.last_failure())
+        return DONE
 
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        codes = _codes(tensor.dtype, op)
-        if codes is None:
-            return super().reduce(tensor, op, root, _noted(terms, "reduce", tensor, op, root))
-        place, layouts = tensor.data_ptr(), _layouts([tensor])
-        count = tensor.numel()
-        return self._start("reduce", tensor, terms, count, *codes, root, place, layouts=layouts)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        place, layouts = tensor.data_ptr(), _layouts([tensor])
-        amount = _amount(tensor)
-        return self._start("broadcast", tensor, terms, *amount, 0, root, place, layouts=layouts)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
-        places = (output.data_ptr(), tensor.data_ptr())
-        return self._start("all_gather", (output, tensor), terms, *_amount(tensor), 0, 0, *places)
-
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
-        outs, ins = _places(outputs), _places([tensor])
-        code, kept = _amount(tensor)[1], (outputs, tensor)
-        return self._start("all_gather_v", kept, terms, 0, code, outs=outs, ins=ins)
-
-    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        place, outs = tensor.data_ptr(), _places(outputs)
-        return self._start(
-            "gather", (outputs, tensor), terms, *_amount(tensor), 0, root, 0, place, outs
-        )
-
-    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
-        place, ins = tensor.data_ptr(), _places(inputs)
-        return self._start(
-            "scatter", (inputs, tensor), terms, *_amount(tensor), 0, root, place, ins=ins
-        )
-
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        codes = _codes(tensor.dtype, op)
-        if codes is None:
-            noted = _noted(terms, "reduce_scatter", tensor, op)
-            return super().reduce_scatter(output, tensor, op, noted)
-        places = (output.data_ptr(), tensor.data_ptr())
-        kept = (output, tensor)
-        return self._start("reduce_scatter", kept, terms, output.numel(), *codes, 0, *places)
-
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        codes = _codes(output.dtype, op)
-        if codes is None:
-            noted = _noted(terms, "reduce_scatter_list", inputs, op)
-            return super().reduce_scatter_list(output, inputs, op, noted)
-        outs, ins = _places([output]), _places(inputs)
-        return self._start(
-            "reduce_scatter_v", (output, inputs), terms, 0, *codes, outs=outs, ins=ins
-        )
-
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
-        outs, ins, code = _places(outputs), _places(inputs), _amount(inputs[0])[1]
-        return self._start("all_to_all", (outputs, inputs), terms, 0, code, outs=outs, ins=ins)
-
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
-    ) -> Operation:
-        outs, ins, code = _cuts(output, takes), _cuts(tensor, gives), _amount(tensor)[1]
-        return self._start("all_to_all", (output, tensor), terms, 0, code, outs=outs, ins=ins)
-
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self._start("barrier", None, terms)
+    def _message(self, prepared: PreparedCall) -> Operation:
+        """Do a message, or start it."""
+        is_send, peer = prepared.is_send, prepared.root
+        (tensor,) = prepared.inputs or prepared.outputs
+        message = is_send, -1 if peer is None else peer, prepared.tag
+        number = prepared.sequence
+        call = (is_send, tensor.data_ptr(), *_amount(tensor), *message[1:], number)
+        if not prepared.waits:
+            return self._started(self._core.start_transfer(*call), tensor, prepared, message)
+        status = self._core.run_transfer(*call, prepared.timeout.total_seconds())
+        if status:
+            raise failure_of(status, self._core.last_transfer_failure(), number, message)
+        return DONE if is_send else Done(self._core.last_source)
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         stride = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
@@ -229,12 +177,6 @@ class ShmCommunicator(Communicator):
         start = self.rank * stride
         # Cut before torch sees it: the storage of the tensor is this member's part alone.
         return torch.from_numpy(memory.array()[start : start + num_bytes])
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        return self._start_message(tensor, terms, (True, peer, tag))
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        return self._start_message(tensor, terms, (False, -1 if peer is None else peer, tag))
 
     def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath:
         core = self._core
@@ -251,61 +193,24 @@ class ShmCommunicator(Communicator):
         runner = _core.ShmRunner(core, fail, give_up, LARGEST_TAG, timeout.total_seconds())
         return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
 
-    abort = handed_to("_core", "abort")
-    leave = handed_to("_core", "announce_end")
-    close = handed_to("_core", "close")
+    def abort(self) -> None:
+        self._core.abort()
+
+    def leave(self) -> None:
+        self._core.announce_end()
+
+    def close(self) -> None:
+        self._core.close()
 
     def is_awaited(self, verb: str | None = None) -> bool:
         return bool(self._core.is_awaited())
 
-    def _start(
-        self,
-        verb: str,
-        kept: Any,
-        terms: Terms,
-        count: int = 0,
-        dtype: int = 0,
-        op: int = 0,
-        root: int = 0,
-        out: int = 0,
-        data: int = 0,
-        outs: Places = (),
-        ins: Places = (),
-        layouts: Sequence[Layout] = (),
-    ) -> Operation:
-        """Do a collective, or start it in the background."""
-        places = (out, data, outs, ins)
-        call = (_core.VERBS[verb], count, dtype, op, root, *places, _fingerprint(terms), layouts)
-        seconds = terms.timeout.total_seconds()
-        if not terms.waits:
-            return self._started(self._core.start(*call, seconds), kept, terms)
-        return self._do(*call, seconds)
-
-    def _do(self, *call: Any) -> Operation:
-        """Do a collective: the arguments are those of the core's ``run``."""
-        try:
-            status = self._run(*call)
-        except BaseException as error:  # of a signal's handler
-            raise Interrupted(error) from None
-        if status:
-            raise failure_of(status, self._core.last_failure())
-        return DONE
-
-    def _start_message(
-        self, tensor: torch.Tensor, terms: Terms, message: tuple[bool, int, int]
-    ) -> Operation:
-        """Do a message, or start it: whether it is sent, its peer (-1 for any) and its tag."""
-        is_send, peer, tag = message
-        call = (is_send, tensor.data_ptr(), *_amount(tensor), peer, tag, terms.number)
-        if not terms.waits:
-            return self._started(self._core.start_transfer(*call), tensor, terms, message)
-        status = self._core.run_transfer(*call, terms.timeout.total_seconds())
-        if status:
-            raise failure_of(status, self._core.last_transfer_failure(), terms.number, message)
-        return DONE if is_send else Done(self._core.last_source)
-
     def _started(
-        self, ticket: Any, kept: Any, terms: Terms, message: tuple[bool, int, int] | None = None
+        self,
+        ticket: Any,
+        kept: Any,
+        prepared: PreparedCall,
+        message: tuple[bool, int, int] | None = None,
     ) -> Operation:
         """The operation of a ticket, whose tensors live as long, also where its Work is dropped."""
         in_flight = self._in_flight
@@ -317,7 +222,7 @@ class ShmCommunicator(Communicator):
             if not oldest.is_done():
                 in_flight[oldest] = tensors
         in_flight[ticket] = kept
-        return ShmOperation(ticket, in_flight, terms.number, message)
+        return ShmOperation(ticket, in_flight, prepared.sequence, message)
 
 
 _open: WeakSet[ShmCommunicator] = WeakSet()
@@ -370,20 +275,8 @@ class ShmWire(Wire):
         )
         communicator = ShmCommunicator(opening, core)
         # The first call measures which stores suit the path between the members.
-        communicator.barrier(Terms(opening.timeout, waits=True))
+        communicator.start(PreparedCall("", "barrier", (), ()).as_own(opening.timeout))
         return communicator
-
-
-def _fingerprint(terms: Terms) -> int:
-    """The number by which the core compares a call beside the arguments that it is given."""
-    return 0 if terms.call is None else terms.call.call.fingerprint
-
-
-def _noted(terms: Terms, verb: str, tensor: Any, op: ReduceKind, root: int | None = None) -> Terms:
-    """The terms of a reduction that is done by moving data, which shows neither verb nor op."""
-    if terms.call is not None:
-        return terms
-    return terms._replace(call=Note(terms.number, _UNKNOWN, get_call(verb, tensor, op, root)))
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:
@@ -447,10 +340,6 @@ def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
     return code, number
 
 
-# Hashing an op takes longer than to add a few numbers.
-_sums = {dtype: _codes(dtype, _SUM) for dtype in _CODES}
-
-
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
     """The core's reductions: op, its number, and its codes for each dtype. SUM comes first."""
@@ -459,6 +348,37 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, in
         codes = {dtype: _codes(dtype, op) for dtype in _CODES}
         found.append((op, op.value, {one: pair for one, pair in codes.items() if pair}))
     return found
+
+
+def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
+    """Of each collective the core's number, and the forms in which the core takes tensors."""
+    names = {
+        "all_gather_list": "all_gather_v",
+        "reduce_scatter_list": "reduce_scatter_v",
+        "all_to_all_single": "all_to_all",
+    }
+    found = {}
+    for way, verb in WIRE_VERBS.items():
+        name, forms = names.get(way, way), [verb.takes, verb.gives]
+        if Form.EACH in forms:
+            forms = [Form.EACH if form is Form.ONE else form for form in forms]
+        if _core is not None and name in _core.VERBS:
+            found[way] = (_core.VERBS[name], *forms)
+    return found
+
+
+_CORE_VERBS = _core_verbs()
+
+
+def _placed(form: Form, tensors: Tensors, sizes: Sizes) -> tuple[int, int | None, Places]:
+    """Where tensors lie: the address of one, and how much of it travels; or the places of many."""
+    if form is Form.ONE:
+        return tensors[0].data_ptr(), _amount(tensors[0])[0], ()
+    if form is Form.PARTS:
+        return 0, None, _cuts(tensors[0], sizes)
+    if form is Form.NONE or form is Form.IN_PLACE:
+        return 0, None, ()
+    return 0, None, _places(tensors)
 
 
 def _amount(tensor: torch.Tensor) -> tuple[int, int]:

@@ -8,27 +8,28 @@ a wait: there is no clock.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ...checking.calls import Call, GroupFacts, Note, get_call, get_message
-from ...checking.program import program_frame
+from ...checking.calls import GroupFacts, Note
 from ...error_text import ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind
-from ...verb_table import REDUCING_VERBS
+from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
+from ..built_verbs import check_reducible, find_lack
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
-from ..fallbacks import check_reducible, find_lack
-from ..operations import DONE, Operation, Terms
-from ..packing import Sizes, Tensors, parts
+from ..operations import DONE, Operation
+from ..packing import Tensors, parts
+from ..prepared import PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .meeting import Collective, Meeting, Message, Receive, synchronize
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
+
+_OF_LISTS = {Form.EACH, Form.AT_ROOT}
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 """The device types that simulated ranks serve; data moves by torch's own copies."""
@@ -43,6 +44,7 @@ class SimulatedCommunicator(Communicator):
     by one member aborts all of them.
     """
 
+    ways = dict.fromkeys(WIRE_VERBS, "_collective") | {"send": "_send", "recv": "_recv"}
     averages_at_once = True
     shows_calls = True
 
@@ -61,84 +63,49 @@ class SimulatedCommunicator(Communicator):
             return ""
         return super().support(verb, device_type, dtype, op)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
-        """Start reducing ``tensor`` in place, in group order."""
-        return self._start("all_reduce", tensor, [tensor], [tensor], terms, op)
-
-    def all_reduce_list(self, tensors: Tensors, op: ReduceKind, terms: Terms) -> Operation:
-        """Start reducing each of ``tensors`` in place, as one collective."""
-        return self._start("all_reduce_list", tensors, tensors, tensors, terms, op)
-
-    def reduce(self, tensor: torch.Tensor, op: ReduceKind, root: int, terms: Terms) -> Operation:
-        """Start reducing in place on member ``root`` alone."""
-        return self._start("reduce", tensor, [tensor], [tensor], terms, op, root)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        """Start giving every member the tensor of member ``root``."""
-        return self._start("broadcast", tensor, [tensor], [tensor], terms, root=root)
-
-    def gather(self, outputs: Tensors, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        """Start giving member ``root`` everyone's tensor."""
-        sizes = self._sizes(tensor), self._sizes(outputs if self.rank == root else tensor)
-        return self._start("gather", tensor, [tensor], outputs, terms, root=root, sizes=sizes)
-
-    def scatter(self, tensor: torch.Tensor, inputs: Tensors, root: int, terms: Terms) -> Operation:
-        """Start giving every member its tensor of those on ``root``."""
-        sizes = self._sizes(inputs if self.rank == root else tensor), self._sizes(tensor)
-        return self._start("scatter", tensor, inputs, [tensor], terms, root=root, sizes=sizes)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
-        """Start copying the members' tensors one after the other into ``output``."""
-        return self._start("all_gather", tensor, [tensor], [output], terms)
-
-    def all_gather_list(self, outputs: Tensors, tensor: torch.Tensor, terms: Terms) -> Operation:
-        """Start writing each member's tensor, of any size, into its place of ``outputs``."""
-        sizes = self._sizes(tensor), self._sizes(outputs)
-        return self._start("all_gather_list", tensor, [tensor], outputs, terms, sizes=sizes)
-
-    def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        """Start reducing the members' tensors block by block; ``output`` is my block."""
-        return self._start("reduce_scatter", tensor, [tensor], [output], terms, op)
-
-    def reduce_scatter_list(
-        self, output: torch.Tensor, inputs: Tensors, op: ReduceKind, terms: Terms
-    ) -> Operation:
-        """Start reducing all members' ``inputs[my rank]`` into ``output``; any sizes."""
-        sizes = self._sizes(inputs), self._sizes(output)
-        return self._start("reduce_scatter_list", output, inputs, [output], terms, op, sizes=sizes)
-
-    def all_to_all(self, outputs: Tensors, inputs: Tensors, terms: Terms) -> Operation:
-        """Start sending ``inputs[j]`` to member j, and receiving its part into ``outputs[j]``."""
-        sizes = self._sizes(inputs), self._sizes(outputs)
-        return self._start("all_to_all", inputs, inputs, outputs, terms, sizes=sizes)
-
-    def all_to_all_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, takes: Sizes, gives: Sizes, terms: Terms
-    ) -> Operation:
-        """Start an all-to-all over consecutive parts of both tensors."""
-        outputs, inputs = parts(output, takes), parts(tensor, gives)
-        sizes = gives, takes
-        return self._start("all_to_all_single", tensor, inputs, outputs, terms, sizes=sizes)
-
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        """Start a barrier."""
-        return self._start("barrier", None, [], [], terms)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        """Send to member ``peer``: delivered or copied at once, so never waits."""
+    def _collective(self, prepared: PreparedCall) -> Operation:
+        """Start a collective; its data are moved when its last member has started it."""
         self._check_usable()
+        way, op, root, sizes = prepared.way, prepared.op, prepared.root, prepared.sizes
+        inputs, outputs = prepared.inputs, prepared.outputs
+        for part in (*inputs, *outputs):
+            synchronize(part)
+            if op is not None:
+                check_reducible(self.wire, op, part.dtype)
+        verb = WIRE_VERBS[way]
+        if verb.takes is Form.PARTS:
+            assert sizes is not None
+            inputs, outputs = parts(inputs[0], sizes[0]), parts(outputs[0], sizes[1])
+        elif _OF_LISTS.intersection((verb.takes, verb.gives)):
+            sizes = self._sizes(inputs or outputs), self._sizes(outputs or inputs)
+            if root is not None and (root != self.rank or sizes[0] == sizes[1]):
+                sizes = None  # as even as a rooted verb is
+        self._started += 1
+        note = self._noted(prepared)
+        if prepared.shows_all:
+            note = note._replace(sizes=sizes or ())
+            if note.call.is_uneven != (is_uneven := sizes is not None and root is None):
+                note = note._replace(call=replace(note.call, is_uneven=is_uneven))
+        started = Collective(self._meeting, self.rank, self._rank, note, way, inputs, outputs, op)
+        self._meeting.enter(started)
+        return started
+
+    def _send(self, prepared: PreparedCall) -> Operation:
+        """Deliver a message, or copy it, at once: so it never waits."""
+        self._check_usable()
+        (tensor,), peer = prepared.inputs, prepared.root
+        assert peer is not None
         synchronize(tensor)
-        note = self._note(get_message(terms.verb or "send", tensor, peer, tag))
-        self._meeting.send(Message(self.rank, tag, tensor.detach(), note), peer)
+        message = Message(self.rank, prepared.tag, tensor.detach(), self._noted(prepared))
+        self._meeting.send(message, peer)
         return DONE
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        """Start receiving from member ``peer``, or from any: the message that was sent first."""
+    def _recv(self, prepared: PreparedCall) -> Operation:
+        """Start receiving from one member, or from any: the message that was sent first."""
         self._check_usable()
+        (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         synchronize(tensor)
-        note = self._note(get_message(terms.verb or "recv", tensor, peer, tag))
+        note = self._noted(prepared)
         receive = Receive(self._meeting, self.rank, self._rank, note, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
@@ -165,48 +132,16 @@ class SimulatedCommunicator(Communicator):
         if self._is_closed:
             raise WireFailure("the communicator was closed")
 
-    def _start(
-        self,
-        way: str,
-        tensor: torch.Tensor | Tensors | None,
-        inputs: Tensors,
-        outputs: Tensors,
-        terms: Terms,
-        op: ReduceKind | None = None,
-        root: int | None = None,
-        sizes: Sequence[Sequence[int]] = (),
-    ) -> Collective:
-        """Start the verb ``way`` of a communicator; ``tensor`` is what it is noted with."""
-        self._check_usable()
-        for part in (*inputs, *outputs):
-            synchronize(part)
-            if op is not None:
-                check_reducible(self.wire, op, part.dtype)
-        if root is not None and sizes[:1] == sizes[1:]:
-            sizes = ()  # as even as a rooted verb is
-        self._started += 1
-        if terms.call is not None:
-            note = terms.call._replace(sequence=self._started, group=self._group)
-        else:
-            # The sizes of a verb with a root are the root's alone: it compares how many there are.
-            is_uneven = bool(sizes) and root is None
-            call = get_call(terms.verb or way, tensor, op, root, is_uneven=is_uneven)
-            note = self._note(call, sizes)
-        started = Collective(self._meeting, self.rank, self._rank, note, way, inputs, outputs, op)
-        self._meeting.enter(started)
-        return started
+    def _noted(self, prepared: PreparedCall) -> Note:
+        """The call's note, with the number and the name that it has in the meeting."""
+        note = prepared.note
+        assert note is not None  # a wire's own calls are those of other wires
+        return note._replace(sequence=self._started, group=self._group)
 
-    def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> Note:
-        """The note of a call, made at the program's innermost line."""
-        frame = program_frame(sys._getframe(1))
-        place = frame.f_code, frame.f_lasti
-        return Note(self._started, self._group, call, sizes, 0, *place)
-
-    def _sizes(self, tensors: torch.Tensor | Tensors) -> tuple[int, ...]:
-        """Elements to or from each member: of a list, or of one tensor for all."""
-        if isinstance(tensors, torch.Tensor):
-            return (tensors.numel(),) * self.size
-        return tuple(tensor.numel() for tensor in tensors)
+    def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
+        """Elements to or from each member: of one tensor for each, or of one for all."""
+        counts = tuple(tensor.numel() for tensor in tensors)
+        return counts * self.size if len(counts) == 1 else counts
 
 
 class SimulatedWire(Wire):

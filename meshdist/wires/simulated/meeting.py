@@ -25,8 +25,8 @@ from ...checking.calls import Note, likeness
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind, ReduceOp
+from ..built_verbs import reduced
 from ..failures import WireAborted, WireFailure
-from ..fallbacks import reduced
 from ..operations import Operation
 from ..packing import Tensors, blocks
 from .scheduler import Rank, find_rank_here

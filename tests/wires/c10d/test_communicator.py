@@ -16,14 +16,13 @@ from meshdist.wires.c10d.communicator import C10dCommunicator, is_timeout, plain
 from meshdist.wires.c10d.gloo import GlooCommunicator
 from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
 from meshdist.wires.failures import WireFailure
-from meshdist.wires.operations import Terms
 from meshdist.wires.registry import Opening, find_wire
 from tests.pool import Pool
 from tests.wires.c10d.nccl_stand_in import StandIn, standing_in
+from tests.wires.direct import Direct
 from tests.wires.verb_table import check_every_verb
 
 SECONDS = timedelta(seconds=20)
-TERMS = Terms(SECONDS)
 
 
 def opening(rank: int = 0, size: int = 1, **more) -> Opening:
@@ -66,42 +65,43 @@ def asked(group: StandIn) -> tuple[str, list, dict]:
 
 def test_what_nccl_is_asked_for(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
+    call = Direct(wire, SECONDS)
     group = wire._group
     x, y = torch.ones(2, 2), torch.ones(2, 4)
     one, two = ((4,), "float32"), ((8,), "float32")
     square = ((2, 2), "float32")
     total = ReduceOp.SUM
 
-    wire.all_reduce(x, ReduceOp.PRODUCT, TERMS)
+    call.all_reduce(x, ReduceOp.PRODUCT)
     assert asked(group) == ("allreduce", [[square]], {"reduceOp": ReduceOp.PRODUCT})
-    wire.all_reduce(x, ReduceOp.MAX, TERMS)  # among whole numbers, where NaN is the largest
+    call.all_reduce(x, ReduceOp.MAX)  # among whole numbers, where NaN is the largest
     assert asked(group) == ("allreduce", [[((4,), "int32")]], {"reduceOp": ReduceOp.MAX})
-    wire.all_reduce_list([x, x], total, TERMS)
+    call.all_reduce_list([x, x], total)
     assert asked(group) == ("allreduce_coalesced", [[square, square]], {"reduceOp": total})
-    wire.reduce(x, ReduceOp.AVG, 1, TERMS)
+    call.reduce(x, ReduceOp.AVG, 1)
     options = {"rootRank": 1, "rootTensor": 0, "reduceOp": ReduceOp.AVG}
     assert asked(group) == ("reduce", [[one]], options)
-    wire.broadcast(x, 1, TERMS)
+    call.broadcast(x, 1)
     assert asked(group) == ("broadcast", [[one]], {"rootRank": 1, "rootTensor": 0})
-    wire.all_gather(y, x, TERMS)
+    call.all_gather(y, x)
     assert asked(group) == ("_allgather_base", [two, one], {})
-    wire.all_gather_list([y, x], x, TERMS)  # NCCL's own takes several sizes
+    call.all_gather_list([y, x], x)  # NCCL's own takes several sizes
     assert asked(group) == ("allgather", [[[two, one]], [one]], {})
-    wire.gather([x, x], x, 1, TERMS)
+    call.gather([x, x], x, 1)
     assert asked(group) == ("gather", [[[one, one]], [one]], {"rootRank": 1})
-    wire.gather([], x, 0, TERMS)
+    call.gather([], x, 0)
     assert asked(group) == ("gather", [[], [one]], {"rootRank": 0})
-    wire.scatter(x, [x, x], 1, TERMS)
+    call.scatter(x, [x, x], 1)
     assert asked(group) == ("scatter", [[one], [[one, one]]], {"rootRank": 1})
-    wire.scatter(x, [], 0, TERMS)
+    call.scatter(x, [], 0)
     assert asked(group) == ("scatter", [[one], []], {"rootRank": 0})
-    wire.reduce_scatter(x, y, total, TERMS)
+    call.reduce_scatter(x, y, total)
     assert asked(group) == ("_reduce_scatter_base", [one, two], {"reduceOp": total})
-    wire.reduce_scatter_list(x, [y, x], total, TERMS)
+    call.reduce_scatter_list(x, [y, x], total)
     assert asked(group) == ("reduce_scatter", [[one], [[two, one]]], {"reduceOp": total})
-    wire.all_to_all([y, x], [x, y], TERMS)
+    call.all_to_all([y, x], [x, y])
     assert asked(group) == ("alltoall", [[two, one], [one, two]], {})
-    wire.all_to_all_single(y, y, [3, 5], [6, 2], TERMS)
+    call.all_to_all_single(y, y, [3, 5], [6, 2])
     assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
 
 
@@ -109,11 +109,11 @@ def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
     x, y = torch.ones(2), torch.zeros(2)
     with communicator.batch():
-        sent = communicator.send(x, 1, 0, TERMS)
-        received = communicator.recv(y, 2, 0, TERMS)
-        to_myself = communicator.send(x, 0, 0, TERMS)
+        sent = Direct(communicator, SECONDS).send(x, 1, 0)
+        received = Direct(communicator, SECONDS).recv(y, 2, 0)
+        to_myself = Direct(communicator, SECONDS).send(x, 0, 0)
         assert not to_myself.poll()
-    alone = communicator.send(x, 1, 0, TERMS)
+    alone = Direct(communicator, SECONDS).send(x, 1, 0)
     names = [name for name, *_ in communicator._group.calls]
     assert names == ["_start_coalescing", "send", "recv", "_end_coalescing", "send"]
     assert sent.work.work is received.work.work is not alone.work.work
@@ -124,27 +124,29 @@ def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
     with pytest.raises(KeyError), communicator.batch():
         raise KeyError
-    communicator.send(torch.ones(2), 1, 0, TERMS)
+    Direct(communicator, SECONDS).send(torch.ones(2), 1, 0)
     names = [name for name, *_ in communicator._group.calls]
     assert names == ["_start_coalescing", "_end_coalescing", "send"]
 
 
 def test_what_nccl_does_not_know_travels_as_bytes(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
+    call = Direct(wire, SECONDS)
     x, y = torch.ones(2, dtype=torch.complex64), torch.ones(4, dtype=torch.complex64)
-    wire.all_to_all_single(y, y, [1, 3], [2, 2], TERMS)
+    call.all_to_all_single(y, y, [1, 3], [2, 2])
     whole = ((32,), "uint8")
     assert asked(wire._group) == ("alltoall_base", [whole, whole, [8, 24], [16, 16]], {})
-    wire.gather([], x, 0, TERMS)
+    call.gather([], x, 0)
     assert asked(wire._group) == ("gather", [[], [((16,), "uint8")]], {"rootRank": 0})
 
 
 def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
+    call = Direct(wire, SECONDS)
     group = wire._group
 
     def asked_for(dtype: torch.dtype, op: ReduceKind) -> list:
-        wire.all_reduce(torch.ones(4, dtype=dtype), op, TERMS)
+        call.all_reduce(torch.ones(4, dtype=dtype), op)
         name, arguments, options = asked(group)
         return [name, *arguments, *options.values()]
 
@@ -162,12 +164,12 @@ def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
     blocks = ((8,), "int32")
     assert asked_for(torch.int32, ReduceOp.BXOR) == ["_allgather_base", blocks, wide[0]]
     x, y = torch.ones(4, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
-    wire.reduce_scatter(x, y, ReduceOp.BAND, TERMS)
+    call.reduce_scatter(x, y, ReduceOp.BAND)
     assert asked(group) == ("alltoall_base", [blocks, blocks, [4, 4], [4, 4]], {})
-    wire.reduce(x, ReduceOp.BAND, 0, TERMS)
+    call.reduce(x, ReduceOp.BAND, 0)
     assert asked(group) == ("_allgather_base", [blocks, wide[0]], {})
     half = torch.ones(2, dtype=torch.complex64)
-    wire.reduce_scatter(half, torch.cat([half, half]), ReduceOp.AVG, TERMS)
+    call.reduce_scatter(half, torch.cat([half, half]), ReduceOp.AVG)
     found = asked(group)
     assert found[:2] == ("_reduce_scatter_base", [((4,), "float32"), ((8,), "float32")])
 
@@ -175,7 +177,7 @@ def test_what_nccl_does_not_reduce_is_asked_for_otherwise(nccl: None) -> None:
 def test_lists_of_several_dtypes_go_by_dtype(nccl: None) -> None:
     wire = find_wire("nccl").open(opening(rank=1, size=2))
     tensors = [torch.ones(1), torch.ones(2, dtype=torch.int32), torch.ones(3), torch.ones(())]
-    wire.all_reduce_list(tensors, ReduceOp.SUM, TERMS)
+    Direct(wire, SECONDS).all_reduce_list(tensors, ReduceOp.SUM)
     second, first = asked(wire._group), asked(wire._group)
     floats = [((1,), "float32"), ((3,), "float32"), ((), "float32")]
     assert first == ("allreduce_coalesced", [floats], {"reduceOp": ReduceOp.SUM})
@@ -238,7 +240,7 @@ def test_of_an_unknown_class_no_mean_of_whole_numbers_is_asked(pool: Pool) -> No
         gloo = md.group.WORLD.open_channel("cpu").communicator
         wire = C10dCommunicator("unknown", gloo.rank, gloo.size, gloo._group)
         x = torch.tensor([-3, 5 + gloo.rank, 2**62])
-        wire.all_reduce(x, ReduceOp.AVG, TERMS).finish(SECONDS)
+        Direct(wire, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
         return x.tolist()
 
     assert pool.run(program, 2) == [[-3, 5, -(2**62)]] * 2
@@ -249,4 +251,4 @@ def test_a_class_without_any_all_gather_is_a_failure() -> None:
     meagre.allgather = meagre._allgather_base
     wire = C10dCommunicator("meagre", 0, 1, meagre)
     with pytest.raises(WireFailure, match="Backend meagre does not support _allgather_base"):
-        wire.all_gather(torch.ones(1), torch.ones(1), TERMS)
+        Direct(wire, SECONDS).all_gather(torch.ones(1), torch.ones(1))

@@ -24,11 +24,13 @@ from meshdist.wires import work as work_module
 from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
-from meshdist.wires.operations import Chain, Operation, Terms
+from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, find_wire
 from meshdist.wires.work import Work, bound
 from tests.load import is_within
 from tests.wires.c10d.nccl_stand_in import Device, standing_in
+from tests.wires.direct import Direct
 
 SHORT = timedelta(seconds=0.3)
 LONG = timedelta(seconds=20)
@@ -51,8 +53,8 @@ def opened(
 
 
 def all_reduce(communicator: EnqueueingCommunicator, *, waits: bool = False, **more) -> Operation:
-    terms = Terms(more.pop("timeout", communicator._timeout), waits=waits)
-    return communicator.all_reduce(torch.ones(4), ReduceOp.SUM, terms)
+    timeout = more.pop("timeout", communicator._timeout)
+    return Direct(communicator, timeout, waits).all_reduce(torch.ones(4), ReduceOp.SUM)
 
 
 def explain(failure: WireFailure) -> Exception:
@@ -204,7 +206,7 @@ def test_a_wait_that_names_its_timeout_waits_for_the_device(device: Device) -> N
 
 def test_a_wait_for_a_barrier_that_names_its_timeout_is_bounded_by_it(device: Device) -> None:
     device.holds = True
-    work = work_of(opened().barrier(Terms(LONG)))
+    work = work_of(Direct(opened(), LONG).barrier())
     begin = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=r"not finished after 0.3 s"):
         work.wait(SHORT)
@@ -235,7 +237,7 @@ def test_a_barrier_that_was_cut_off_raises(device: Device) -> None:
 
     def wait() -> None:
         try:
-            communicator.barrier(Terms(LONG, waits=True))
+            Direct(communicator, LONG, waits=True).barrier()
         except WireFailure as failure:
             raised.append(failure)
 
@@ -266,8 +268,9 @@ def test_nobody_need_wait_for_what_is_late(device: Device) -> None:
     device.holds = True
     communicator = opened(SHORT)
     told = watched(communicator)
-    terms = Terms(SHORT, note=7)
-    operation = communicator.all_reduce(torch.ones(4), ReduceOp.SUM, terms)
+    prepared = PreparedCall("", "all_reduce", both := [torch.ones(4)], both, op=ReduceOp.SUM)
+    prepared.timeout, prepared.number = SHORT, 7
+    operation = communicator.start(prepared)
     wait_for(lambda: device.names("group end"))
     ((failure, note),) = told
     assert isinstance(failure, WireTimeout) and note == 7
@@ -282,7 +285,7 @@ def test_a_verbs_own_timeout_is_its_bound(device: Device) -> None:
     communicator = opened()
     told = watched(communicator)
     with pytest.raises(CollectiveTimeoutError, match=r"not finished after 0.3 s"):
-        communicator.barrier(Terms(SHORT, waits=True))
+        Direct(communicator, SHORT, waits=True).barrier()
     assert len(told) == 1
     communicator = opened()
     all_reduce(communicator, waits=True, timeout=SHORT)  # goes on: nothing waits for a kernel
@@ -361,17 +364,17 @@ def test_the_watchdog_outlives_whatever_it_watches(
 
 def test_lists_keep_a_work_that_tells_their_end(device: Device) -> None:
     communicator = opened()
-    terms = Terms(LONG, waits=True)
+    call = Direct(communicator, LONG, waits=True)
     x, y = torch.ones(2), torch.empty(2)
-    communicator.all_gather_list([y], x, terms).finish(LONG)
-    communicator.reduce_scatter_list(y, [x], ReduceOp.SUM, terms).finish(LONG)
+    call.all_gather_list([y], x).finish(LONG)
+    call.reduce_scatter_list(y, [x], ReduceOp.SUM).finish(LONG)
     assert [call[-1].asyncOp for call in communicator._group.calls] == [True, True]
 
 
 def test_what_the_watchdog_knows_does_not_hold_a_tensor(device: Device) -> None:
     device.holds = True
     communicator = opened()
-    communicator.all_reduce(torch.ones(1000), ReduceOp.SUM, Terms(LONG))
+    Direct(communicator, LONG).all_reduce(torch.ones(1000), ReduceOp.SUM)
     outcome = next(iter(communicator._outcomes))
     assert not any(isinstance(one, torch.Tensor) for one in gc.get_referents(outcome))
     assert not any(type(one).__name__ == "Work" for one in gc.get_referents(outcome))
@@ -414,7 +417,7 @@ def test_a_blocking_verb_goes_out_on_the_current_stream_where_c10d_bounds_it(
 ) -> None:
     communicator = opened(wire=wire)
     all_reduce(communicator, waits=True)
-    communicator.broadcast(torch.ones(2), 0, Terms(LONG, waits=True))
+    Direct(communicator, LONG, waits=True).broadcast(torch.ones(2), 0)
     is_bounded = wire == "nccl"  # XCCL tells of no error: each verb keeps its work
     waits = device.names("wait", "stream waits")
     assert (waits == []) is is_bounded
@@ -500,7 +503,7 @@ def test_a_futures_copies_come_behind_the_kernel(device: Device) -> None:
 
 def test_a_message_has_no_future_of_how_it_ended(device: Device) -> None:
     communicator = opened(size=2)
-    operation = communicator.send(torch.ones(1), 1, 0, Terms(LONG))
+    operation = Direct(communicator, LONG).send(torch.ones(1), 1, 0)
     work = Work(operation, LONG, explain, [], None, "isend", "a group", True)
     for ask in (work.get_future, work.get_future_result):
         with pytest.raises(BackendError, match="a send or a receive has no future"):
@@ -576,12 +579,12 @@ def test_it_connects_once(device: Device) -> None:
 def test_a_barrier_names_its_device_in_the_field_that_is_read(device: Device) -> None:
     communicator = opened()
     torch.cuda.set_device(3)
-    communicator.barrier(Terms(LONG))
-    communicator.barrier(Terms(LONG), torch.device("cuda", 1))
+    Direct(communicator, LONG).barrier()
+    Direct(communicator, LONG).barrier(torch.device("cuda", 1))
     communicator.connect(torch.device("cuda", 2))
-    communicator.barrier(Terms(LONG))
+    Direct(communicator, LONG).barrier()
     xccl = opened(wire="xccl")
-    xccl.barrier(Terms(LONG))
+    Direct(xccl, LONG).barrier()
     assert xccl._group.calls[-1][-1].device_ids == [3]
     asked = [call[-1].device_ids for call in communicator._group.calls if call[0] == "barrier"]
     assert asked == [[3], [1], [2]]

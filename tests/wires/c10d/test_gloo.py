@@ -24,15 +24,14 @@ from meshdist.wires.c10d.gloo_connections import (
     gloo_interfaces,
 )
 from meshdist.wires.failures import WireAborted, WireFailure, WireRefused, WireTimeout
-from meshdist.wires.operations import Terms
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.load import is_within
 from tests.pool import Pool
+from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, OPS
 from tests.wires.verb_table import WAITING, OnDevice, check_every_verb, waiting_times
 
 SECONDS = timedelta(seconds=20)
-TERMS = Terms(SECONDS)
 SOME = (torch.float32, torch.bfloat16, torch.uint16, torch.bool, torch.complex64)
 
 
@@ -73,8 +72,8 @@ def test_more_elements_than_32_bits_count(pool: Pool) -> None:
         x = torch.full((count,), wire.rank + 3, dtype=torch.uint8)
         y = torch.zeros(count, dtype=torch.uint8)
         mine = [count - 5, 5] if wire.rank == 0 else [5, count - 5]
-        wire.all_to_all_single(y, x, mine, mine, Terms(limit)).finish(limit)
-        wire.broadcast(x, 1, Terms(limit)).finish(limit)
+        Direct(wire, limit).all_to_all_single(y, x, mine, mine).finish(limit)
+        Direct(wire, limit).broadcast(x, 1).finish(limit)
         return [int(one) for one in (y[4], y[5], y[-6], y[-5], x[0], x[-1])]
 
     expected = [[3, 3, 3, 4, 4, 4], [3, 4, 4, 4, 4, 4]]
@@ -129,7 +128,7 @@ def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool)
         )
         begin = time.monotonic()
         if world.rank == 0:
-            wire.all_reduce(torch.ones(1), ReduceOp.SUM, Terms(limit))
+            Direct(wire, limit).all_reduce(torch.ones(1), ReduceOp.SUM)
             wire.close()
             world.store.set("closed", "")
         world.store.wait(["closed"])
@@ -146,7 +145,7 @@ def test_who_only_asks_for_a_message_learns_that_it_is_late(pool: Pool) -> None:
             md.group.WORLD.world.store.wait(["over"])
             return []
         limit = timedelta(seconds=0.5)
-        receive = wire.recv(torch.ones(1), 1, 0, Terms(limit))
+        receive = Direct(wire, limit).recv(torch.ones(1), 1, 0)
         begin = time.monotonic()
         while not receive.poll():
             time.sleep(0.05)
@@ -165,9 +164,9 @@ def test_sums_of_many_bools_stay_bools(pool: Pool) -> None:
     def program() -> list[list[int]]:
         wire = md.group.WORLD.open_channel("cpu").communicator
         tensors = [torch.tensor([True, False]) for _ in range(3)]
-        wire.all_reduce(tensors[0], ReduceOp.SUM, TERMS).finish(SECONDS)
-        wire.reduce(tensors[1], ReduceOp.SUM, 1, TERMS).finish(SECONDS)
-        wire.all_reduce_list(tensors[2:], ReduceOp.SUM, TERMS).finish(SECONDS)
+        Direct(wire, SECONDS).all_reduce(tensors[0], ReduceOp.SUM).finish(SECONDS)
+        Direct(wire, SECONDS).reduce(tensors[1], ReduceOp.SUM, 1).finish(SECONDS)
+        Direct(wire, SECONDS).all_reduce_list(tensors[2:], ReduceOp.SUM).finish(SECONDS)
         return [tensor.view(torch.uint8).tolist() for tensor in tensors]
 
     assert pool.run(program, 3) == [[[1, 0]] * 3] * 3
@@ -177,7 +176,7 @@ def test_an_average_of_large_halves_is_no_infinity(pool: Pool) -> None:
     def program() -> list[float]:
         wire = md.group.WORLD.open_channel("cpu").communicator
         x = torch.full((2,), 40000.0 + 32 * wire.rank, dtype=torch.float16)
-        wire.all_reduce(x, ReduceOp.AVG, TERMS).finish(SECONDS)
+        Direct(wire, SECONDS).all_reduce(x, ReduceOp.AVG).finish(SECONDS)
         return x.tolist()
 
     assert pool.run(program, 3) == [[40032.0] * 2] * 3
@@ -190,9 +189,9 @@ def test_what_cannot_be_reduced_is_refused_before_anything_is_sent(pool: Pool) -
         whole = torch.zeros(4, dtype=torch.float4_e2m1fn_x2)
         texts = []
         for call in (
-            lambda: wire.all_reduce(x, ReduceOp.SUM, TERMS),
-            lambda: wire.reduce(x, ReduceOp.SUM, 0, TERMS),
-            lambda: wire.reduce_scatter(x, whole, ReduceOp.SUM, TERMS),
+            lambda: Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM),
+            lambda: Direct(wire, SECONDS).reduce(x, ReduceOp.SUM, 0),
+            lambda: Direct(wire, SECONDS).reduce_scatter(x, whole, ReduceOp.SUM),
         ):
             with pytest.raises(md.DtypeError) as caught:
                 call()
@@ -238,8 +237,8 @@ def test_support_tells_what_is_gloos_own() -> None:
 def test_gloo_of_one_member() -> None:
     communicator = get_wire("gloo").open(opening())
     x = torch.ones(3)
-    communicator.all_reduce(x, md.ReduceOp.SUM, TERMS).finish(SECONDS)
-    communicator.barrier(TERMS).finish(SECONDS)
+    Direct(communicator, SECONDS).all_reduce(x, md.ReduceOp.SUM).finish(SECONDS)
+    Direct(communicator, SECONDS).barrier().finish(SECONDS)
     assert x.tolist() == [1.0] * 3
     communicator.close()
 
@@ -250,7 +249,7 @@ def test_gloo_takes_torchs_own_options() -> None:
     options = ProcessGroupGloo._Options()
     options._threads = 1
     communicator = get_wire("gloo").open(opening(options=options))
-    communicator.barrier(TERMS).finish(SECONDS)
+    Direct(communicator, SECONDS).barrier().finish(SECONDS)
     assert options._timeout == SECONDS
 
 
@@ -263,7 +262,7 @@ def test_a_member_that_never_comes_is_a_timeout_of_the_opening() -> None:
 def test_a_message_to_oneself_without_counterpart_times_out() -> None:
     communicator = get_wire("gloo").open(opening())
     with pytest.raises(WireTimeout, match="no counterpart"):
-        communicator.recv(torch.ones(1), 0, 0, TERMS).finish(timedelta(seconds=0.05))
+        Direct(communicator, SECONDS).recv(torch.ones(1), 0, 0).finish(timedelta(seconds=0.05))
 
 
 def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +276,7 @@ def test_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gloo_over_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     communicator = get_wire("gloo").open(opening())
-    communicator.barrier(TERMS).finish(SECONDS)
+    Direct(communicator, SECONDS).barrier().finish(SECONDS)
 
 
 def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +284,7 @@ def test_one_device_for_each_interface_of_a_list(monkeypatch: pytest.MonkeyPatch
     assert len(gloo_devices(("lo", "lo")).made) == 2
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     communicator = get_wire("gloo").open(opening())
-    communicator.barrier(TERMS).finish(SECONDS)
+    Direct(communicator, SECONDS).barrier().finish(SECONDS)
 
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +451,7 @@ def reduces_lists(kind: type[torch.Tensor], waits: bool) -> list[list[float]]:
     gloo = md.group.WORLD.open_channel("cpu").communicator
     wire = GlooCommunicator("gloo", gloo.rank, gloo.size, WithoutCuda(gloo._group), HashStore())
     tensors = [torch.full((n,), wire.rank + n).to(dtype).as_subclass(kind) for n, dtype in LISTED]
-    wire.all_reduce_list(tensors, ReduceOp.SUM, TERMS._replace(waits=waits)).finish(SECONDS)
+    Direct(wire, SECONDS, waits).all_reduce_list(tensors, ReduceOp.SUM).finish(SECONDS)
     return [x.tolist() for x in tensors]
 
 
@@ -515,7 +514,10 @@ def test_messages_of_cuda_tensors_go_by_host_memory(pool: Pool) -> None:
         x = torch.full((3,), wire.rank + 1.0, device="cuda")
         y = torch.zeros(3, device="cuda")
         other = 1 - wire.rank
-        received, sent = wire.recv(y, other, 5, TERMS), wire.send(x, other, 5, TERMS)
+        received, sent = (
+            Direct(wire, SECONDS).recv(y, other, 5),
+            Direct(wire, SECONDS).send(x, other, 5),
+        )
         for transfer in (received, sent):
             transfer.finish(SECONDS)
         return y.tolist(), received.source()
@@ -571,13 +573,13 @@ def test_any_number_of_large_tags_works(pool: Pool) -> None:
 def after_all_was_closed() -> str:
     wire = md.new_group(backend="gloo").open_channel("cpu").communicator
     x = torch.ones(1)
-    wire.all_reduce(x, ReduceOp.SUM, TERMS).finish(SECONDS)
+    Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
     wire.close()
     texts = set()
     for call in (
-        lambda: wire.all_reduce(x, ReduceOp.SUM, TERMS),
-        lambda: wire.send(x, 1 - wire.rank, 0, TERMS),
-        lambda: wire.barrier(TERMS),
+        lambda: Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM),
+        lambda: Direct(wire, SECONDS).send(x, 1 - wire.rank, 0),
+        lambda: Direct(wire, SECONDS).barrier(),
     ):
         with pytest.raises(WireFailure) as caught:
             call()

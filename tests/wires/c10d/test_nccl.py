@@ -19,7 +19,8 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.checking.header_table import HeaderTable
 from meshdist.groups.registry import Registry, get_registry
-from meshdist.wires.operations import DONE, Operation, Terms
+from meshdist.wires.operations import DONE, Operation
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, Wire, find_wire
 from tests.load import is_within
 from tests.pool import Pool
@@ -363,11 +364,11 @@ def test_where_members_do_not_see_each_others_calls_a_round_compares_them(pool: 
             group = md.new_group([0, 1], backend="cpu:nccl", timeout=timedelta(seconds=20))
             communicator = group.open_channel("cpu").communicator
 
-            def gather(whole: torch.Tensor, mine: torch.Tensor, _: Terms) -> Operation:
-                whole.view(2, -1).copy_(mine)  # both members call alike
+            def gather(prepared: PreparedCall) -> Operation:
+                prepared.outputs[0].view(2, -1).copy_(prepared.inputs[0])  # both members call alike
                 return DONE
 
-            patch.setattr(communicator, "all_gather", gather)
+            patch.setattr(communicator, "_all_gather", gather)
             md.set_debug_level(DebugLevel.INFO)
             try:
                 md.all_reduce(torch.ones(3), group=group)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.operations import Terms
 from tests.pool import Pool
+from tests.wires.direct import Direct
 
 
 @pytest.mark.parametrize("extended_api", [False, True])
@@ -102,9 +102,9 @@ def test_what_a_registered_class_lacks_is_built(pool: Pool, tmp_path: Any) -> No
         limit = timedelta(seconds=20)
         x = torch.full((2,), rank + 1.0)
         outputs = [torch.empty(2), torch.empty(2)] if rank == 1 else []
-        wire.gather(outputs, x, 1, Terms(limit)).finish(limit)
-        wire.scatter(x, outputs, 1, Terms(limit)).finish(limit)
-        wire.reduce(x, md.ReduceOp.SUM, 0, Terms(limit)).finish(limit)
+        Direct(wire, limit).gather(outputs, x, 1).finish(limit)
+        Direct(wire, limit).scatter(x, outputs, 1).finish(limit)
+        Direct(wire, limit).reduce(x, md.ReduceOp.SUM, 0).finish(limit)
         md.destroy_process_group()
         served = find_wire("pigeon").support("gather", "cpu", torch.float32)
         return [one.tolist() for one in outputs], x.tolist(), served

@@ -22,10 +22,10 @@ import meshdist as md
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.failures import WireFailure, WireRefused
 from meshdist.wires.hierarchical.communicator import HierarchicalWire
-from meshdist.wires.operations import Terms
 from meshdist.wires.registry import Opening, get_wire
 from tests.load import is_within
 from tests.pool import QUICK_NAMES, TESTS, Failure, Pool
+from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES
 from tests.wires.verb_table import WAITING, waiting_times
 
@@ -196,7 +196,6 @@ def test_whoever_waits_is_freed_by_an_abort_and_when_the_time_is_up(
 def test_an_abort_frees_all_levels(pool: Pool, place: str, waits: bool) -> None:
     def program() -> str:
         wire = md.group.WORLD.open_channel("cpu").communicator
-        terms = Terms(SECONDS, waits=waits)
         absent = 1 if place == "inside" else 2
         if wire.rank == absent:
             time.sleep(1.0)
@@ -204,9 +203,9 @@ def test_an_abort_frees_all_levels(pool: Pool, place: str, waits: bool) -> None:
         threading.Timer(0.3, wire.abort).start()
         x = torch.ones(4)
         with pytest.raises(WireFailure) as caught:
-            wire.all_reduce(x, ReduceOp.SUM, terms).finish(SECONDS)
+            Direct(wire, SECONDS, waits=waits).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
         with pytest.raises(WireFailure, match="before"):
-            wire.barrier(terms).finish(SECONDS)
+            Direct(wire, SECONDS, waits=waits).barrier().finish(SECONDS)
         return type(caught.value).__name__
 
     outcomes = pool.run(program, 4, backend=None, hosts="AABB")

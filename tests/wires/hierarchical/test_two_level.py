@@ -11,13 +11,12 @@ import torch
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.hierarchical import two_level
-from meshdist.wires.operations import Terms
 from tests.pool import Pool
+from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, bits, reduced_in_numpy
 from tests.wires.verb_table import check_every_verb, expect
 
 SECONDS = timedelta(seconds=30)
-TERMS = Terms(SECONDS, waits=True)
 SOME = (torch.float32, torch.bfloat16, torch.float16, torch.uint16, torch.bool, torch.complex64)
 LAYOUTS = ("AB", "AABB", "ABBB", "ABA", "ABCAC")
 
@@ -57,6 +56,7 @@ def test_every_verb_on_every_dtype_matches_numpy(pool: Pool, hosts: str) -> None
 def test_large_tensors_go_in_parts(pool: Pool, hosts: str) -> None:
     def program() -> list[bytes]:
         wire = md.group.WORLD.open_channel("cpu").communicator
+        call = Direct(wire, SECONDS, waits=True)
         rank, size, count = wire.rank, wire.size, 600_017
         seeds = [torch.Generator().manual_seed(member) for member in range(size)]
         # Whole numbers, whose sums are exact.
@@ -65,23 +65,23 @@ def test_large_tensors_go_in_parts(pool: Pool, hosts: str) -> None:
         for op in ("SUM", "MAX", "AVG"):
             kind = getattr(ReduceOp, op)
             x = data[rank].clone()
-            wire.all_reduce(x, kind, TERMS).finish(SECONDS)
+            call.all_reduce(x, kind).finish(SECONDS)
             expected = reduced_in_numpy(data, op)
             expect(x, expected, op, f"all_reduce of {count} with {op}")
             found.append(bits(x))
             for root in (0, size - 1):
                 x = data[rank].clone()
-                wire.reduce(x, kind, root, TERMS).finish(SECONDS)
+                call.reduce(x, kind, root).finish(SECONDS)
                 expect(x, expected if rank == root else data[rank], op, f"reduce to {root}")
         for root in (0, size - 1):
             x = data[rank].clone()
-            wire.broadcast(x, root, TERMS).finish(SECONDS)
+            call.broadcast(x, root).finish(SECONDS)
             assert torch.equal(x, data[root])
         whole = torch.empty(size * count)
-        wire.all_gather(whole, data[rank], TERMS).finish(SECONDS)
+        call.all_gather(whole, data[rank]).finish(SECONDS)
         assert torch.equal(whole, torch.cat(data))
         x = torch.empty(count // size)
-        wire.reduce_scatter(x, data[rank][: len(x) * size], ReduceOp.SUM, TERMS).finish(SECONDS)
+        call.reduce_scatter(x, data[rank][: len(x) * size], ReduceOp.SUM).finish(SECONDS)
         begin = rank * len(x)
         expect(
             x, reduced_in_numpy([one[begin:][: len(x)] for one in data], "SUM"), "SUM", "scatter"
@@ -99,7 +99,7 @@ def test_sums_are_the_same_bits_on_all_members_and_from_run_to_run(pool: Pool) -
         seen = set()
         for _ in range(4):
             x = data.clone()
-            wire.all_reduce(x, ReduceOp.SUM, TERMS).finish(SECONDS)
+            Direct(wire, SECONDS, waits=True).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
             seen.add(hashlib.sha256(bits(x)).hexdigest())
         return seen
 
@@ -112,11 +112,12 @@ def test_sums_are_the_same_bits_on_all_members_and_from_run_to_run(pool: Pool) -
 def test_an_average_of_large_halves_is_no_infinity(pool: Pool) -> None:
     def program() -> list[list[float]]:
         wire = md.group.WORLD.open_channel("cpu").communicator
+        call = Direct(wire, SECONDS, waits=True)
         full = torch.full((3,), 40000.0 + 32 * wire.rank, dtype=torch.float16)
         one, two, three = full.clone(), full.clone(), torch.empty(1, dtype=torch.float16)
-        wire.all_reduce(one, ReduceOp.AVG, TERMS).finish(SECONDS)
-        wire.reduce(two, ReduceOp.AVG, 1, TERMS).finish(SECONDS)
-        wire.reduce_scatter(three, full, ReduceOp.AVG, TERMS).finish(SECONDS)
+        call.all_reduce(one, ReduceOp.AVG).finish(SECONDS)
+        call.reduce(two, ReduceOp.AVG, 1).finish(SECONDS)
+        call.reduce_scatter(three, full, ReduceOp.AVG).finish(SECONDS)
         return [one.tolist(), two.tolist() if wire.rank == 1 else [], three.tolist()]
 
     outcomes = pool.run(program, 3, backend=None, hosts="ABA")

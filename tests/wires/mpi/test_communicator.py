@@ -21,18 +21,17 @@ import torch
 import meshdist as md
 from benchmarks._mpi import MPIEXEC, environment, job_command
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.operations import Terms
 from meshdist.wires.registry import find_wire
 from tests.load import is_within
 from tests.mpi_job import job_of
 from tests.pool import Pool
+from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES
 from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
 
 pytestmark = pytest.mark.mpi
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = timedelta(seconds=20)
-TERMS = Terms(SECONDS)
 SOME = (torch.float32, torch.bfloat16, torch.uint16, torch.bool, torch.complex64)
 
 
@@ -63,9 +62,9 @@ def some_wait_and_some_do_not() -> list[float]:
     wire = md.group.WORLD.open_channel("cpu").communicator
     found = []
     for turn in range(8):
-        terms = Terms(SECONDS, waits=bool(turn >> wire.rank & 1))
+        waits = bool(turn >> wire.rank & 1)
         x = torch.full((3,), float(wire.rank + turn))
-        wire.all_reduce(x, ReduceOp.SUM, terms).finish(SECONDS)
+        Direct(wire, SECONDS, waits).all_reduce(x, ReduceOp.SUM).finish(SECONDS)
         found.append(x[2].item())
     return found
 
@@ -81,7 +80,7 @@ def many_at_once() -> list[float]:
     if wire.rank == 1:
         time.sleep(0.3)
     tensors = [torch.full((1,), float(k)) for k in range(2000)]
-    started = [wire.all_reduce(x, ReduceOp.SUM, TERMS) for x in tensors]
+    started = [Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM) for x in tensors]
     for operation in started:
         operation.finish(SECONDS)
     return [x.item() for x in tensors[::500]]
@@ -218,14 +217,14 @@ def test_messages_larger_than_a_count_holds(pool: Pool, size: int) -> None:
 def large() -> list[int]:
     wire = md.group.WORLD.open_channel("cpu").communicator
     count, limit = (1 << 31) + 8, timedelta(minutes=4)
-    terms = Terms(limit, waits=True)
+    call = Direct(wire, limit, waits=True)
     x = torch.full((count,), wire.rank + 3, dtype=torch.uint8)
     y = torch.zeros(count, dtype=torch.uint8)
     mine = [count - 5, 5] if wire.rank == 0 else [5, count - 5]
-    wire.all_to_all_single(y, x, mine, mine, terms).finish(limit)
-    wire.broadcast(x, 1, terms).finish(limit)
+    call.all_to_all_single(y, x, mine, mine).finish(limit)
+    call.broadcast(x, 1).finish(limit)
     found = [int(one) for one in (y[4], y[5], y[-6], y[-5], x[0], x[-1])]
-    wire.all_reduce(x, ReduceOp.MAX, terms).finish(limit)
+    call.all_reduce(x, ReduceOp.MAX).finish(limit)
     return [*found, int(x[-1])]
 
 
@@ -263,18 +262,18 @@ def who_waits_at_once(how: str) -> str:
     wire = md.new_group([0, 1], timeout=SECONDS).open_channel("cpu").communicator
     world = md.group.WORLD.open_channel("cpu").communicator
     if wire.rank == 1:
-        world.barrier(Terms(SECONDS, waits=True)).finish(SECONDS)
+        Direct(world, SECONDS, waits=True).barrier().finish(SECONDS)
     if wire.rank == 0 and how == "abort":
         threading.Timer(0.2, wire.abort).start()
     limit = timedelta(seconds=0.4) if how == "timeout" and wire.rank == 0 else SECONDS
     begin = time.monotonic()
     try:
-        wire.all_reduce(torch.ones(2), ReduceOp.SUM, Terms(limit, waits=True))
+        Direct(wire, limit, waits=True).all_reduce(torch.ones(2), ReduceOp.SUM)
         told = "done"
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     if wire.rank == 0:
-        world.barrier(Terms(SECONDS, waits=True)).finish(SECONDS)
+        Direct(world, SECONDS, waits=True).barrier().finish(SECONDS)
     assert is_within(time.monotonic() - begin, 5)
     return told
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,10 +23,12 @@ from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.mpi import communicator as mpi, staging
 from meshdist.wires.mpi.staging import StagedCommunicator
-from meshdist.wires.operations import Operation, Terms
+from meshdist.wires.operations import Operation
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.mpi_job import job_of
 from tests.pool import Pool
+from tests.wires.direct import Direct
 from tests.wires.verb_table import OnDevice, check_every_verb
 
 SECONDS = timedelta(seconds=20)
@@ -109,37 +111,23 @@ class Host(Communicator):
         self.is_aborted = False
         self.is_closed = False
 
-    def note(self, name: str, terms: Terms) -> Operation:
+    def start(self, prepared: PreparedCall) -> Operation:
+        name, outputs = prepared.way, prepared.outputs
+        if name == "all_reduce":
+            outputs[0].mul_(2)
+            name = f"all_reduce {outputs[0].numel()}"
+        elif name == "all_gather":
+            outputs[0].copy_(torch.cat([*prepared.inputs] * 2))
+        elif name in ("broadcast", "recv"):
+            outputs[0].fill_(7 if name == "broadcast" else 9)
         if self.failure is not None:
             raise self.failure
         self.threads.add(threading.get_ident())
-        self.waiting.append(terms.waits)
+        self.waiting.append(prepared.waits)
         self.operations.append(Noted())
-        self.operations[-1].is_done = terms.waits
+        self.operations[-1].is_done = prepared.waits
         self.started.append(name)
         return self.operations[-1]
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any, terms: Terms) -> Operation:
-        tensor *= 2
-        return self.note(f"all_reduce {tensor.numel()}", terms)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        tensor.fill_(7)
-        return self.note("broadcast", terms)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
-        output.copy_(torch.cat([tensor, tensor]))
-        return self.note("all_gather", terms)
-
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self.note("barrier", terms)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        return self.note("send", terms)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        tensor.fill_(9)
-        return self.note("recv", terms)
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
         def check() -> None:
@@ -164,13 +152,15 @@ class Staged:
         self.wire = StagedCommunicator(self.host)
         self.events: list[Event] = []
 
-    def mark(self, x: Any) -> list[Event]:
+    def mark(self, tensors: Sequence[torch.Tensor]) -> list[Event]:
+        if not tensors:
+            return []
         self.events.append(Event())
         return self.events[-1:]
 
     def reduce(self, count: int, *, waits: bool = False) -> tuple[torch.Tensor, Operation]:
         x = torch.ones(count)
-        return x, self.wire.all_reduce(x, ReduceOp.SUM, Terms(SECONDS, waits=waits))
+        return x, Direct(self.wire, SECONDS, waits=waits).all_reduce(x, ReduceOp.SUM)
 
     def has_started(self, *names: str) -> bool:
         """Whether these, and no others, have started or soon do."""
@@ -208,11 +198,10 @@ def test_a_verb_goes_on_while_its_copies_are_under_way(staged: Staged) -> None:
 def test_operations_start_in_the_order_of_their_calls(staged: Staged) -> None:
     staged.reduce(1)
     staged.reduce(2)
-    terms = Terms(SECONDS)
     more = [
-        staged.wire.recv(torch.empty(1), 1, 0, terms),
-        staged.wire.send(torch.empty(1), 1, 0, terms),
-        staged.wire.barrier(terms),
+        Direct(staged.wire, SECONDS).recv(torch.empty(1), 1, 0),
+        Direct(staged.wire, SECONDS).send(torch.empty(1), 1, 0),
+        Direct(staged.wire, SECONDS).barrier(),
     ]
     for event in staged.events[1:]:
         event.reach()
@@ -230,7 +219,7 @@ def test_where_nothing_is_queued_a_caller_that_waits_starts_it_itself(staged: St
     assert staged.host.waiting == [True]
     operation.finish(SECONDS)
     assert x.tolist() == [2.0, 2.0]
-    staged.wire.barrier(Terms(SECONDS))  # has nothing to wait for
+    Direct(staged.wire, SECONDS).barrier()  # has nothing to wait for
     assert staged.host.started == ["all_reduce 2", "barrier"]
     assert staged.host.threads == {threading.get_ident()}
 
@@ -259,7 +248,7 @@ def test_where_one_cannot_start_none_after_it_does(staged: Staged) -> None:
         assert operation.poll()
     staged.host.failure = None
     with pytest.raises(WireFailure, match="the store is lost"):
-        staged.wire.barrier(Terms(SECONDS))
+        Direct(staged.wire, SECONDS).barrier()
     assert staged.host.started == []
 
 
@@ -276,16 +265,16 @@ def test_an_error_of_the_device_is_a_failure(staged: Staged, waits: bool) -> Non
         with pytest.raises(WireFailure, match=r"^CUDA error: an illegal memory"):
             staged.reduce(1, waits=waits)[1].finish(SECONDS)
     with pytest.raises(WireFailure, match="RuntimeError: CUDA error: an illegal memory access"):
-        staged.wire.barrier(Terms(SECONDS))
+        Direct(staged.wire, SECONDS).barrier()
 
 
 def test_after_ctrl_c_as_a_verb_begins_none_starts(staged: Staged) -> None:
     staged.host.failure = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        staged.wire.barrier(Terms(SECONDS))
+        Direct(staged.wire, SECONDS).barrier()
     staged.host.failure = None
     with pytest.raises(WireFailure, match="an earlier call did not start: KeyboardInterrupt"):
-        staged.wire.barrier(Terms(SECONDS))
+        Direct(staged.wire, SECONDS).barrier()
     assert staged.host.started == []
 
 
@@ -336,12 +325,11 @@ def test_what_cannot_start_before_the_end_fails(staged: Staged) -> None:
 
 
 def test_the_host_is_given_copies_and_writes_what_a_verb_writes_alone(staged: Staged) -> None:
-    terms = Terms(SECONDS)
     x, y, out = torch.ones(2), torch.ones(2), torch.zeros(4)
     operations = [
-        staged.wire.broadcast(x, 0, terms),  # this member's own
-        staged.wire.broadcast(y, 1, terms),
-        staged.wire.all_gather(out, x, terms),
+        Direct(staged.wire, SECONDS).broadcast(x, 0),  # this member's own
+        Direct(staged.wire, SECONDS).broadcast(y, 1),
+        Direct(staged.wire, SECONDS).all_gather(out, x),
     ]
     for event in staged.events:
         event.reach()
@@ -382,7 +370,7 @@ def by_copies() -> list[str]:
 def overlapping(wire: Communicator, generator: random.Random) -> str:
     """Twenty calls in flight, finished in an order of each member's own."""
     tensors = [torch.full((n + 1,), float(n)) for n in range(20)]
-    operations = [wire.all_reduce(x, ReduceOp.SUM, Terms(SECONDS)) for x in tensors]
+    operations = [Direct(wire, SECONDS).all_reduce(x, ReduceOp.SUM) for x in tensors]
     for place in generator.sample(range(20), 20):
         operations[place].finish(SECONDS)
     return str([x.tolist() for x in tensors] == [[3.0 * n] * (n + 1) for n in range(20)])
@@ -422,10 +410,10 @@ def in_two_groups() -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_events", lambda _: [LateEvent(0.2)] if world.rank == 0 else [])
         waits = world.rank > 0
-        operation = wires[0].all_reduce(x, ReduceOp.SUM, Terms(SECONDS, waits=waits))
+        operation = Direct(wires[0], SECONDS, waits=waits).all_reduce(x, ReduceOp.SUM)
     if waits:
         operation.finish(SECONDS)
-    wires[1].all_reduce(y, ReduceOp.SUM, Terms(SECONDS, waits=True)).finish(SECONDS)
+    Direct(wires[1], SECONDS, waits=True).all_reduce(y, ReduceOp.SUM).finish(SECONDS)
     operation.finish(SECONDS)
     for wire in wires:
         wire.close()

@@ -14,16 +14,17 @@ from torch.distributed import HashStore
 from meshdist.bootstrap.world import get_world
 from meshdist.errors import AgreementError, DtypeError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires import fallbacks
+from meshdist.wires.built_verbs import BUILT, all_reduce_by_gathering
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.failures import WireAborted, WireFailure
-from meshdist.wires.operations import Chain
+from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
 from meshdist.worlds.simulation import simulate
+from tests.wires.direct import Direct
 from tests.wires.samples import (
     DTYPES,
     OPS,
-    TERMS,
     T,
     bits,
     draw,
@@ -92,45 +93,45 @@ def root_of(group: Any) -> int:
 
 def all_gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     (output,) = like([torch.cat([x for (x,) in inputs])])
-    return group.all_gather(output, mine[0], TERMS), [output]
+    return Direct(group).all_gather(output, mine[0]), [output]
 
 
 def all_gather_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     outputs = like([x for (x,) in inputs])
-    return group.all_gather_list(outputs, mine[0], TERMS), outputs
+    return Direct(group).all_gather_list(outputs, mine[0]), outputs
 
 
 def gather(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     outputs = like([x for (x,) in inputs]) if group.rank == root_of(group) else []
-    return group.gather(outputs, mine[0], root_of(group), TERMS), outputs
+    return Direct(group).gather(outputs, mine[0], root_of(group)), outputs
 
 
 def scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     root = root_of(group)
     output = like([inputs[root][group.rank]])
-    return group.scatter(output[0], mine if group.rank == root else [], root, TERMS), output
+    return Direct(group).scatter(output[0], mine if group.rank == root else [], root), output
 
 
 def reduce_scatter(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     output = like([mine[0][: mine[0].numel() // group.size]])
-    return group.reduce_scatter(output[0], mine[0], op, TERMS), output
+    return Direct(group).reduce_scatter(output[0], mine[0], op), output
 
 
 def reduce_scatter_list(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     output = like([mine[group.rank]])
-    return group.reduce_scatter_list(output[0], mine, op, TERMS), output
+    return Direct(group).reduce_scatter_list(output[0], mine, op), output
 
 
 def all_to_all(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     outputs = like([theirs[group.rank] for theirs in inputs])
-    return group.all_to_all(outputs, mine, TERMS), outputs
+    return Direct(group).all_to_all(outputs, mine), outputs
 
 
 def all_to_all_single(group: Any, mine: Tensors, inputs: Inputs, op: Any) -> tuple[Any, Tensors]:
     outputs = [theirs[group.rank] for theirs in inputs]
     taken, given = [x.numel() for x in outputs], [x.numel() for x in mine]
     (output,) = like([torch.cat(outputs)])
-    return group.all_to_all_single(output, torch.cat(mine), taken, given, TERMS), [output]
+    return Direct(group).all_to_all_single(output, torch.cat(mine), taken, given), [output]
 
 
 def columns(inputs: Inputs) -> list[Tensors]:
@@ -165,24 +166,24 @@ def joined(expected: list[list[bytes]]) -> list[list[bytes]]:
 
 VERBS = {
     "all_reduce": Verb(
-        one, lambda g, x, _, op: (g.all_reduce(x[0], op, TERMS), x), all_reduced, reduces=True
+        one, lambda g, x, _, op: (Direct(g).all_reduce(x[0], op), x), all_reduced, reduces=True
     ),
     "all_reduce_list": Verb(
         by_receiver,
-        lambda g, x, _, op: (g.all_reduce_list(x, op, TERMS), x),
+        lambda g, x, _, op: (Direct(g).all_reduce_list(x, op), x),
         all_reduced,
         can_differ=True,
         reduces=True,
     ),
     "reduce": Verb(
         one,
-        lambda g, x, _, op: (g.reduce(x[0], op, root_of(g), TERMS), x),
+        lambda g, x, _, op: (Direct(g).reduce(x[0], op, root_of(g)), x),
         reduced_at_root,
         reduces=True,
     ),
     "broadcast": Verb(
         one,
-        lambda g, x, _, op: (g.broadcast(x[0], root_of(g), TERMS), x),
+        lambda g, x, _, op: (Direct(g).broadcast(x[0], root_of(g)), x),
         lambda inputs, _: [[bits(inputs[len(inputs) // 2][0])]] * len(inputs),
     ),
     "gather": Verb(
@@ -275,8 +276,8 @@ def test_messages_carry_every_dtype(dtype: torch.dtype, size: int) -> None:
     def program() -> bytes:
         group = open_group()
         (received,) = like([inputs[0]])
-        group.send(inputs[group.rank], (group.rank + 1) % size, 0, TERMS).finish(T)
-        group.recv(received, (group.rank - 1) % size, 0, TERMS).finish(T)
+        Direct(group).send(inputs[group.rank], (group.rank + 1) % size, 0).finish(T)
+        Direct(group).recv(received, (group.rank - 1) % size, 0).finish(T)
         return bits(received)
 
     assert simulate(program, size) == [bits(inputs[member - 1]) for member in range(size)]
@@ -288,8 +289,8 @@ def test_what_cannot_be_added_is_moved_all_the_same() -> None:
         inputs = [torch.tensor([16 * group.rank + j], dtype=torch.uint8) for j in range(2)]
         inputs = [x.view(torch.float4_e2m1fn_x2) for x in inputs]
         outputs = like(inputs)
-        group.all_to_all(outputs, inputs, TERMS).finish(T)
-        group.broadcast(inputs[0], 1, TERMS).finish(T)
+        Direct(group).all_to_all(outputs, inputs).finish(T)
+        Direct(group).broadcast(inputs[0], 1).finish(T)
         return [bits(x) for x in outputs], bits(inputs[0])
 
     assert simulate(program, 2) == [([b"\x00", b"\x10"], b"\x10"), ([b"\x01", b"\x11"], b"\x10")]
@@ -299,8 +300,8 @@ def test_a_list_of_tensors_may_mix_dtypes_and_be_empty() -> None:
     def program() -> list[Any]:
         group = open_group()
         tensors = [torch.ones(2), torch.full((), 3), torch.zeros(0, dtype=torch.bool)]
-        group.all_reduce_list(tensors, ReduceOp.SUM, TERMS).finish(T)
-        group.all_reduce_list([], ReduceOp.SUM, TERMS).finish(T)
+        Direct(group).all_reduce_list(tensors, ReduceOp.SUM).finish(T)
+        Direct(group).all_reduce_list([], ReduceOp.SUM).finish(T)
         return [x.tolist() for x in tensors]
 
     assert simulate(program, 3) == [[[3.0, 3.0], 9, []]] * 3
@@ -310,8 +311,8 @@ def test_a_list_of_tensors_is_reduced_by_an_op_that_all_of_them_have() -> None:
     def program() -> None:
         group = open_group()
         with pytest.raises(DtypeError, match="cannot reduce bool with AVG"):
-            group.all_reduce_list(
-                [torch.ones(1), torch.ones(1, dtype=torch.bool)], ReduceOp.AVG, TERMS
+            Direct(group).all_reduce_list(
+                [torch.ones(1), torch.ones(1, dtype=torch.bool)], ReduceOp.AVG
             )
 
     simulate(program, 2)
@@ -323,8 +324,8 @@ def test_tensors_of_any_layout(shape: tuple[int, ...]) -> None:
         group = open_group()
         x = torch.ones(shape).mT if len(shape) == 2 else torch.ones(shape)
         out = torch.zeros((3, *x.shape))
-        group.all_gather(out, x, TERMS).finish(T)
-        group.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+        Direct(group).all_gather(out, x).finish(T)
+        Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
         return [x, out]
 
     for x, out in simulate(program, 3):
@@ -338,8 +339,8 @@ def test_parameters_and_inference_tensors_are_written() -> None:
         parameter = torch.nn.Parameter(torch.full((2,), float(group.rank)))
         with torch.inference_mode(group.rank == 0):
             mixed = torch.full((2,), float(group.rank))
-            group.broadcast(parameter, 1, TERMS).finish(T)
-            group.broadcast(mixed, 1, TERMS).finish(T)
+            Direct(group).broadcast(parameter, 1).finish(T)
+            Direct(group).broadcast(mixed, 1).finish(T)
         assert parameter.tolist() == mixed.tolist() == [1.0, 1.0]
         assert parameter.requires_grad
         assert not parameter.is_inference()
@@ -367,7 +368,7 @@ def test_reductions_that_a_dtype_lacks_are_refused(
     def program() -> None:
         group = open_group()
         with pytest.raises(DtypeError) as caught:
-            group.all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op), TERMS)
+            Direct(group).all_reduce(torch.empty(2, dtype=dtype), getattr(ReduceOp, op))
         name = str(dtype).removeprefix("torch.")
         assert str(caught.value).splitlines() == [
             f"the wire 'simulated' cannot reduce {name} with {op}",
@@ -385,7 +386,7 @@ def test_started_operations_do_not_wait() -> None:
     def program() -> list[float]:
         group = open_group()
         tensors = [torch.full((2,), float(i + group.rank)) for i in range(3)]
-        pending = [group.all_reduce(x, ReduceOp.SUM, TERMS) for x in tensors]
+        pending = [Direct(group).all_reduce(x, ReduceOp.SUM) for x in tensors]
         for each in reversed(pending):
             each.finish(T)
             each.finish(T)
@@ -401,17 +402,17 @@ def test_overlapping_groups_in_different_orders() -> None:
         pair = open_group((0, 1), "pair") if rank < 2 else None
         x, y = torch.ones(1), torch.full((1,), 10.0)
         if rank == 0 and pair is not None:
-            first = pair.all_reduce(y, ReduceOp.SUM, TERMS)
-            second = whole.all_reduce(x, ReduceOp.SUM, TERMS)
+            first = Direct(pair).all_reduce(y, ReduceOp.SUM)
+            second = Direct(whole).all_reduce(x, ReduceOp.SUM)
             second.finish(T)
             first.finish(T)
         elif pair is not None:
-            second = whole.all_reduce(x, ReduceOp.SUM, TERMS)
-            first = pair.all_reduce(y, ReduceOp.SUM, TERMS)
+            second = Direct(whole).all_reduce(x, ReduceOp.SUM)
+            first = Direct(pair).all_reduce(y, ReduceOp.SUM)
             first.finish(T)
             second.finish(T)
         else:
-            whole.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+            Direct(whole).all_reduce(x, ReduceOp.SUM).finish(T)
         return x.item(), y.item()
 
     assert simulate(program, 3) == [(3.0, 20.0), (3.0, 20.0), (3.0, 10.0)]
@@ -421,7 +422,7 @@ def test_asking_whether_done_lets_the_others_go_on() -> None:
     def program() -> int:
         group = open_group()
         x = torch.ones(1)
-        pending = group.all_reduce(x, ReduceOp.SUM, TERMS)
+        pending = Direct(group).all_reduce(x, ReduceOp.SUM)
         asked = 0
         while not pending.poll():
             asked += 1
@@ -437,8 +438,8 @@ def test_a_barrier_completes_what_was_started_before() -> None:
     def program() -> float:
         group = open_group()
         x = torch.ones(1)
-        group.all_reduce(x, ReduceOp.SUM, TERMS)
-        group.barrier(TERMS).finish(T)
+        Direct(group).all_reduce(x, ReduceOp.SUM)
+        Direct(group).barrier().finish(T)
         return x.item()
 
     assert simulate(program, 3) == [3.0] * 3
@@ -449,12 +450,12 @@ def test_nothing_is_kept_of_a_finished_operation() -> None:
         group = open_group()
         x, block = torch.ones(2), torch.ones(1)
         kept = [weakref.ref(x), weakref.ref(block)]
-        pending = [group.all_reduce(x, ReduceOp.SUM, TERMS)]
-        pending.append(group.reduce_scatter(block, x, ReduceOp.SUM, TERMS))
-        pending.append(group.send(x, group.rank, 0, TERMS))
+        pending = [Direct(group).all_reduce(x, ReduceOp.SUM)]
+        pending.append(Direct(group).reduce_scatter(block, x, ReduceOp.SUM))
+        pending.append(Direct(group).send(x, group.rank, 0))
         y = torch.empty(2)
         kept.append(weakref.ref(y))
-        pending.append(group.recv(y, group.rank, 0, TERMS))
+        pending.append(Direct(group).recv(y, group.rank, 0))
         for each in pending:
             each.finish(T)
         del x, y, block
@@ -472,9 +473,9 @@ def test_operations_that_end_as_one_bring_their_results_home_once() -> None:
         tensors = [torch.full((2,), float(i + group.rank)) for i in range(3)]
         settled: list[int] = []
         chain = Chain(
-            [group.all_reduce(x, ReduceOp.SUM, TERMS) for x in tensors], lambda: settled.append(1)
+            [Direct(group).all_reduce(x, ReduceOp.SUM) for x in tensors], lambda: settled.append(1)
         )
-        outer = Chain([chain, group.barrier(TERMS)])
+        outer = Chain([chain, Direct(group).barrier()])
         outer.finish(T)
         outer.finish(T)
         assert outer.poll()
@@ -487,7 +488,7 @@ def test_asking_for_a_chain_lets_the_others_go_on() -> None:
     def program() -> list[bool]:
         group = open_group()
         asked = []
-        chain = Chain([group.barrier(TERMS), group.barrier(TERMS)])
+        chain = Chain([Direct(group).barrier(), Direct(group).barrier()])
         while not asked or not asked[-1]:
             asked.append(chain.poll())
             assert len(asked) < 10
@@ -499,11 +500,22 @@ def test_asking_for_a_chain_lets_the_others_go_on() -> None:
 def test_a_chain_fails_as_its_part_does() -> None:
     def program() -> None:
         group = open_group()
-        chain = Chain([group.barrier(TERMS), group.broadcast(torch.ones(1), group.rank, TERMS)])
+        chain = Chain([Direct(group).barrier(), Direct(group).broadcast(torch.ones(1), group.rank)])
         with pytest.raises(AgreementError, match="disagree about their call 2"):
             chain.finish(T)
 
     simulate(program, 2)
+
+
+class Building:
+    """Carries a verb by others of another communicator."""
+
+    def __init__(self, wire: Communicator) -> None:
+        self.wire, self.rank, self.size = wire, wire.rank, wire.size
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        ways = {**BUILT, "all_reduce": all_reduce_by_gathering}
+        return ways[prepared.way](self.wire, prepared)
 
 
 def test_verbs_made_of_others_run_here_too() -> None:
@@ -511,10 +523,11 @@ def test_verbs_made_of_others_run_here_too() -> None:
         group = open_group()
         mine = torch.arange(4.0) + group.rank
         block, outputs = torch.zeros(2), [torch.zeros(2), torch.zeros(2)]
+        built = Direct(Building(group))
         started = [
-            Communicator.reduce_scatter_list(group, block, mine.split(2), ReduceOp.SUM, TERMS),
-            Communicator.all_to_all(group, outputs, list(mine.split(2)), TERMS),
-            fallbacks.all_reduce_by_gathering(group, mine, ReduceOp.MAX, TERMS),
+            built.reduce_scatter_list(block, mine.split(2), ReduceOp.SUM),
+            built.all_to_all(outputs, mine.split(2)),
+            built.all_reduce(mine, ReduceOp.MAX),
         ]
         for each in started:
             each.finish(T)
@@ -533,11 +546,11 @@ def test_abort_frees_all_members() -> None:
         group = open_group()
         if group.rank == 2:
             group.abort()
-        start = [lambda: group.recv(torch.zeros(1), 1, 0, TERMS), lambda: group.barrier(TERMS)]
+        start = [lambda: Direct(group).recv(torch.zeros(1), 1, 0), lambda: Direct(group).barrier()]
         with pytest.raises(WireAborted) as caught:
             start[min(group.rank, 1)]().finish(T)
         with pytest.raises(WireAborted):
-            group.barrier(TERMS)
+            Direct(group).barrier()
         return str(caught.value)
 
     assert simulate(program, 3) == ["the communicator was aborted"] * 3
@@ -546,11 +559,11 @@ def test_abort_frees_all_members() -> None:
 def test_a_closed_communicator_refuses_calls() -> None:
     def program() -> None:
         group = open_group()
-        pending = group.barrier(TERMS)
+        pending = Direct(group).barrier()
         group.close()
         pending.finish(T)
         with pytest.raises(WireFailure, match="the communicator was closed"):
-            group.barrier(TERMS)
+            Direct(group).barrier()
 
     simulate(program, 2)
 
@@ -559,7 +572,7 @@ def test_data_that_cannot_be_moved_is_a_failure_of_every_member() -> None:
     def program() -> None:
         group = open_group()
         with pytest.raises(WireFailure, match="moving the data failed: RuntimeError: shape"):
-            group.all_gather(torch.zeros(3), torch.zeros(2), TERMS).finish(T)
+            Direct(group).all_gather(torch.zeros(3), torch.zeros(2)).finish(T)
 
     simulate(program, 2)
 

@@ -17,7 +17,8 @@ from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.failures import WireFailure
 from meshdist.wires.simulated.meeting import find_mismatch
 from meshdist.worlds.simulation import simulate
-from tests.wires.samples import TERMS, T, open_group
+from tests.wires.direct import Direct
+from tests.wires.samples import T, open_group
 
 # ---- point to point ----------------------------------------------------------------------------
 
@@ -28,13 +29,13 @@ def test_messages_keep_their_order_by_source_and_tag() -> None:
         if group.rank == 0:
             for value, tag in ((1.0, 7), (2.0, 8), (3.0, 7), (4.0, 8)):
                 x = torch.tensor([value])
-                group.send(x, 1, tag, TERMS).finish(T)
+                Direct(group).send(x, 1, tag).finish(T)
                 x.fill_(-1.0)  # a finished send leaves its tensor free
             return []
         received = []
         for tag in (8, 7, 7, 8):
             x = torch.zeros(1)
-            group.recv(x, 0, tag, TERMS).finish(T)
+            Direct(group).recv(x, 0, tag).finish(T)
             received.append(x.item())
         return received
 
@@ -46,12 +47,12 @@ def test_receives_that_wait_are_served_in_the_order_they_came() -> None:
         group = open_group()
         if group.rank == 0:
             tensors = [torch.zeros(1) for _ in range(3)]
-            pending = [group.recv(x, 1, 0, TERMS) for x in tensors]
+            pending = [Direct(group).recv(x, 1, 0) for x in tensors]
             for each in reversed(pending):
                 each.finish(T)
             return [x.item() for x in tensors]
         for value in (1.0, 2.0, 3.0):
-            group.send(torch.tensor([value]), 0, 0, TERMS)
+            Direct(group).send(torch.tensor([value]), 0, 0)
         return []
 
     assert simulate(program, 2)[0] == [1.0, 2.0, 3.0]
@@ -61,12 +62,12 @@ def test_receive_from_any_rank_tells_the_source() -> None:
     def program() -> list[tuple[int, float]]:
         group = open_group()
         if group.rank != 2:
-            group.send(torch.tensor([float(group.rank)]), 2, 0, TERMS).finish(T)
+            Direct(group).send(torch.tensor([float(group.rank)]), 2, 0).finish(T)
             return []
         received = []
         for _ in range(3):
             x = torch.zeros(1)
-            pending = group.recv(x, None, 0, TERMS)
+            pending = Direct(group).recv(x, None, 0)
             pending.finish(T)
             received.append((pending.source(), x.item()))
         return received
@@ -78,10 +79,10 @@ def test_messages_to_oneself() -> None:
     def program() -> list[float]:
         group = open_group()
         x, y = torch.zeros(1), torch.zeros(1)
-        early = group.recv(x, group.rank, 5, TERMS)
-        group.send(torch.tensor([1.0 + group.rank]), group.rank, 5, TERMS)
-        group.send(torch.tensor([9.0]), group.rank, 6, TERMS)
-        group.recv(y, None, 6, TERMS).finish(T)
+        early = Direct(group).recv(x, group.rank, 5)
+        Direct(group).send(torch.tensor([1.0 + group.rank]), group.rank, 5)
+        Direct(group).send(torch.tensor([9.0]), group.rank, 6)
+        Direct(group).recv(y, None, 6).finish(T)
         early.finish(T)
         assert early.source() == group.rank
         return [x.item(), y.item()]
@@ -92,7 +93,7 @@ def test_messages_to_oneself() -> None:
 def test_only_a_receive_has_a_source() -> None:
     def program() -> None:
         group = open_group()
-        pending = group.barrier(TERMS)
+        pending = Direct(group).barrier()
         pending.finish(T)
         with pytest.raises(WireFailure, match="only a receive has a source"):
             pending.source()
@@ -112,14 +113,14 @@ def test_a_message_that_does_not_fit_is_told_to_both() -> None:
 
         x = torch.full((2,), -1.0)
         if group.rank == 0:
-            group.send(torch.zeros(3), 1, 4, TERMS)
-            group.send(torch.ones(2), 1, 4, TERMS)
-            fail(lambda: group.recv(x, 1, 0, TERMS))  # waits already when the other one comes
+            Direct(group).send(torch.zeros(3), 1, 4)
+            Direct(group).send(torch.ones(2), 1, 4)
+            fail(lambda: Direct(group).recv(x, 1, 0))  # waits already when the other one comes
         else:
-            fail(lambda: group.recv(torch.zeros(2, dtype=torch.int64), 0, 4, TERMS))
-            fail(lambda: group.recv(x, 0, 4, TERMS))  # though a fitting message was sent
-        fail(lambda: group.send(x, 1 - group.rank, 0, TERMS))
-        fail(lambda: group.all_reduce(x, ReduceOp.SUM, TERMS))
+            fail(lambda: Direct(group).recv(torch.zeros(2, dtype=torch.int64), 0, 4))
+            fail(lambda: Direct(group).recv(x, 0, 4))  # though a fitting message was sent
+        fail(lambda: Direct(group).send(x, 1 - group.rank, 0))
+        fail(lambda: Direct(group).all_reduce(x, ReduceOp.SUM))
         assert x.tolist() == [-1.0, -1.0]
         return texts
 
@@ -143,11 +144,11 @@ def test_a_message_of_a_rank_to_itself_breaks_nobody() -> None:
         group = open_group()
         x = torch.ones(2)
         if group.rank == 0:
-            group.send(torch.zeros(3), 0, 4, TERMS)
+            Direct(group).send(torch.zeros(3), 0, 4)
             with pytest.raises(AgreementError) as caught:
-                group.recv(x, 0, 4, TERMS).finish(T)
+                Direct(group).recv(x, 0, 4).finish(T)
             assert "broken" not in str(caught.value)
-        group.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+        Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
         return x.sum().item()
 
     assert simulate(program, 2) == [4.0, 4.0]
@@ -221,15 +222,15 @@ def test_members_that_disagree_all_raise_the_same() -> None:
 
         def call() -> None:
             if group.rank == 2:
-                group.broadcast(x, 0, TERMS).finish(T)
+                Direct(group).broadcast(x, 0).finish(T)
             else:
-                group.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+                Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
 
         with pytest.raises(AgreementError) as caught:
             call()
         assert x.tolist() == [1.0] * 4
         with pytest.raises(AgreementError) as again:
-            group.all_reduce(x, ReduceOp.SUM, TERMS).finish(T)
+            Direct(group).all_reduce(x, ReduceOp.SUM).finish(T)
         assert x.tolist() == [1.0] * 4
         assert str(again.value) == str(caught.value)
         return str(caught.value)
@@ -255,11 +256,11 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
         x = torch.ones(2)
         if group.rank == 2:
             with pytest.raises(AgreementError) as caught:
-                group.recv(x, 0, 0, TERMS).finish(T)
+                Direct(group).recv(x, 0, 0).finish(T)
             return str(caught.value)
-        early = group.barrier(TERMS)  # rank 2 does not come to it any more
+        early = Direct(group).barrier()  # rank 2 does not come to it any more
         with pytest.raises(AgreementError) as caught:
-            group.all_reduce(torch.ones(1 + group.rank), ReduceOp.SUM, TERMS).finish(T)
+            Direct(group).all_reduce(torch.ones(1 + group.rank), ReduceOp.SUM).finish(T)
         with pytest.raises(AgreementError):
             early.finish(T)
         return str(caught.value)
@@ -272,50 +273,49 @@ def test_what_waits_when_members_disagree_fails_with_them() -> None:
 @pytest.mark.parametrize(
     ("calls", "shown"),
     [
-        (lambda g: g.all_reduce(torch.ones(2 + g.rank), ReduceOp.SUM, TERMS), "(3,) float32"),
+        (lambda g: Direct(g).all_reduce(torch.ones(2 + g.rank), ReduceOp.SUM), "(3,) float32"),
         (
-            lambda g: g.all_reduce(torch.ones(2), (ReduceOp.SUM, ReduceOp.MAX)[g.rank], TERMS),
+            lambda g: Direct(g).all_reduce(torch.ones(2), (ReduceOp.SUM, ReduceOp.MAX)[g.rank]),
             "float32, MAX)",
         ),
-        (lambda g: g.broadcast(torch.ones(2), g.rank, TERMS), "root rank 1)"),
+        (lambda g: Direct(g).broadcast(torch.ones(2), g.rank), "root rank 1)"),
         (
-            lambda g: g.broadcast(torch.ones(2, dtype=(torch.int8, torch.int16)[g.rank]), 0, TERMS),
+            lambda g: Direct(g).broadcast(
+                torch.ones(2, dtype=(torch.int8, torch.int16)[g.rank]), 0
+            ),
             "(2,) int16",
         ),
         (
             lambda g: (
-                g.barrier(TERMS) if g.rank else g.all_reduce(torch.ones(2), ReduceOp.SUM, TERMS)
+                Direct(g).barrier() if g.rank else Direct(g).all_reduce(torch.ones(2), ReduceOp.SUM)
             ),
             "bar",
         ),
-        (lambda g: g.reduce(torch.ones(2), ReduceOp.SUM, g.rank, TERMS), "SUM, root rank 1)"),
+        (lambda g: Direct(g).reduce(torch.ones(2), ReduceOp.SUM, g.rank), "SUM, root rank 1)"),
         (
-            lambda g: g.gather(ones(2, 2), ones(2 + g.rank)[0], 0, TERMS),
+            lambda g: Direct(g).gather([] if g.rank else ones(2, 2), ones(2 + g.rank)[0], 0),
             "gather((3,) float32, root rank 0)",
         ),
         (
-            lambda g: g.scatter(ones(2 + g.rank)[0], ones(2, 2), 0, TERMS),
+            lambda g: Direct(g).scatter(ones(2 + g.rank)[0], [] if g.rank else ones(2, 2), 0),
             "((3,) float32, root rank 0)",
         ),
         (
-            lambda g: g.all_reduce_list(
-                [torch.ones(2), torch.ones(1 + g.rank)], ReduceOp.SUM, TERMS
+            lambda g: Direct(g).all_reduce_list(
+                [torch.ones(2), torch.ones(1 + g.rank)], ReduceOp.SUM
             ),
             "all_reduce_list([(2,) float32, (2,) float32], SUM)",
         ),
         (
-            lambda g: g.all_reduce_list(
+            lambda g: Direct(g).all_reduce_list(
                 [torch.ones(2), torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])],
                 ReduceOp.SUM,
-                TERMS,
             ),
             "all_reduce_list([(2,) float32, (1,) int16], SUM)",
         ),
         (
-            lambda g: g.all_to_all(
-                [torch.ones(1)] * 2,
-                [torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])] * 2,
-                TERMS,
+            lambda g: Direct(g).all_to_all(
+                [torch.ones(1)] * 2, [torch.ones(1, dtype=(torch.int8, torch.int16)[g.rank])] * 2
             ),
             "all_to_all([(1,) int16, (1,) int16], sending [1, 1], taking [1, 1] elements)",
         ),
@@ -348,38 +348,38 @@ def test_every_part_of_a_call_is_compared(calls: Callable[[Any], Any], shown: st
     ("call", "pair", "shown"),
     [
         (
-            lambda g: g.all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2), TERMS),
+            lambda g: Direct(g).all_to_all(ones(2, 2, 2), ones(2, 2, 3 if g.rank == 1 else 2)),
             "rank 1 sends 3 to rank 2, which takes 2",
             "(3,) float32], sending [2, 2, 3], taking [2, 2, 2] elements)",
         ),
         (
-            lambda g: g.all_to_all_single(
-                *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2], TERMS
+            lambda g: Direct(g).all_to_all_single(
+                *ones(6, 6), [2, 2, 2], [1, 2, 3] if g.rank == 0 else [2, 2, 2]
             ),
             "rank 0 sends 1 to itself, and takes 2",
             "rank 0: all_to_all_single((6,) float32, sending [1, 2, 3], taking [2, 2, 2] elements)",
         ),
         (
-            lambda g: g.all_gather_list(
-                ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0], TERMS
+            lambda g: Direct(g).all_gather_list(
+                ones(1, 2, 4 if g.rank == 0 else 3), ones(g.rank + 1)[0]
             ),
             "rank 2 sends 3 to rank 0, which takes 4",
             "rank 0: all_gather_list((1,) float32, sending [1, 1, 1], taking [1, 2, 4] elements)",
         ),
         (
-            lambda g: g.reduce_scatter_list(
-                ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM, TERMS
+            lambda g: Direct(g).reduce_scatter_list(
+                ones(g.rank)[0], ones(0, 1, 5 if g.rank == 1 else 2), ReduceOp.SUM
             ),
             "rank 1 sends 5 to rank 2, which takes 2",
             "((1,) float32, SUM, sending [0, 1, 5], taking [1, 1, 1] elements)",
         ),
         (
-            lambda g: g.gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0, TERMS),
+            lambda g: Direct(g).gather(ones(2, 2, 1) if g.rank == 0 else [], ones(2)[0], 0),
             "rank 2 sends 2 to rank 0, which takes 1",
             "((2,) float32, root rank 0, sending [2, 2, 2], taking [2, 2, 1] elements)",
         ),
         (
-            lambda g: g.scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0, TERMS),
+            lambda g: Direct(g).scatter(ones(2)[0], ones(2, 3, 2) if g.rank == 0 else [], 0),
             "rank 0 sends 3 to rank 1, which takes 2",
             "((2,) float32, root rank 0, sending [2, 3, 2], taking [2, 2, 2] elements)",
         ),
@@ -401,7 +401,7 @@ def test_a_pair_that_disagrees_about_its_sizes_is_named(
         with pytest.raises(AgreementError) as caught:
             call(group).finish(T)
         with pytest.raises(AgreementError):
-            group.barrier(TERMS).finish(T)
+            Direct(group).barrier().finish(T)
         return str(caught.value)
 
     texts = simulate(program, 3)
@@ -415,7 +415,7 @@ def test_sizes_that_disagree_as_a_whole() -> None:
         group = open_group(title="axis 'tp'")
         outputs = [torch.full((count,), -1.0) for count in (2, 3)]
         with pytest.raises(AgreementError) as caught:
-            group.all_to_all(outputs, ones(2, 2), TERMS).finish(T)
+            Direct(group).all_to_all(outputs, ones(2, 2)).finish(T)
         return str(caught.value), [x.tolist() for x in outputs]
 
     line = line_of(program, 4)
@@ -437,16 +437,16 @@ def test_sizes_that_disagree_as_a_whole() -> None:
 def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
     calls: list[tuple[Callable[[Any], Any], str]] = [
         (
-            lambda g: g.gather(ones(4, 4, 4, 4), ones(4)[0], 0, TERMS),
+            lambda g: Direct(g).gather(ones(4, 4, 4, 4), ones(4)[0], 0),
             "gather((4,) float32, root rank 0)",
         ),
-        (lambda g: g.scatter(ones(2)[0], [], 3, TERMS), "scatter((2,) float32, root rank 3)"),
+        (lambda g: Direct(g).scatter(ones(2)[0], [], 3), "scatter((2,) float32, root rank 3)"),
         (
-            lambda g: g.reduce(ones(2)[0], ReduceOp.MAX, 0, TERMS),
+            lambda g: Direct(g).reduce(ones(2)[0], ReduceOp.MAX, 0),
             "reduce((2,) float32, MAX, root rank 0)",
         ),
         (
-            lambda g: g.all_to_all(ones(1, 1, 0, 2), ones(1, 1, 3, 4), TERMS),
+            lambda g: Direct(g).all_to_all(ones(1, 1, 0, 2), ones(1, 1, 3, 4)),
             "sending [1, 1, 3, 4], taking [1, 1, 0, 2] elements)",
         ),
     ]
@@ -454,7 +454,7 @@ def test_a_deadlock_in_each_verb_is_told_in_words() -> None:
 
         def program(call: Callable[[Any], Any] = call) -> str:
             group = open_group(title="axis 'tp'")
-            group.barrier(TERMS).finish(T)
+            Direct(group).barrier().finish(T)
             if group.rank > 1:
                 return ""
             with pytest.raises(DeadlockError) as caught:
@@ -471,9 +471,9 @@ def test_a_deadlock_tells_of_messages_that_nobody_received() -> None:
         group = open_group()
         if group.rank == 2:
             with pytest.raises(DeadlockError) as caught:
-                group.recv(torch.zeros(3), source, 2, TERMS).finish(T)
+                Direct(group).recv(torch.zeros(3), source, 2).finish(T)
             return caught.value.found or ""
-        group.send(torch.zeros(3 + group.rank), 2, 1, TERMS)
+        Direct(group).send(torch.zeros(3 + group.rank), 2, 1)
         return ""
 
     for source, senders in ((0, [0]), (1, [1]), (None, [0, 1])):
@@ -495,11 +495,11 @@ def test_deadlock_tells_what_every_rank_waits_for() -> None:
             return ""
         try:
             if rank == 0:
-                group.recv(torch.zeros(2), 3, 7, TERMS).finish(T)
+                Direct(group).recv(torch.zeros(2), 3, 7).finish(T)
             elif rank == 1:
                 PrefixStore("p", get_world().store).get("never")
             else:
-                pending = group.all_reduce(torch.zeros(2), ReduceOp.MAX, TERMS)
+                pending = Direct(group).all_reduce(torch.zeros(2), ReduceOp.MAX)
                 pending.finish(T)
         except DeadlockError as error:
             return str(error)
@@ -528,7 +528,7 @@ def test_asking_in_vain_without_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatc
     def program() -> None:
         group = open_group()
         if group.rank == 0:
-            pending = group.barrier(TERMS)
+            pending = Direct(group).barrier()
             while not pending.poll():
                 pass
         else:
@@ -551,7 +551,7 @@ def test_a_call_site_is_the_line_of_the_program_below_torch() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            ctx.group.recv(grad, 0, 0, TERMS).finish(T)
+            Direct(ctx.group).recv(grad, 0, 0).finish(T)
 
     def program() -> None:
         Waits.apply(torch.ones(1, requires_grad=True), open_group()).backward()

@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import ClassVar
 
 import pytest
 import torch
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceKind, ReduceOp
-from meshdist.wires import fallbacks
+from meshdist.wires import built_verbs
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.operations import Operation, Terms
+from meshdist.wires.operations import Operation
+from meshdist.wires.packing import parts
+from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Wire
 from tests.load import is_within
 from tests.pool import Pool
 from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
 
 SECONDS = timedelta(seconds=20)
-TERMS = Terms(SECONDS)
 
 
 class Bare(Communicator):
     """A connection with no verb but those that every wire must have, over another one."""
+
+    ways: ClassVar[Mapping[str, str]] = {
+        "all_reduce": "_all_reduce",
+        **dict.fromkeys(("broadcast", "all_gather", "barrier", "send", "recv"), "_below"),
+    }
 
     def __init__(self, wire: Communicator) -> None:
         super().__init__("bare", wire.rank, wire.size)
         self.wire_below = wire
         self.all_reduced: list[torch.dtype] = []
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceKind, terms: Terms) -> Operation:
-        self.all_reduced.append(tensor.dtype)
-        return self.wire_below.all_reduce(tensor, op, terms)
+    def _all_reduce(self, prepared: PreparedCall) -> Operation:
+        self.all_reduced.append(prepared.outputs[0].dtype)
+        return self._below(prepared)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, terms: Terms) -> Operation:
-        return self.wire_below.broadcast(tensor, root, terms)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, terms: Terms) -> Operation:
-        return self.wire_below.all_gather(output, tensor, terms)
-
-    def barrier(self, terms: Terms, device: torch.device | None = None) -> Operation:
-        return self.wire_below.barrier(terms, device)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, terms: Terms) -> Operation:
-        return self.wire_below.send(tensor, peer, tag, terms)
-
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, terms: Terms) -> Operation:
-        return self.wire_below.recv(tensor, peer, tag, terms)
+    def _below(self, prepared: PreparedCall) -> Operation:
+        return self.wire_below.start(prepared)
 
     def abort(self) -> None:
         self.wire_below.abort()
 
     def close(self) -> None:
         self.wire_below.close()
+
+
+def prepared(
+    way: str, tensor: torch.Tensor | None = None, op: ReduceKind | None = None
+) -> PreparedCall:
+    """A call, in place where it has a tensor."""
+    tensors = [] if tensor is None else [tensor]
+    return PreparedCall("", way, tensors, tensors, op=op).as_own(SECONDS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -77,11 +80,11 @@ def test_an_all_reduce_by_gathering_or_in_a_wider_dtype(pool: Pool) -> None:
         wire = Bare(md.group.WORLD.open_channel("cpu").communicator)
         answers = []
         for start in (
-            lambda x: fallbacks.all_reduce_by_gathering(wire, x, ReduceOp.PRODUCT, TERMS),
-            lambda x: fallbacks.all_reduce_widened(wire, x, ReduceOp.PRODUCT, torch.float64, TERMS),
+            built_verbs.all_reduce_by_gathering,
+            lambda wire, call: built_verbs.all_reduce_widened(wire, call, torch.float64),
         ):
             x = torch.nn.Parameter(torch.tensor([2.0 + wire.rank, -1.0]))
-            start(x.detach()).finish(SECONDS)
+            start(wire, prepared("all_reduce", x.detach(), ReduceOp.PRODUCT)).finish(SECONDS)
             answers.append(x.tolist())
         assert wire.all_reduced == [torch.float64]
         return answers
@@ -94,13 +97,13 @@ def test_lists_packed_and_blocks_exchanged(pool: Pool) -> None:
         wire = Bare(md.group.WORLD.open_channel("cpu").communicator)
         inputs = [torch.arange(j) + 10 * wire.rank for j in range(wire.size)]
         outputs = [torch.empty(wire.rank, dtype=torch.int64) for _ in range(wire.size)]
-        packed = fallbacks.all_to_all_by_packing(wire, outputs, inputs, TERMS)
+        packed = built_verbs.all_to_all_by_packing(wire, prepared("all_to_all"), outputs, inputs)
         packed.finish(SECONDS)
         mine = torch.empty(2, dtype=torch.int64)
         whole = torch.arange(2 * wire.size)
         sizes = [2] * wire.size
-        exchanged = fallbacks.reduce_scatter_by_exchange(
-            wire, mine, whole, sizes, ReduceOp.SUM, TERMS
+        exchanged = built_verbs.reduce_scatter_by_exchange(
+            wire, prepared("reduce_scatter", op=ReduceOp.SUM), mine, whole, sizes
         )
         exchanged.finish(SECONDS)
         assert wire.all_reduced == []
@@ -114,11 +117,9 @@ def test_lists_packed_and_blocks_exchanged(pool: Pool) -> None:
 
 
 def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
-    wire = Bare(_nothing())
+    wire, x = Bare(_nothing()), torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
     with pytest.raises(md.DtypeError) as caught:
-        fallbacks.all_reduce_by_gathering(
-            wire, torch.zeros(2, dtype=torch.float4_e2m1fn_x2), ReduceOp.MAX, TERMS
-        )
+        built_verbs.all_reduce_by_gathering(wire, prepared("all_reduce", x, ReduceOp.MAX))
     assert str(caught.value) == (
         "the wire 'bare' cannot reduce float4_e2m1fn_x2 with MAX\n"
         "  expected: bool, or integers, floats and complex numbers of 8 bits and more\n"
@@ -128,7 +129,7 @@ def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
 
 def test_parts_are_views() -> None:
     x = torch.arange(6).view(2, 3)
-    pieces = fallbacks.parts(x, [1, 0, 3, 2])
+    pieces = parts(x, [1, 0, 3, 2])
     assert [piece.tolist() for piece in pieces] == [[0], [], [1, 2, 3], [4, 5]]
     pieces[3].zero_()
     assert x.tolist() == [[0, 1, 2], [3, 0, 0]]

@@ -1,23 +1,26 @@
-"""Reductions and exchanges in another way than a wire's own, for what its own cannot do.
+"""Verbs built from those that every wire has, and reductions in this process.
 
 Where tensors of several ranks are reduced in this process, equal parts give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from ..dtypes import DTYPES, IN_ORDER, SIGNED, dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
-from .communicator import Communicator
-from .operations import Chain, Operation, Terms
-from .packing import Tensors, blocks, packed, parts, write, write_all
+from ..runtime.memory import Scratch
+from .operations import Chain, Operation
+from .packing import Sizes, Tensors, blocks, packed, parts, write, write_all, write_blocks
+from .prepared import EXCHANGE_TAG, PreparedCall
 
 __all__ = [
+    "BUILT",
+    "Carrier",
     "all_reduce_by_gathering",
     "all_reduce_dividing",
     "all_reduce_widened",
@@ -31,6 +34,19 @@ __all__ = [
     "reduced",
     "to_order",
 ]
+
+
+class Carrier(Protocol):
+    """The communicator that a verb is built for."""
+
+    wire: str
+    rank: int
+    size: int
+    scratch: Scratch
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start a call."""
+
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced in their own arithmetic."""
@@ -155,52 +171,55 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     return whole
 
 
-def all_reduce_by_gathering(
-    wire: Communicator, tensor: torch.Tensor, op: ReduceKind, terms: Terms
-) -> Operation:
+def all_reduce_by_gathering(wire: Carrier, prepared: PreparedCall) -> Operation:
     """An all-reduce of an op or dtype that the wire cannot reduce: gathered, then reduced here."""
+    (tensor,), op = prepared.outputs, prepared.op
+    assert op is not None
     check_reducible(wire.wire, op, tensor.dtype)
     whole = tensor.new_empty(wire.size * tensor.numel())
-    gathered = wire.all_gather(whole, tensor, terms)
+    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
     return Chain([gathered], lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
 
 
-def all_reduce_dividing(wire: Communicator, tensor: torch.Tensor, terms: Terms) -> Operation:
+def all_reduce_dividing(wire: Carrier, prepared: PreparedCall) -> Operation:
     """An all-reduce to the mean: the sum, divided where it lies."""
+    (tensor,) = prepared.outputs
     check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
-    summed = wire.all_reduce(tensor, ReduceOp.SUM, terms)
+    summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
     return Chain([summed], lambda: divide(tensor, wire.size))
 
 
-def all_reduce_widened(
-    wire: Communicator, tensor: torch.Tensor, op: ReduceKind, dtype: torch.dtype, terms: Terms
-) -> Operation:
+def all_reduce_widened(wire: Carrier, prepared: PreparedCall, dtype: torch.dtype) -> Operation:
     """An all-reduce in another dtype, which holds all values of the tensor's; rounded once.
 
     Where that is one of whole numbers, floats are compared there in their order, and NaN is kept.
     A copy is sent, so that a call that fails leaves the caller's floats as they were.
     """
+    (tensor,), op = prepared.outputs, prepared.op
+    assert op is not None
     is_ordered = dtype in IN_ORDER.values() and tensor.dtype.is_floating_point
     held = (DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype
     wide = tensor.to(held, copy=True)
     sent = to_order(wide.view(-1), op) if is_ordered else wide
-    started = wire.all_reduce(sent, op, terms)
+    started = wire.start(prepared.by("all_reduce", [sent], [sent], op))
     return Chain([started], lambda: write(tensor, flip(sent).view(held) if is_ordered else wide))
 
 
 def reduce_scatter_by_exchange(
-    wire: Communicator,
+    wire: Carrier,
+    prepared: PreparedCall,
     output: torch.Tensor,
     tensor: torch.Tensor,
-    sizes: Sequence[int],
-    op: ReduceKind,
-    terms: Terms,
+    sizes: Sizes,
 ) -> Operation:
     """Exchange the parts, ``sizes[j]`` elements for member j; each member reduces those for it."""
+    op = prepared.op
+    assert op is not None
     check_reducible(wire.wire, op, tensor.dtype)
     count = output.numel()
     mine = wire.scratch.take(wire.size * count, tensor)
-    exchanged = wire.all_to_all_single(mine, tensor, [count] * wire.size, sizes, terms)
+    cuts = sizes, [count] * wire.size
+    exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
 
     def reduce_mine() -> None:
         with torch.inference_mode():  # it may be a parameter, or an inference tensor
@@ -211,12 +230,110 @@ def reduce_scatter_by_exchange(
 
 
 def all_to_all_by_packing(
-    wire: Communicator, outputs: Tensors, inputs: Tensors, terms: Terms
+    wire: Carrier, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
 ) -> Operation:
     """An all-to-all over consecutive parts of two scratch tensors."""
     together = packed(inputs)
-    output_sizes = [output.numel() for output in outputs]
-    whole = together.new_empty(sum(output_sizes))
-    input_sizes = [part.numel() for part in inputs]
-    exchanged = wire.all_to_all_single(whole, together, output_sizes, input_sizes, terms)
-    return Chain([exchanged], lambda: write_all(outputs, parts(whole, output_sizes)))
+    sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
+    whole = together.new_empty(sum(sizes[1]))
+    exchanged = wire.start(prepared.by("all_to_all_single", [together], [whole], sizes=sizes))
+    return Chain([exchanged], lambda: write_all(outputs, parts(whole, sizes[1])))
+
+
+# -- a verb that a wire has no way of its own for ------------------------------------------------
+
+
+def all_reduce_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """One all-reduce after the other."""
+    op = prepared.op
+    return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
+
+
+def reduce(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """An all-reduce, in a copy on all members but the root."""
+    (tensor,) = prepared.outputs
+    taking = [tensor if wire.rank == prepared.root else tensor.clone()]
+    return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
+
+
+def gather(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """An all-gather, of which the root alone keeps the result."""
+    (tensor,), outputs = prepared.inputs, prepared.outputs
+    whole = tensor.new_empty(wire.size * tensor.numel())
+    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
+    return Chain([gathered], lambda: write_blocks(outputs, whole))
+
+
+def scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """A broadcast of everything, of which each member keeps its part."""
+    (tensor,), root = prepared.outputs, prepared.root
+    count = tensor.numel()
+    is_root = wire.rank == root
+    whole = packed(prepared.inputs) if is_root else tensor.new_empty(wire.size * count)
+    sent = wire.start(prepared.by("broadcast", [whole], [whole], root=root))
+    return Chain([sent], lambda: write(tensor, whole[wire.rank * count :][:count]))
+
+
+def all_gather_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """One all-gather where sizes are equal, else one broadcast from each member."""
+    (tensor,), outputs = prepared.inputs, prepared.outputs
+    if all(output.numel() == tensor.numel() for output in outputs):
+        return gather(wire, prepared)
+    write(outputs[wire.rank], tensor)
+    return Chain(
+        [
+            wire.start(prepared.by("broadcast", [output], [output], root=root))
+            for root, output in enumerate(outputs)
+        ]
+    )
+
+
+def reduce_scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """That of a list, of equal blocks."""
+    parts = blocks(prepared.inputs[0], wire.size)
+    return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
+
+
+def reduce_scatter_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """An all-reduce of all inputs one after the other, of which each member keeps its own."""
+    (output,), inputs = prepared.outputs, prepared.inputs
+    whole = packed(inputs)
+    start = sum(part.numel() for part in inputs[: wire.rank])
+    reduction = wire.start(prepared.by("all_reduce", [whole], [whole], prepared.op))
+    return Chain([reduction], lambda: write(output, whole[start:][: output.numel()]))
+
+
+def all_to_all(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """One message to and from each other member."""
+    outputs, inputs = prepared.outputs, prepared.inputs
+    write(outputs[wire.rank], inputs[wire.rank])
+    others = [peer for peer in range(wire.size) if peer != wire.rank]
+    messages = [prepared.by("recv", (), [outputs[j]], root=j, tag=EXCHANGE_TAG) for j in others]
+    messages += [prepared.by("send", [inputs[j]], (), root=j, tag=EXCHANGE_TAG) for j in others]
+    # A receive that waits would keep others from sending.
+    return Chain([wire.start(message.later()) for message in messages])
+
+
+def all_to_all_single(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """That of lists, of consecutive parts."""
+    assert prepared.sizes is not None
+    gives, takes = prepared.sizes
+    inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)
+    return wire.start(prepared.by("all_to_all", inputs, outputs))
+
+
+BUILT: dict[str, Callable[[Carrier, PreparedCall], Operation]] = {
+    build.__name__: build
+    for build in (
+        all_reduce_list,
+        reduce,
+        gather,
+        scatter,
+        all_gather_list,
+        reduce_scatter,
+        reduce_scatter_list,
+        all_to_all,
+        all_to_all_single,
+    )
+}
+"""How a wire does the verbs that it has no way of its own for, by those that every wire has."""

@@ -1,0 +1,209 @@
+"""One call as it is carried: the tensors that travel, and all that a wire must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch._C import _increment_version as increment_version
+
+from ..arrays import find_hand_back
+from ..checking.calls import Note
+from ..checking.recorder import Recorder
+from ..errors import GradientError
+from ..reduce_ops import Factor, ReduceKind, multiply
+from .operations import Operation
+from .packing import Sizes, Tensors
+
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "PreparedCall", "Written", "note_write"]
+
+LARGEST_TAG = (1 << 30) - 3
+"""The largest tag that every wire takes; larger tags belong to the verbs and wires themselves."""
+
+EXCHANGE_TAG = (1 << 30) - 1
+"""The tag of messages that belong to an all-to-all; no program's message bears it."""
+
+Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
+"""An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
+
+
+@dataclass(eq=False, repr=False)
+class PreparedCall:
+    """One call, ready to be run by a channel and started by a wire.
+
+    Tensors have no gradient, and are contiguous; those of an elementwise verb have no gaps, where
+    the wire takes them so. A verb in place has its tensors as inputs and as outputs.
+
+    Args:
+        verb: its public name; "" for a call of a wire's own.
+        way: the verb of a communicator that carries it.
+        inputs: what this member brings: one tensor, one for each member, or some that travel
+            together.
+        outputs: what this member's result is written into, likewise.
+        noted: the tensor, or list of tensors, whose dtype and size members compare.
+        op: what the wire reduces by.
+        root: the place of its source or destination; of a message, of its other side (None: any).
+        sizes: how many elements go to and come from each member, where members may differ in that.
+        tag: of a message.
+        device: where a barrier runs; None takes the connected device.
+        title: what the verb is a part of, equal on all members; "" where it stands for itself.
+        limit: how long it may take, in place of the group's timeout.
+        written: what it writes.
+        foreign: the arrays of other libraries than torch that it reads or writes.
+        result: what its Work returns, where that is more than what is written.
+        factor: of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts.
+        noted_op: the reduction that members compare.
+        then: completes the result, once the wire is done.
+        is_elementwise: whether its tensors correspond element by element on all members, so that
+            they may travel as they lie in memory.
+        shows_all: whether way and tensors show a wire all of the call that must be equal on all
+            members.
+
+    Attributes:
+        timeout, waits: how long it may take; whether its caller waits for it at once.
+        sequence: its number among the group's collectives, or a message's in the recorder.
+        number: under which the recorder has noted it; None for a call of a wire's own.
+        operation: what the wire has started.
+    """
+
+    verb: str
+    way: str
+    inputs: Tensors
+    outputs: Tensors
+    noted: Any = None
+    op: ReduceKind | None = None
+    root: int | None = None
+    sizes: tuple[Sizes, Sizes] | None = None
+    tag: int = 0
+    device: torch.device | None = None
+    title: str = ""
+    limit: timedelta | None = None
+    written: Sequence[Written] = ()
+    foreign: Sequence[Any] = ()
+    result: Sequence[Any] | None = None
+    factor: Factor | None = None
+    noted_op: ReduceKind | None = None
+    then: Callable[[], None] | None = None
+    is_elementwise: bool = False
+    shows_all: bool = True
+
+    timeout: timedelta = field(default=timedelta(), init=False)
+    waits: bool = field(default=False, init=False)
+    sequence: int = field(default=0, init=False)
+    number: int | None = field(default=None, init=False)
+    recorder: Recorder | None = field(default=None, init=False)
+    operation: Operation = field(init=False)
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.way in ("send", "recv")
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it is a send."""
+        return self.way == "send"
+
+    @property
+    def note(self) -> Note | None:
+        """The call as the group has noted it."""
+        return None if self.recorder is None else self.recorder.find_note(self.number)
+
+    def as_own(self, timeout: timedelta) -> PreparedCall:
+        """Itself, as a call of a wire's own that is waited for, and not noted."""
+        self.timeout, self.waits = timeout, True
+        return self
+
+    def by(
+        self,
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
+        tag: int = 0,
+    ) -> PreparedCall:
+        """The same call carried otherwise; a wire that compares calls by itself compares this."""
+        other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
+        other.shows_all = False
+        other.timeout, other.waits = self.timeout, self.waits
+        other.sequence, other.number, other.recorder = self.sequence, self.number, self.recorder
+        return other
+
+    def later(self) -> PreparedCall:
+        """Itself, where its caller does not wait for it at once."""
+        self.waits = False
+        return self
+
+    def begin_here(self) -> None:
+        """Let autograd know what is written, and multiply by the factor."""
+        for _, data, _ in self.written:
+            note_write(data)
+        if self.factor is not None:
+            for output in self.outputs:
+                multiply(output, self.factor)
+
+    def travel_as(self, tensors: Tensors, *, are_copies: bool) -> None:
+        """Carry ``tensors`` in place of those of an elementwise verb."""
+        if are_copies:
+            copies = {id(one): copy for one, copy in zip(self.inputs, tensors, strict=True)}
+            self.written = [(x, data, copies[id(sent)]) for x, data, sent in self.written]
+        self.inputs = self.outputs = tensors
+
+    def find_copy_back(self) -> Callable[[], None] | None:
+        """The function that copies a result to the caller's arrays; None where it lies there."""
+        elsewhere = [one for one in self.written if one[0] is not one[2]]
+        for _, data, _ in elsewhere:
+            _forbid_gradient(data, self.verb)
+
+        def copy_back() -> None:
+            for _, data, buffer in elsewhere:
+                if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
+                    with torch.inference_mode():
+                        data.copy_(buffer)
+
+        return copy_back if elsewhere else None
+
+    def find_hand_back(self) -> Callable[[], None] | None:
+        """The function that hands the arrays back to their library, where that is not torch."""
+        return find_hand_back(self.foreign) if self.foreign else None
+
+    def finish_here(self) -> None:
+        """Copy the result to the caller's arrays, and hand them back."""
+        for complete in (self.find_copy_back(), self.find_hand_back()):
+            if complete is not None:
+                complete()
+
+
+def note_write(tensor: torch.Tensor) -> None:
+    """Let autograd know that a verb writes into ``tensor``.
+
+    A backward that counts on what it held before then raises, where else it would be wrong.
+    """
+    increment_version((tensor,))  # torch.autograd.graph's takes twice as long
+
+
+class _Overwritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, verb: str) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        ctx.verb = verb
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise GradientError(
+            f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
+            expected="a verb that differentiates",
+            fix="use meshdist.lax.psum(x, axis) in its place, or call it on x.detach()",
+        )
+
+
+def _forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
+    """Where ``verb`` destroys a value that autograd counts on, let the tensor's backward raise."""
+    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
+        _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]
