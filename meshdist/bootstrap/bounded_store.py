@@ -65,8 +65,7 @@ _MOST_ANSWERS = 64
 _LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
 _CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
-_WRONG_KIND = (TypeError, LookupError, AttributeError)
-_NOT_PARSED = (ValueError, ArithmeticError, RecursionError, *_WRONG_KIND)
+_NOT_PARSED = (ValueError, ArithmeticError, RecursionError, TypeError, LookupError, AttributeError)
 _NO_VALUE = b"?"
 """A value that no rank writes."""
 

@@ -104,8 +104,7 @@ class ServerWatch:
         now = time.monotonic()
         if self._server is not None and now > self._next_look:
             self._next_look = now + _LOOK_S
-            since = self.stopped_since or now
-            self.stopped_since = since if is_stopped(self._server) else None
+            self.stopped_since = (self.stopped_since or now) if is_stopped(self._server) else None
             return is_alive(self._server) is not False
         return True
 

@@ -485,8 +485,7 @@ class Registry:
                     store.set(all_key, "")
                 due = Grace(period_s)
 
-        limit = min(patience, self.world.timeout or patience)
-        return await_key(store, all_key, Grace(limit), look)
+        return await_key(store, all_key, Grace(min(patience, self.world.timeout or patience)), look)
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:
