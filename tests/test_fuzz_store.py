@@ -28,6 +28,7 @@ from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.registry import Registry
 from meshdist.groups.signals import Endings, SignalThread, collect, last_call_text, parse_answer
+from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Grace, clock
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi.opening import parse_member
@@ -108,7 +109,7 @@ def waiting_elsewhere(junk: bytes) -> None:
     name, store = f"agree/mesh/{digest_of_ranks((0, 1))}/1", Memory()
     store.values["agree/waiting/1"] = junk
     store.values["other/digest/about"] = b'[{"text": "another mesh"}, [[0, 1, 2]]]'
-    with patch.object(agreement, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
+    with patch.object(deadlines, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
         world = found_by(store)
         Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
     assert f"{name}/outcome" in store.values

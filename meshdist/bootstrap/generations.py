@@ -423,21 +423,17 @@ def _state(keys: Store, size: int) -> dict[str, Any]:
         if kind == "failed":
             summary, fields = str(value["summary"]), fields_among(value["fields"])
             return {"kind": kind, "summary": summary, "fields": fields}
+        if len(hosts := from_runs(value["hosts"], size)) != size:
+            raise ValueError(f"not {size} numbers")
         return {
             "kind": "complete",
-            "hosts": _exactly(size, from_runs(value["hosts"], size)),
+            "hosts": hosts,
             "is_numbered": bool(value["is_numbered"]),
             "wires": [str(wire) for wire in value["wires"]],
             "server": None if server is None else int(server),
         }
 
     return parse_value("state", find_value(keys, "state") or b"", parse)
-
-
-def _exactly(size: int, numbers: list[int]) -> list[int]:
-    if len(numbers) != size:
-        raise ValueError(f"not {size} numbers")
-    return numbers
 
 
 def _failure(summary: str, **fields: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ and 4 have come, these hold 0b101 and 0b11, and "1:0", for both, 0b10: member 1 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +20,7 @@ __all__ = ["HeadCount", "head_count_of"]
 _MOST = 60  # bits that any store can add
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadCount:
     """Some members that are counted in one number of the store.
 
@@ -55,10 +56,11 @@ class HeadCount:
         read: Callable[[str], int],
         keys: Iterable[str],
         among: Collection[int] | None = None,
+        most: float = math.inf,
     ) -> list[int]:
         """Those that have come under none of ``keys``; ``read`` reads a number in the store.
 
-        Where ``among`` is given, only those in it.
+        Where ``among`` is given, only those in it. Once ``most`` are found no more blocks are read.
         """
         asked = self.ranks if among is None else set(among).intersection(self.ranks)
         if not asked:
@@ -68,15 +70,15 @@ class HeadCount:
             come |= read(f"{key}/{self.name}")
         if not self.parts:
             return [r for at, r in enumerate(self.ranks) if r in asked and not come >> at & 1]
-        rest = [part for at, part in enumerate(self.parts) if not come >> at & 1]
-        return sorted(rank for part in rest for rank in part.find_absent(read, keys, among))
+        absent: list[int] = []
+        for at, part in enumerate(self.parts):
+            if not come >> at & 1 and len(absent) < most:
+                absent += part.find_absent(read, keys, among, most - len(absent))
+        return sorted(absent)
 
-    def blocks(self) -> Iterator[HeadCount]:
-        """The blocks, with a bit for each member."""
-        if not self.parts:
-            yield self
-        for part in self.parts:
-            yield from part.blocks()
+    def block_of(self, rank: int) -> HeadCount:
+        """The block in which ``rank`` sets a bit."""
+        return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
         """The names of all numbers."""

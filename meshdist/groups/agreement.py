@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeAlias
 
-from ..bootstrap.bounded_store import await_key, find_value, parse_value, read_number, within
+from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
 from ..bootstrap.head_counts import HeadCount, head_count_of
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
@@ -33,7 +35,7 @@ from ..errors import (
     MeshdistError,
     StoreError,
 )
-from ..runtime.deadlines import Deadline, Grace
+from ..runtime.deadlines import Deadline, Grace, Looks, first_look_s
 from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.simulated.store import SimulatedStore
@@ -44,15 +46,13 @@ __all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers", "digest_of_ranks", 
 Offers: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 """The labels of communicators, by slot, each with the ranks of the slot's group."""
 NO_OFFERS: Offers = {}
-_LOOK_S = 1.0
-_MOST_DOUBLINGS = 20
-_REST_PER_LOOK = 20
-"""How much longer than a look for missing members is the rest before the next."""
+_MOST_MISSING = 8
+"""Of how many missing members a look at all asks more: each costs a request or two."""
 _TELLING_S = 5.0
 """How long the first member that gives up may take to tell the others what is missing."""
 _MOST_ENDS = 8
-_SURE_AFTER_LOOKS = 3
-_SURE_AMONG_THREADS = 20
+_SURE_S = 1.5
+_SURE_AMONG_THREADS_S = 20.0
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
@@ -191,13 +191,12 @@ class _Meeting:
         self._about = json.dumps([self.definition, to_runs(self.members)])
         self._digest = _digest(self._about)
         self._all = head_count_of(self.members, self.world.hosts)
-        self._block = next(block for block in self._all.blocks() if self._rank in block.ranks)
+        self._block = self._all.block_of(self._rank)
         self._counted: list[tuple[str, int]] = []
         self._is_last = False
-        self._periods_s = (0.0, 0.0)
-        self._next_looks: list[Grace] = []
-        self._notice_due: Grace | None = Grace(_LOOK_S)
-        self._suspicion, self._num_findings = "", 0
+        self._looks: dict[HeadCount, Looks] = {}
+        self._notice_due: Grace | None = Grace(first_look_s(len(self.members)))
+        self._suspicion, self._suspects_since = "", 0.0
 
     # -- coming ------------------------------------------------------------------------------------
 
@@ -219,12 +218,9 @@ class _Meeting:
         self._is_last = number == len(self.members) and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
-        # The first member of a block looks for those of its block each second, and the first of all
-        # for all; the second members half as often, and so on: members that end are replaced, and
-        # many cost no more than two.
-        first, second = (_LOOK_S * 2 ** min(k - 1, _MOST_DOUBLINGS) for k in (place, number))
-        self._periods_s = first, second
-        self._next_looks = [Grace(first), Grace(second)]
+        # The first member of a block looks for those of its block, the first of all for all.
+        counted_as = {self._block: place, self._all: number}
+        self._looks = {it: Looks(len(self.members), k) for it, k in counted_as.items()}
 
     def take_back(self) -> None:
         """Undo ``come``."""
@@ -252,10 +248,9 @@ class _Meeting:
         if len({json.dumps(definition) for definition in found.values()}) > 1:
             self._decide("differ", found=_grouped(self.members, [found[r] for r in self.members]))
             return
-        lacks: list[tuple[int, str]] = []
-        for rank in self.members if self._peek(f"{name}/lack") is not None else ():
-            if lack := self._peek(f"{name}/lack/{rank}"):
-                lacks.append((rank, lack.decode(errors="replace")))
+        ranks = self.members if self._peek(f"{name}/lack") is not None else ()
+        values = {rank: self._peek(f"{name}/lack/{rank}") for rank in ranks}
+        lacks = [(rank, lack.decode(errors="replace")) for rank, lack in values.items() if lack]
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
     def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
@@ -288,8 +283,8 @@ class _Meeting:
             self._conclude()
             return
         texts = dict.fromkeys(missing, "gives no answer; it has not opened a group, or has ended")
-        for rank, answer in ask(self.world, tuple(missing)).items():
-            texts[rank] = last_call_text(answer).removeprefix("last ")
+        answers = ask(self.world, tuple(missing))
+        texts |= {rank: last_call_text(it).removeprefix("last ") for rank, it in answers.items()}
         self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def leave(self, error: BaseException) -> None:
@@ -299,8 +294,8 @@ class _Meeting:
         with suppress(RuntimeError):  # the store may be lost
             if not isinstance(error, StoreError):
                 why = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-                found = f"rank {self._rank} was interrupted by {why}"
-                self._decide("left", missing=[self._rank], found=found)
+                why = f"rank {self._rank} was interrupted by {why}"
+                self._decide("left", missing=[self._rank], found=why)
             if self._notice_due is None:  # others would take this rank for one that waits
                 self._store.delete_key(_notice_key(self._rank))
 
@@ -311,33 +306,36 @@ class _Meeting:
             self._notice_due = None
             notice = [self.name, self._digest, _has_other_threads()]
             self._store.set(_notice_key(self._rank), json.dumps(notice))
-        for which, counted in enumerate((self._block, self._all)):
-            if self._next_looks[which].is_over and (which == 1 or counted is not self._all):
-                begin = time.monotonic()
-                missing = self._find_missing(counted)
-                ended = self.endings.find_all(missing)
-                # In this order: one may come and end meanwhile.
-                if ended and (lost := self._find_missing(counted, ended)):
-                    found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
-                    self._decide("ended", missing=lost, found=found)
-                if which == 1:
-                    self._end_if_crossing(missing)
-                rest_s = _REST_PER_LOOK * (time.monotonic() - begin)
-                self._next_looks[which] = Grace(max(self._periods_s[which], rest_s))
+        for counted, looks in self._looks.items():
+            looks.take(partial(self._look_at, counted))
 
-    def _find_missing(self, counted: HeadCount, among: Collection[int] | None = None) -> list[int]:
-        """The members in ``counted`` that have not come."""
+    def _look_at(self, counted: HeadCount) -> None:
+        """Write the outcome where some missing members in ``counted`` surely never come."""
+        missing = self._find_missing(counted, most=_MOST_MISSING)
+        if self.endings.find_all(missing):
+            ended = self.endings.find_all(self._find_missing(counted))
+            # In this order: one may come and end meanwhile.
+            if lost := self._find_missing(counted, ended):
+                found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
+                self._decide("ended", missing=lost, found=found)
+        if counted is self._all:
+            self._end_if_crossing(missing)
+
+    def _find_missing(
+        self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
+    ) -> list[int]:
+        """The members in ``counted`` that have not come, as ``find_absent`` finds them."""
         keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
-        return counted.find_absent(self._read, keys, among)
+        return counted.find_absent(self._read, keys, among, most)
 
     def _end_if_crossing(self, missing: list[int]) -> None:
         """Write the outcome of two agreements whose members surely wait for each other."""
         found = self._find_crossing(missing)
         name, text, has_threads = found or ("", "", False)
-        self._num_findings = self._num_findings + 1 if text == self._suspicion else 1
-        self._suspicion = text
-        patience = _SURE_AMONG_THREADS if has_threads else _SURE_AFTER_LOOKS
-        if found and self._num_findings >= patience:
+        now, patience_s = time.monotonic(), _SURE_AMONG_THREADS_S if has_threads else _SURE_S
+        if text != self._suspicion:
+            self._suspicion, self._suspects_since = text, now
+        if found and now - self._suspects_since >= patience_s:
             self._decide("crossed", found=text)
             self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
 
@@ -348,8 +346,8 @@ class _Meeting:
             The name of the agreement for which it waits; the rank and that agreement as text;
             whether one of both has other threads, by which it may yet come.
         """
-        arrived = set(self.members) - set(missing)
-        for rank in missing:
+        others = set(self.members).difference(missing)
+        for rank in missing[:_MOST_MISSING]:
             key = _notice_key(rank)
             if (value := self._peek(key)) is None:
                 continue
@@ -360,7 +358,9 @@ class _Meeting:
                 continue
             definition, ranks = self._read_about(name, digest)
             keys = [f"{name}/{each}" for each in self._digests(name, digest)]
-            if head_count_of(ranks, self.world.hosts).find_absent(self._read, keys, arrived):
+            counted = head_count_of(ranks, self.world.hosts)
+            absent = counted.find_absent(self._read, keys, others, _MOST_MISSING)
+            if set(absent).difference(self._find_missing(self._all, absent)):
                 text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
                 return name, text, has_threads or _has_other_threads()
         return None
@@ -433,9 +433,7 @@ class _Meeting:
         return store.peek(key) if isinstance(store, SimulatedStore) else find_value(store, key)
 
     def _read(self, key: str) -> int:
-        if isinstance(self._store, SimulatedStore):
-            return int(self._store.peek(key) or 0)
-        return read_number(self._store, key)
+        return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self, name: str, digest: str) -> list[str]:
         """The digests of all definitions with which members came to ``name``; ``digest`` is one."""

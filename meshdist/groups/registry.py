@@ -34,7 +34,7 @@ from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
 from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
 from ..wires.failures import MembersDisagree, WireAborted
@@ -52,7 +52,6 @@ _log = logging.getLogger("meshdist.groups")
 _making = threading.Lock()
 _PATIENCE = timedelta(seconds=5)
 _DONE = timedelta(seconds=30)
-_SLICE_S = 0.5
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
 _LAST_S = 2.0
@@ -473,19 +472,15 @@ class Registry:
             return True
         if not patience:
             return False
-        period_s = _SLICE_S * 2 ** (num_come - 1)  # the first looks most often
-        mine = next(block for block in counts.blocks() if rank in block.ranks)
-        due = Grace(period_s)
 
         def look() -> None:
-            nonlocal due
-            if due.is_over:
-                absent = mine.find_absent(partial(read_number, store), [key])
-                if self.endings.find_all(absent):
-                    store.set(all_key, "")
-                due = Grace(period_s)
+            absent = counts.block_of(rank).find_absent(partial(read_number, store), [key])
+            if self.endings.find_all(absent):
+                store.set(all_key, "")
 
-        return await_key(store, all_key, Grace(min(patience, self.world.timeout or patience)), look)
+        looks = Looks(len(members), num_come)
+        limit = Grace(min(patience, self.world.timeout or patience))
+        return await_key(store, all_key, limit, lambda: looks.take(look))
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -18,12 +18,17 @@ from typing import TypeVar
 
 from .hosts import num_forks
 
-__all__ = ["Clock", "Deadline", "Grace", "Timer", "clock", "wait_until"]
+__all__ = ["Clock", "Deadline", "Grace", "Looks", "Timer", "clock", "first_look_s", "wait_until"]
 
 T = TypeVar("T")
 
 _SHORTEST_PAUSE_S = 0.00005
 _LONGEST_PAUSE_S = 0.02
+_LOOK_S = 1.0
+_LOOK_S_PER_MEMBER = 0.002  # many start more slowly, and must not ask the more for that
+_MOST_FOLDS = 10
+_REST_PER_LOOK = 20.0  # times what the look took
+_REST_PER_WAIT = 0.5
 _PAUSE_PER_WAIT = 1 / 16  # of the time waited so far: a wait ends at most so much too late
 
 
@@ -132,6 +137,32 @@ class Grace(Deadline):
     @staticmethod
     def _now() -> float:
         return time.monotonic()
+
+
+def first_look_s(num_members: int) -> float:
+    """After how long the first of so many members looks for those that are missing."""
+    return max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members)
+
+
+class Looks:
+    """Looks for missing members, ever more seldom the longer a member waits and a look takes.
+
+    Example: the first of few looks after 1, 1.5, 2.3, 3.4, ... seconds, 11 times in a minute and a
+    half; the second, ``place`` 2, from 4 s on, the third from 16: they replace a first that ends.
+    """
+
+    def __init__(self, num_members: int, place: int) -> None:
+        first_s = first_look_s(num_members) * 4 ** min(place - 1, _MOST_FOLDS)
+        self._begin, self._due = time.monotonic(), Grace(first_s)
+
+    def take(self, look: Callable[[], object]) -> None:
+        """Call ``look`` if it is due."""
+        if self._due.is_over:
+            begin = time.monotonic()
+            look()
+            end = time.monotonic()
+            rests = _REST_PER_WAIT * (end - self._begin), _REST_PER_LOOK * (end - begin)
+            self._due = Grace(max(rests))
 
 
 def wait_until(

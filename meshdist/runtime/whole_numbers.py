@@ -42,8 +42,8 @@ def to_runs(numbers: Iterable[int]) -> list[list[int]]:
     """
     runs: list[list[int]] = []
     for number, equal in groupby(numbers):
-        length = sum(1 for _ in equal)
-        if runs and runs[-1][1] == length and number == sum(runs[-1][::2]):
+        length = len(list(equal))
+        if runs and runs[-1][1] == length and number == runs[-1][0] + runs[-1][2]:
             runs[-1][2] += 1
         else:
             runs.append([number, length, 1])

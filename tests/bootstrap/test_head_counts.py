@@ -27,7 +27,7 @@ class Numbers(Counter[str]):
 
 def test_members_of_a_host_share_a_number_and_those_missing_are_read_from_it() -> None:
     counts = head_count_of((1, 2, 5, 6, 7), (0, 0, 0, 0, 1, 1, 1, 1))
-    blocks = list(counts.blocks())
+    blocks = [counts.block_of(rank) for rank in (1, 5)]
     assert [(block.name, block.ranks) for block in blocks] == [("0.0", (1, 2)), ("1.0", (5, 6, 7))]
     store = Numbers()
     come = [counts.count(store.add, key, rank) for key, rank in (("x", 5), ("x", 7), ("y", 1))]
@@ -40,7 +40,7 @@ def test_members_of_a_host_share_a_number_and_those_missing_are_read_from_it() -
 
 def test_no_number_has_more_bits_than_a_store_can_add() -> None:
     counts = head_count_of(tuple(range(130)), (3,) * 130)
-    assert [len(block.ranks) for block in counts.blocks()] == [60, 60, 10]
+    assert [len(part.ranks) for part in counts.parts] == [60, 60, 10]
     assert sorted(counts.names()) == ["1:0", "3.0", "3.1", "3.2"]
     large = head_count_of(tuple(range(16384)), tuple(rank // 4 for rank in range(16384)))
     assert large.names and all(len(part.parts) <= 60 for part in large.parts)
@@ -64,10 +64,21 @@ def test_a_look_for_one_late_member_reads_as_much_whatever_the_size(
     assert sorted(store) == sorted(f"x/{name}" for name in counts.names())
 
 
+def test_a_look_while_many_are_missing_reads_few_numbers() -> None:
+    size = 4096
+    counts = head_count_of(tuple(range(size)), tuple(rank // 8 for rank in range(size)))
+    store = Numbers()
+    for rank in range(0, size, 2):  # half of each host has come
+        counts.count(store.add, "x", rank)
+    assert counts.find_absent(store.read, ["x"], most=8) == list(range(1, 16, 2))
+    assert store.num_read <= 6
+    assert len(counts.find_absent(store.read, ["x"])) == size // 2
+
+
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_a_world_and_a_mesh_cost_each_rank_few_requests_whatever_the_size(size: int) -> None:
     world, mesh, again = run(size, is_private=(False, False), serve=memory)
-    assert columns(world)["requests a rank"] <= 13.5
+    assert columns(world)["requests a rank"] <= 13
     assert columns(world)["most"] <= 20
     for phase in (mesh, again):  # the second one shares all communicators
         assert columns(phase)["requests a rank"] <= 12
@@ -79,7 +90,7 @@ def test_a_world_and_a_mesh_cost_each_rank_few_requests_whatever_the_size(size: 
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_a_late_rank_costs_the_others_few_requests_whatever_the_size(size: int) -> None:
     _, mesh = run(size, late_s=2.5, serve=memory)
-    assert columns(mesh)["requests a rank"] <= 16
+    assert columns(mesh)["requests a rank"] <= 14
     assert columns(mesh)["most"] <= 40
     assert columns(mesh)["bytes a rank"] <= 2048
 
