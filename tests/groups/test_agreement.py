@@ -20,6 +20,7 @@ from meshdist.bootstrap.world import World
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.signals import Endings
+from meshdist.runtime import deadlines
 from tests.few_files import room_for
 from tests.pool import Pool
 
@@ -110,7 +111,7 @@ def test_a_member_that_was_cut_off_as_it_came_elsewhere_makes_no_junk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another waits there, though the first has not written what for: the server was stopped."""
-    monkeypatch.setattr(agreement, "_LOOK_S", 0.0)
+    monkeypatch.setattr(deadlines, "_LOOK_S", 0.0)
     monkeypatch.setattr(agreement, "ask", lambda *_: {})
 
     def body(world: World) -> None:
