@@ -135,6 +135,12 @@ class HostComparison:
         for answer in ask(self.world, others, about, patience_s=_ANSWER_S).values():
             self._compare(json.loads(answer["about"] or _UNSET))
 
+    @property
+    def uncompared(self) -> tuple[int, int] | None:
+        """The first and the last call that this member has yet to compare, if there are any."""
+        is_owed = self.is_leader and self.world.rank != self.ranks[0] and self._equal < self.last
+        return (self._equal + 1, self.last) if is_owed else None
+
     def compare_last(self) -> None:
         """Compare with the leader that has come here first, as this member leaves.
 

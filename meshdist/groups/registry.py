@@ -32,6 +32,7 @@ from ..bootstrap.world import World
 from ..checking.header_table import HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
+from ..error_text import first_line, ranks_text
 from ..errors import MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
@@ -441,7 +442,7 @@ class Registry:
         if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
             return None
         store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
-        with suppress(StoreError, ValueError, TypeError, LookupError):  # then no member can compare
+        try:
             for one in fresh:
                 try:
                     one.compare_last()
@@ -454,6 +455,14 @@ class Registry:
             for one in fresh:
                 limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
                 wait_until(partial(self.find_abort, one.label), limit)
+        except (StoreError, ValueError, TypeError, LookupError) as error:  # no member can compare
+            for one in fresh:
+                if one.uncompared is not None:
+                    first, last = one.uncompared
+                    _log.warning(
+                        "calls %d to %d of %s were not compared with those of other hosts: %s",
+                        *(first, last, ranks_text(one.ranks), first_line(error)),
+                    )
         for one in compared:
             if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
                 return one.tell(WireAborted("the group is broken"))
