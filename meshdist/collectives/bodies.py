@@ -45,16 +45,15 @@ def all_reduce(
     if async_op is not False:
         check_flag(async_op, "all_reduce")
     sent = [buffer]
-    prepared = PreparedCall(
-        *("all_reduce", "all_reduce", sent, sent, buffer, kind),
-        title=title,
-        written=[(tensor, data, buffer)],
-        foreign=() if data is tensor else [tensor],
-        factor=factor,
-        noted_op=kind if factor is None else ReduceOp.PREMUL_SUM,
-        is_elementwise=True,
-        shows_all=factor is None and not title,
-    )
+    prepared = PreparedCall("all_reduce", "all_reduce", sent, sent, buffer, kind)
+    prepared.noted_op, prepared.is_elementwise = kind, True
+    prepared.written = [(tensor, data, buffer)]
+    if data is not tensor:
+        prepared.foreign = [tensor]
+    if factor is not None:
+        prepared.factor, prepared.noted_op = factor, ReduceOp.PREMUL_SUM
+    if title or factor is not None:
+        prepared.title, prepared.shows_all = title, False
     channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
     return channel.run(prepared, is_async=async_op)
 

@@ -289,7 +289,8 @@ def prepare_message(
     data, buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
         _check_tag(tag, target.wire_name(buffer.device.type))
-    more: Any = {"root": peer, "tag": tag, "foreign": () if data is tensor else [tensor]}
+    foreign = () if data is tensor else [tensor]
+    more: Any = {"root": peer, "tag": tag, "foreign": foreign, "is_message": True}
     if is_send:
         return PreparedCall(verb, "send", [buffer], (), buffer, result=[tensor], **more)
     written = [(tensor, data, buffer)]

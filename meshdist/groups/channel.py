@@ -33,7 +33,7 @@ from ..wires.failures import (
     WireFailure,
     WireTimeout,
 )
-from ..wires.operations import Chain, Operation
+from ..wires.operations import DONE, Chain, Operation
 from ..wires.packing import ROW_MAJOR, Layout, find_layout, flat
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
@@ -241,7 +241,11 @@ class Channel:
         if prepared.is_message:
             self._start_message(prepared)
             return
-        self._enter_as_it_lies(prepared)
+        tensors = prepared.inputs
+        if prepared.is_elementwise and (len(tensors) > 1 or not tensors[0].is_contiguous()):
+            self._enter_as_it_lies(prepared)
+        else:
+            self._enter_prepared(prepared)
         self.start_entered(prepared)
 
     def start_entered(self, prepared: PreparedCall) -> None:
@@ -267,8 +271,10 @@ class Channel:
 
     def finish(self, prepared: PreparedCall) -> None:
         """Wait for a call; its result lies in the caller's arrays then."""
+        operation = prepared.operation
         try:
-            prepared.operation.finish(prepared.timeout)
+            if operation is not DONE:
+                operation.finish(prepared.timeout)
         except BaseException as error:
             raise self._failed(prepared, error) from None
         prepared.finish_here()
@@ -295,23 +301,22 @@ class Channel:
         # Where this rank only sends, those that receive may tell.
         return may_be_dropped(work) if results and not written else work
 
-    def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
-        """Enter a collective; where it travels in another order of memory, copy its tensors."""
+    def _enter_prepared(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
         sent, taken = prepared.sizes or ((), ())
         asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, sent, taken
-        tensors, title = prepared.inputs, prepared.title
-        if (
-            not prepared.is_elementwise
-            or all(one.is_contiguous() for one in tensors)
-            or self.communicator.takes_layouts(prepared.way, tensors, prepared.op)
-        ):
-            self.enter(*asked, title=title)
-        elif prepared.op is not None and self.demands_layouts:
-            layouts = [find_layout(one) or ROW_MAJOR for one in tensors]
-            self.enter(*asked, layouts=layouts, title=title)
+        self.enter(*asked, layouts=layouts, title=prepared.title)
+
+    def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
+        """Enter a collective on tensors in another order of memory, which are copied if need be."""
+        tensors, op = prepared.inputs, prepared.op
+        is_in_order = all(one.is_contiguous() for one in tensors)
+        if is_in_order or self.communicator.takes_layouts(prepared.way, tensors, op):
+            self._enter_prepared(prepared)
+        elif op is not None and self.demands_layouts:
+            self._enter_prepared(prepared, [find_layout(one) or ROW_MAJOR for one in tensors])
             prepared.travel_as([flat(one) for one in tensors], are_copies=False)
         else:
-            self.enter(*asked, title=title)
+            self._enter_prepared(prepared)
             prepared.travel_as([one.contiguous() for one in tensors], are_copies=True)
 
     def _start_message(self, prepared: PreparedCall) -> None:
@@ -323,13 +328,9 @@ class Channel:
         verb, peer, tag, is_send = prepared.verb, prepared.root, prepared.tag, prepared.is_send
         tensor = (prepared.inputs if is_send else prepared.outputs)[0]
         prepared.recorder = recorder
-
-        def note(*, is_numbered: bool = True) -> None:
-            self.note_message(verb, tensor, peer, tag, is_numbered=is_numbered)
-            prepared.number = recorder.num_notes
-
         if not is_send and self.waits_for_sender(peer, tag):
-            note(is_numbered=False)
+            self.note_message(verb, tensor, peer, tag, is_numbered=False)
+            prepared.number = recorder.num_notes
             prepared.begin_here()
             prepared.operation = self._receive_later(prepared, tensor)
             return
@@ -337,23 +338,25 @@ class Channel:
         # message is on its way.
         is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
         if not is_noted_late:
-            note()
+            self.note_message(verb, tensor, peer, tag)
         different = self.compare_message(verb, tensor, peer, tag, is_send=is_send)
         if different is not None:
             if is_noted_late:
-                note()
+                self.note_message(verb, tensor, peer, tag)
             assert peer is not None  # _receive_later compares where it is not known yet
             raise self.disagree(different, (is_send, peer, tag))
-        prepared.sequence = prepared.number = recorder.num_notes
+        prepared.sequence = recorder.num_notes
         prepared.begin_here()
+        failed: BaseException | None = None
         try:
             prepared.operation = communicator.start(prepared)
         except BaseException as error:
-            if is_noted_late:
-                note()
-            raise self._failed(prepared, error) from None
+            failed = error
         if is_noted_late:
-            note()
+            self.note_message(verb, tensor, peer, tag)
+        prepared.number = recorder.num_notes
+        if failed is not None:
+            raise self._failed(prepared, failed) from None
 
     def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
         """The error to raise of a call that did not start or end well."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -15,10 +15,12 @@ from ..checking.calls import Note
 from ..checking.recorder import Recorder
 from ..errors import GradientError
 from ..reduce_ops import Factor, ReduceKind, multiply
-from .operations import Operation
+from .operations import DONE, Operation
 from .packing import Sizes, Tensors
 
-__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "PreparedCall", "Written", "note_write"]
+__all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "PreparedCall", "Written"]
+
+_NO_TIME = timedelta()
 
 LARGEST_TAG = (1 << 30) - 3
 """The largest tag that every wire takes; larger tags belong to the verbs and wires themselves."""
@@ -30,7 +32,7 @@ Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
 """An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class PreparedCall:
     """One call, ready to be run by a channel and started by a wire.
 
@@ -61,6 +63,7 @@ class PreparedCall:
             they may travel as they lie in memory.
         shows_all: whether way and tensors show a wire all of the call that must be equal on all
             members.
+        is_message: whether it is a send or a receive.
 
     Attributes:
         timeout, waits: how long it may take; whether its caller waits for it at once.
@@ -89,18 +92,15 @@ class PreparedCall:
     then: Callable[[], None] | None = None
     is_elementwise: bool = False
     shows_all: bool = True
+    is_message: bool = False
 
-    timeout: timedelta = field(default=timedelta(), init=False)
-    waits: bool = field(default=False, init=False)
-    sequence: int = field(default=0, init=False)
-    number: int | None = field(default=None, init=False)
-    recorder: Recorder | None = field(default=None, init=False)
-    operation: Operation = field(init=False)
-
-    @property
-    def is_message(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.way in ("send", "recv")
+    # What a channel fills in.
+    timeout: timedelta = _NO_TIME
+    waits: bool = False
+    sequence: int = 0
+    number: int | None = None
+    recorder: Recorder | None = None
+    operation: Operation = DONE
 
     @property
     def is_send(self) -> bool:
@@ -140,9 +140,13 @@ class PreparedCall:
         return self
 
     def begin_here(self) -> None:
-        """Let autograd know what is written, and multiply by the factor."""
+        """Let autograd know what is written, and multiply by the factor.
+
+        A backward that counts on what an array held before then raises, where else it would be
+        wrong.
+        """
         for _, data, _ in self.written:
-            note_write(data)
+            increment_version((data,))  # torch.autograd.graph's takes twice as long
         if self.factor is not None:
             for output in self.outputs:
                 multiply(output, self.factor)
@@ -157,6 +161,8 @@ class PreparedCall:
     def find_copy_back(self) -> Callable[[], None] | None:
         """The function that copies a result to the caller's arrays; None where it lies there."""
         elsewhere = [one for one in self.written if one[0] is not one[2]]
+        if not elsewhere:
+            return None  # the common case, decided fast
         for _, data, _ in elsewhere:
             _forbid_gradient(data, self.verb)
 
@@ -166,7 +172,7 @@ class PreparedCall:
                     with torch.inference_mode():
                         data.copy_(buffer)
 
-        return copy_back if elsewhere else None
+        return copy_back
 
     def find_hand_back(self) -> Callable[[], None] | None:
         """The function that hands the arrays back to their library, where that is not torch."""
@@ -174,17 +180,10 @@ class PreparedCall:
 
     def finish_here(self) -> None:
         """Copy the result to the caller's arrays, and hand them back."""
-        for complete in (self.find_copy_back(), self.find_hand_back()):
-            if complete is not None:
-                complete()
-
-
-def note_write(tensor: torch.Tensor) -> None:
-    """Let autograd know that a verb writes into ``tensor``.
-
-    A backward that counts on what it held before then raises, where else it would be wrong.
-    """
-    increment_version((tensor,))  # torch.autograd.graph's takes twice as long
+        if copy_back := self.find_copy_back():
+            copy_back()
+        if self.foreign and (hand_back := find_hand_back(self.foreign)):
+            hand_back()
 
 
 class _Overwritten(torch.autograd.Function):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -93,7 +93,11 @@ class ShmOperation(Operation):
 class ShmCommunicator(Communicator):
     """One member's part of a group in shared memory, over the native communicator ``core``."""
 
-    ways = dict.fromkeys(WIRE_VERBS, "_collective") | {"send": "_message", "recv": "_message"}
+    ways: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(WIRE_VERBS, "_collective"),
+        **dict.fromkeys(("all_reduce", "reduce", "broadcast"), "_in_place"),
+        **dict.fromkeys(("send", "recv"), "_message"),
+    }
     averages_at_once = True
     shows_calls = True
 
@@ -120,34 +124,56 @@ class ShmCommunicator(Communicator):
             return False
         return op is None or all(_codes(tensor.dtype, op) is not None for tensor in tensors)
 
+    def _in_place(self, prepared: PreparedCall) -> Operation:
+        """Do a collective on one tensor that is written over; most calls are such."""
+        (tensor,), op = prepared.outputs, prepared.op
+        codes = (0, 0) if op is None else _codes(tensor.dtype, op)
+        if codes is None:
+            return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
+        count = tensor.numel()
+        if op is None:
+            count, code = _amount(tensor)
+            codes = code, 0
+        layouts = () if tensor.is_contiguous() else [_layout(tensor)]
+        places = tensor.data_ptr(), 0, (), ()
+        return self._do(prepared, count, codes, places, layouts)
+
     def _collective(self, prepared: PreparedCall) -> Operation:
-        """Do a collective, or start it in the background."""
-        way, waits = prepared.way, prepared.waits
-        inputs, outputs = prepared.inputs, prepared.outputs
-        verb, takes, gives = _CORE_VERBS[way]
+        """Do any other collective."""
+        inputs, outputs, op = prepared.inputs, prepared.outputs, prepared.op
+        _, takes, gives = _CORE_VERBS[prepared.way]
         tensors = outputs or inputs
-        dtype, op = _amount(tensors[0])[1] if tensors else 0, 0
-        if prepared.op is not None:
-            codes = _codes(tensors[0].dtype, prepared.op)
-            if codes is None or (len(tensors) > 1 and len({x.dtype for x in tensors}) > 1):
-                build = BUILT.get(way, all_reduce_by_gathering)
-                return build(self, prepared)
-            dtype, op = codes
+        codes = (
+            (_amount(tensors[0])[1] if tensors else 0, 0) if op is None else _codes_of(tensors, op)
+        )
+        if codes is None:
+            return BUILT[prepared.way](self, prepared)
         sent, taken = prepared.sizes or ((), ())
         out, num_out, outs = _placed(gives, outputs, taken)
         data, num_in, ins = _placed(takes, inputs, sent)
-        count = min((n for n in (num_out, num_in) if n is not None), default=0)
+        count = min(num_out, num_in) if num_in and num_out else num_in or num_out
+        layouts = _layouts(outputs) if takes is Form.IN_PLACE else ()
+        return self._do(prepared, count, codes, (out, data, outs, ins), layouts)
+
+    def _do(
+        self,
+        prepared: PreparedCall,
+        count: int,
+        codes: tuple[int, int],
+        places: tuple[int, int, Places, Places],
+        layouts: Sequence[Layout],
+    ) -> Operation:
+        """Do a collective, or start it in the background."""
         note = None if prepared.shows_all else prepared.note
-        arguments = (
-            *(verb, count, dtype, op, prepared.root or 0, out, data, outs, ins),
-            0 if note is None else note.call.fingerprint,
-            _layouts(outputs) if takes is Form.IN_PLACE else (),
-            prepared.timeout.total_seconds(),
-        )
-        if not waits:
-            return self._started(self._core.start(*arguments), (outputs, inputs), prepared)
+        fingerprint = 0 if note is None else note.call.fingerprint
+        verb, root = _CORE_VERBS[prepared.way][0], prepared.root or 0
+        seconds = prepared.timeout.total_seconds()
+        call = (verb, count, *codes, root, *places, fingerprint, layouts, seconds)
+        if not prepared.waits:
+            kept = prepared.outputs, prepared.inputs
+            return self._started(self._core.start(*call), kept, prepared)
         try:
-            status = self._run(*arguments)
+            status = self._run(*call)
         except BaseException as error:  # of a signal's handler
             raise Interrupted(error) from None
         if status:
@@ -370,15 +396,21 @@ def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
 _CORE_VERBS = _core_verbs()
 
 
-def _placed(form: Form, tensors: Tensors, sizes: Sizes) -> tuple[int, int | None, Places]:
+def _codes_of(tensors: Tensors, op: ReduceKind) -> tuple[int, int] | None:
+    """The core's numbers for a reduction of tensors of one dtype; None where it cannot do it."""
+    dtype = tensors[0].dtype
+    return _codes(dtype, op) if all(x.dtype is dtype for x in tensors) else None
+
+
+def _placed(form: Form, tensors: Tensors, sizes: Sizes) -> tuple[int, int, Places]:
     """Where tensors lie: the address of one, and how much of it travels; or the places of many."""
     if form is Form.ONE:
         return tensors[0].data_ptr(), _amount(tensors[0])[0], ()
     if form is Form.PARTS:
-        return 0, None, _cuts(tensors[0], sizes)
+        return 0, 0, _cuts(tensors[0], sizes)
     if form is Form.NONE or form is Form.IN_PLACE:
-        return 0, None, ()
-    return 0, None, _places(tensors)
+        return 0, 0, ()
+    return 0, 0, _places(tensors)
 
 
 def _amount(tensor: torch.Tensor) -> tuple[int, int]:
