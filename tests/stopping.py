@@ -1,11 +1,11 @@
-"""A child that is stopped, for certain."""
+"""A child that is stopped, or goes on, for certain."""
 
 from __future__ import annotations
 
 import os
 import signal
 
-__all__ = ["stop"]
+__all__ = ["resume", "stop"]
 
 
 def stop(child: int) -> None:
@@ -16,3 +16,9 @@ def stop(child: int) -> None:
     """
     os.kill(child, signal.SIGSTOP)
     os.waitid(os.P_PID, child, os.WSTOPPED)
+
+
+def resume(child: int) -> None:
+    """Let the child go on, and return when it does."""
+    os.kill(child, signal.SIGCONT)
+    os.waitid(os.P_PID, child, os.WCONTINUED)

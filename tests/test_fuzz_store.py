@@ -147,9 +147,9 @@ def signals(junk: bytes) -> None:
 
 
 def answers(junk: bytes) -> None:
-    store, found = Memory(), {}
+    store = Memory()
     store.values["answer"] = junk
-    collect(store, {1: "answer"}, found, Grace(1.0), parse_answer)
+    found = collect(store, {1: "answer"}, Grace(1.0), parse_answer)
     assert isinstance(last_call_text(found[1]), str)
     assert all(isinstance(one["label"], str) for one in found[1]["calls"])
     assert all(isinstance(one["sequence"], int) for one in found[1]["calls"])

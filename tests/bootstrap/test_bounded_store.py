@@ -33,7 +33,7 @@ from meshdist.bootstrap.server_watch import find_readable
 from meshdist.bootstrap.stores import connect_store
 from meshdist.runtime.deadlines import Deadline, Grace
 from tests.load import is_within
-from tests.stopping import stop
+from tests.stopping import resume, stop
 
 LONG = timedelta(seconds=30)
 _SERVER = """
@@ -187,7 +187,7 @@ def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when() ->
         with pytest.raises(md.StoreError, match="does not answer"):
             client.check(["absent"])
         assert is_within(time.monotonic() - begin, 4.0)
-        server.send_signal(signal.SIGCONT)
+        resume(server.pid)
         with within(Deadline(60.0)):
             assert not client.check(["absent"])
 
