@@ -33,7 +33,7 @@ from ..checking.header_table import HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..error_text import first_line, ranks_text
-from ..errors import MeshdistError, StoreError
+from ..errors import AgreementError, BackendError, MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
 from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
@@ -430,8 +430,10 @@ class Registry:
                 entry.leave()
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
-        if error is not None:  # Python shows it on stderr
+        if isinstance(error, AgreementError):  # Python shows it on stderr
             raise error
+        if error is not None:  # the process that serves the store may have ended in good order
+            _log.warning("%s", error)
 
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
         """Compare the last calls across hosts, with all members that come within two seconds.
@@ -455,18 +457,29 @@ class Registry:
             for one in fresh:
                 limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
                 wait_until(partial(self.find_abort, one.label), limit)
-        except (StoreError, ValueError, TypeError, LookupError) as error:  # no member can compare
-            for one in fresh:
-                if one.uncompared is not None:
-                    first, last = one.uncompared
-                    _log.warning(
-                        "calls %d to %d of %s were not compared with those of other hosts: %s",
-                        *(first, last, ranks_text(one.ranks), first_line(error)),
-                    )
+        except StoreError as lost:
+            if error := self._uncompared(fresh, lost):
+                return error
+        except (ValueError, TypeError, LookupError):  # what no member writes
+            pass
         for one in compared:
             if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
                 return one.tell(WireAborted("the group is broken"))
         return None
+
+    def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
+        """The error of calls that a lost store leaves uncompared, if there are any."""
+        owed = [(one, one.uncompared) for one in compared if one.uncompared is not None]
+        calls = ", ".join(f"{a} to {b} of {ranks_text(one.ranks)}" for one, (a, b) in owed)
+        if not owed:
+            return None
+        return BackendError(
+            "calls were not compared with those of other hosts",
+            where=f"rank {self.world.rank}, as it leaves",
+            expected="a store that answers: where calls differ their numbers are wrong",
+            found=f"calls {calls}: {first_line(lost)}",
+            fix="look at how the process that serves the store has ended",
+        )
 
     def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
         """Count this rank; whether all ``members`` come within ``patience`` and the timeout.

@@ -166,7 +166,8 @@ def is_told(case: Case, outcome: Outcome, rank: int) -> bool:
     if outcome.find(rank, "error"):
         return True
     is_late = case.is_compared_late(range(case.size))
-    return is_late and "AgreementError: " in outcome.said.get(str(rank), "")
+    said = outcome.said.get(str(rank), "")
+    return is_late and ("AgreementError: " in said or "calls were not compared" in said)
 
 
 def is_ended_by_gloo(case: Case, outcome: Outcome, rank: int) -> bool:
