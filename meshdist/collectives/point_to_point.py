@@ -290,7 +290,7 @@ def prepare_message(
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
         _check_tag(tag, target.wire_name(buffer.device.type))
     foreign = () if data is tensor else [tensor]
-    more: Any = {"root": peer, "tag": tag, "foreign": foreign, "is_message": True}
+    more: Any = {"root": peer, "tag": tag, "foreign": foreign}
     if is_send:
         return PreparedCall(verb, "send", [buffer], (), buffer, result=[tensor], **more)
     written = [(tensor, data, buffer)]

@@ -63,7 +63,6 @@ class PreparedCall:
             they may travel as they lie in memory.
         shows_all: whether way and tensors show a wire all of the call that must be equal on all
             members.
-        is_message: whether it is a send or a receive.
 
     Attributes:
         timeout, waits: how long it may take; whether its caller waits for it at once.
@@ -92,7 +91,6 @@ class PreparedCall:
     then: Callable[[], None] | None = None
     is_elementwise: bool = False
     shows_all: bool = True
-    is_message: bool = False
 
     # What a channel fills in.
     timeout: timedelta = _NO_TIME
@@ -101,6 +99,11 @@ class PreparedCall:
     number: int | None = None
     recorder: Recorder | None = None
     operation: Operation = DONE
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.way == "send" or self.way == "recv"
 
     @property
     def is_send(self) -> bool:
