@@ -137,8 +137,11 @@ class HostComparison:
 
     @property
     def uncompared(self) -> tuple[int, int] | None:
-        """The first and the last call that this member has yet to compare, if there are any."""
-        is_owed = self.is_leader and self.world.rank != self.ranks[0] and self._equal < self.last
+        """The first and the last call that this member does not know to be equal, if any.
+
+        The first member's are those with which the others compare.
+        """
+        is_owed = self.world.rank != self.ranks[0] and self._equal < self.last
         return (self._equal + 1, self.last) if is_owed else None
 
     def compare_last(self) -> None:

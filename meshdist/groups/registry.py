@@ -468,13 +468,13 @@ class Registry:
         return None
 
     def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
-        """The error of calls that a lost store leaves uncompared, if there are any."""
+        """The error of calls that a lost store leaves uncompared, as far as is known here."""
         owed = [(one, one.uncompared) for one in compared if one.uncompared is not None]
         calls = ", ".join(f"{a} to {b} of {ranks_text(one.ranks)}" for one, (a, b) in owed)
         if not owed:
             return None
         return BackendError(
-            "calls were not compared with those of other hosts",
+            "calls are not known to equal those of other hosts",
             where=f"rank {self.world.rank}, as it leaves",
             expected="a store that answers: where calls differ their numbers are wrong",
             found=f"calls {calls}: {first_line(lost)}",

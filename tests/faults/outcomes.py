@@ -167,7 +167,7 @@ def is_told(case: Case, outcome: Outcome, rank: int) -> bool:
         return True
     is_late = case.is_compared_late(range(case.size))
     said = outcome.said.get(str(rank), "")
-    return is_late and ("AgreementError: " in said or "calls were not compared" in said)
+    return is_late and ("AgreementError: " in said or "calls are not known to equal" in said)
 
 
 def is_ended_by_gloo(case: Case, outcome: Outcome, rank: int) -> bool:
