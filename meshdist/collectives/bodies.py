@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from operator import index
 from typing import Any
 
 import torch
 
+from ..arguments import find_whole_numbers
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
@@ -206,10 +205,9 @@ def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
     """Return split sizes as a list of plain ints; [] for None."""
     if given is None:
         return []
-    numbers = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(numbers, (list, tuple)) and not any(isinstance(one, bool) for one in numbers):
-        with suppress(TypeError):
-            return [index(one) for one in numbers]
+    numbers = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
+    if numbers is not None:
+        return numbers
     raise KindError(
         f"{name}: {argument} must be whole numbers",
         found=repr(given),

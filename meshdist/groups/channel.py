@@ -266,8 +266,8 @@ class Channel:
             with self.communicator.batch():
                 for message in messages:
                     self.start(message)
-        except BaseException as error:
-            raise self.failed(error) from None
+        except WireFailure as failure:  # of the whole batch: that of each is explained already
+            raise self.explain(failure) from None
 
     def finish(self, prepared: PreparedCall) -> None:
         """Wait for a call; its result lies in the caller's arrays then."""
@@ -363,7 +363,8 @@ class Channel:
         if isinstance(error, WireFailure):
             error.limit = prepared.limit
             return self.explain(error, prepared.number)
-        # A message that a handler leaves may come later; one from any host would take another's.
+        # A message that a handler leaves may still come. A receive from any host would take another
+        # message then, so that it breaks the group.
         stays = prepared.is_message and not (prepared.root is None and self.spans_hosts)
         return error if stays else self.failed(error)
 
@@ -397,7 +398,7 @@ class Channel:
     ) -> None:
         """Note a send or receive; refuse it where the group is broken.
 
-        A receive for ``recv_later`` gets its number there.
+        A receive whose sender is known later gets its number then.
         """
         call = get_message(verb, tensor, peer, tag)
         note = self.recorder.note_message(self.group, call, is_numbered=is_numbered)
@@ -424,7 +425,7 @@ class Channel:
         return header_table.note(peer, tag, header, is_send=is_send)
 
     def waits_for_sender(self, peer: int | None, tag: int) -> bool:
-        """Whether a receive is to be started by ``recv_later``."""
+        """Whether a receive starts only when its sender is known."""
         return self.matching is not None and self.matching.takes(peer, tag)
 
     def _receive_later(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:

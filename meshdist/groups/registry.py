@@ -444,6 +444,7 @@ class Registry:
         if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
             return None
         store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
+        unknown: BackendError | None = None
         try:
             for one in fresh:
                 try:
@@ -458,14 +459,13 @@ class Registry:
                 limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
                 wait_until(partial(self.find_abort, one.label), limit)
         except StoreError as lost:
-            if error := self._uncompared(fresh, lost):
-                return error
+            unknown = self._uncompared(fresh, lost)
         except (ValueError, TypeError, LookupError):  # what no member writes
             pass
         for one in compared:
             if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
                 return one.tell(WireAborted("the group is broken"))
-        return None
+        return unknown
 
     def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
         """The error of calls that a lost store leaves uncompared, as far as is known here."""

@@ -364,13 +364,12 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             with self._starting if is_async else nullcontext():
                 number, note = self._note(request)
                 explain = partial(explain, note=number)
-                if not note.is_message:
-                    number = note.sequence
-                    if self._comparison is not None:
-                        self._comparison.enter(note, limit)
+                if not note.is_message and self._comparison is not None:
+                    self._comparison.enter(note, limit)
                 for prepared in calls:
                     prepared.timeout, prepared.waits = limit, not is_async
-                    prepared.sequence, prepared.recorder = number, self._recorder
+                    prepared.number, prepared.recorder = number, self._recorder
+                    prepared.sequence = number if note.is_message else note.sequence
                 parts = [carrier.start(prepared) for prepared in calls]
                 operation = parts[0] if len(parts) == 1 else Chain(parts)
             if is_async:

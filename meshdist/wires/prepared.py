@@ -92,7 +92,7 @@ class PreparedCall:
     is_elementwise: bool = False
     shows_all: bool = True
 
-    # What a channel fills in.
+    # A channel fills these in.
     timeout: timedelta = _NO_TIME
     waits: bool = False
     sequence: int = 0
@@ -157,13 +157,13 @@ class PreparedCall:
     def travel_as(self, tensors: Tensors, *, are_copies: bool) -> None:
         """Carry ``tensors`` in place of those of an elementwise verb."""
         if are_copies:
-            copies = {id(one): copy for one, copy in zip(self.inputs, tensors, strict=True)}
+            copies = {id(x): copy for x, copy in zip(self.inputs, tensors, strict=True)}
             self.written = [(x, data, copies[id(sent)]) for x, data, sent in self.written]
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
         """The function that copies a result to the caller's arrays; None where it lies there."""
-        elsewhere = [one for one in self.written if one[0] is not one[2]]
+        elsewhere = [array for array in self.written if array[0] is not array[2]]
         if not elsewhere:
             return None  # the common case, decided fast
         for _, data, _ in elsewhere:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshdist.checking.calls import get_message
 from meshdist.collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import (
@@ -499,3 +501,23 @@ def test_verbs_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) 
     first, second = on_torch(pool, program, 2)
     assert first == [*both, ("shm:send", late, [[5]])]
     assert second == [*both, ("shm:recvAnySource", late, [[5]])]
+
+
+def test_a_call_is_compared_as_itself_though_another_thread_notes_one(pool: Pool) -> None:
+    def program() -> list[float]:
+        group = dist.group.WORLD._get_backend(torch.device("cpu"))
+        (carrier,) = group._carriers.values()
+        start = carrier.start
+
+        def start_late(prepared: Any) -> Any:
+            if dist.get_rank() == 0:  # as a message of another thread would be
+                message = get_message("isend", torch.ones(3), 1, 7)
+                group._recorder.note_message(group._facts, message)
+            return start(prepared)
+
+        x = torch.ones(2)
+        with mock.patch.object(carrier, "start", start_late):
+            dist.all_reduce(x, dist._make_nccl_premul_sum(2.0))
+        return x.tolist()
+
+    assert on_torch(pool, program, 2) == [[4.0, 4.0]] * 2
