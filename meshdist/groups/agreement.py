@@ -314,7 +314,7 @@ class _Meeting:
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if self.endings.find_all(missing):
             ended = self.endings.find_all(self._find_missing(counted))
-            # In this order: one may come and end meanwhile.
+            # In this order: a member may come and end meanwhile.
             if lost := self._find_missing(counted, ended):
                 found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
                 self._decide("ended", missing=lost, found=found)

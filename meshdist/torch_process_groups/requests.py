@@ -113,7 +113,7 @@ class Request:
     def read_and_written(
         self, output: torch.Tensor, tensor: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What travels of a tensor that is read, and of another that is written."""
+        """The tensors that travel for one that is read and another that is written."""
         taken = self.write(output)
         return [apart(self.scaled(self.read(tensor)), taken)], [taken]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.bootstrap import world as bootstrap_world
 from meshdist.collectives.checks import first_cuda_device
 from tests.pool import Pool
 
@@ -514,7 +515,8 @@ def test_a_cuda_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
     assert first_cuda_device([1], "barrier") == torch.device("cuda", 1)
 
 
-def test_without_a_world() -> None:
+def test_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap_world, "_forks_at_world", None)  # as before the first world
     with pytest.raises(md.NotInitializedError, match=r"there is no world") as caught:
         md.all_reduce(torch.ones(1))
     assert "meshdist run -n 4 script.py" in str(caught.value)

@@ -251,14 +251,18 @@ torch.distributed.destroy_process_group()
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         command = [sys.executable, "-m", "meshdist", "run", "-n", "2", str(path)]
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=False,
-        )
+        # torch alone aborts in 3 of 70 such programs as its interpreter ends (2.13, plain Python).
+        for _ in range(4):
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=100,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                check=False,
+            )
+            if "terminate called without an active exception" not in done.stderr:
+                break
         assert (done.returncode, done.stderr) == (0, "")
         found[name] = done.stdout
     assert found["gloo"] == "gloo [[2.0, 2.0]]\n" * 2
