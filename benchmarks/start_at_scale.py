@@ -120,7 +120,7 @@ def _counted(name: str) -> Callable[..., Any]:
     return request
 
 
-for _name in ("set", "get", "add", "check", "compare_set", "multi_get", "delete_key"):
+for _name in ("set", "get", "add", "append", "check", "compare_set", "multi_get", "delete_key"):
     setattr(CountedStore, _name, _counted(_name))
 
 
@@ -243,9 +243,7 @@ def run(
         stores[rank].set("warm", "")
         handle.wait(["warm"])  # its connection is there
         meeting.wait()
-        stores[rank].compare_set(
-            "server watch", "?", "?"
-        )  # which clients of a rank's store ask for
+        stores[rank].append("meshdist/clients", "192.168.100.100 12345\n")  # as each client does
         joined = attempt.join()
         world = World(
             rank,

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from meshdist.bench.measuring import _rank_of
-from meshdist.bootstrap.server_watch import _Clients, find_readable
+from meshdist.bootstrap.server_watch import find_readable
 from meshdist.bootstrap.stores import open_file
 from meshdist.bootstrap.world import World
 from meshdist.checking.header_table import HeaderTable
@@ -173,29 +173,6 @@ def answer_of_door(parts: list[Part]) -> None:
 
 
 # -- other sockets --------------------------------------------------------------------------------
-
-
-def words_of_watchers(rng: random.Random) -> list[list[Part]]:
-    return [changed_parts([(b"X" * 16, 0)], rng) for _ in range(rng.randrange(1, 5))]
-
-
-def server_watch(given: list[list[Part]]) -> None:
-    before = num_files()
-    with ExitStack() as stack:
-        listener = listening(stack)
-        name = listener.getsockname()
-        clients = _Clients(listener, SHORT)
-        for parts in given:
-            true = [(data.replace(b"X" * 16, clients.word), files) for data, files in parts]
-            send_parts(connected(stack, name), true)
-            clients.update()
-            sent = b"".join(data or b"x" for data, _ in true)
-            assert len(clients._connections) <= (sent == clients.word)
-            for connection in clients._connections:
-                connection.close()
-            clients._connections.clear()
-        clients.close()
-    assert num_files() <= before  # threads of other tests may close some meanwhile
 
 
 def greeting_of_bench(junk: bytes) -> None:
@@ -351,7 +328,6 @@ READERS: Readers = {
     ),
     "the trouble of an opening": (records(["refused", "rank 0: none"], ["late", ""]), trouble),
     "the door's answer": (answer_parts, answer_of_door),
-    "those that watch a server": (words_of_watchers, server_watch),
     "the greeting of a benchmark's rank": (
         records({"secret": "secret", "rank": 1, "side": "a", "size": 2}),
         greeting_of_bench,

@@ -19,7 +19,6 @@ from torch.distributed import Store
 
 from meshdist.bootstrap.bounded_store import read_json
 from meshdist.bootstrap.generations import Attempt
-from meshdist.bootstrap.server_watch import find_offer
 from meshdist.bootstrap.world import World
 from meshdist.checking.shared_words import Regions, SignsOfLife
 from meshdist.collectives.monitored import MonitoredBarrier
@@ -30,7 +29,7 @@ from meshdist.groups.registry import Registry
 from meshdist.groups.signals import Endings, SignalThread, collect, last_call_text, parse_answer
 from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Grace, clock
-from meshdist.runtime.hosts import my_card
+from meshdist.runtime.hosts import ProcessCard, my_card
 from meshdist.wires.mpi.opening import parse_member
 from tests.test_fuzz import LONGEST_S, SHOWN, records, texts
 
@@ -47,6 +46,9 @@ class Memory(Store):
         super().__init__()
         self.values: dict[str, bytes] = {}
         self.junk: dict[str, bytes] = {}
+
+    def watch(self, server: ProcessCard) -> None:
+        """There is no server."""
 
     def set(self, key: str, value: Any) -> None:
         text = value if isinstance(value, bytes) else str(value).encode()
@@ -178,7 +180,7 @@ Readers = dict[str, tuple[Callable[[random.Random], Any], Callable[[Any], object
 READERS: Readers = {
     "the size of a world": (texts("[0, 1]"), lambda text: joining("open")(as_bytes(text))),
     "the card of a rank": (
-        records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False}),
+        records({**CARD, "local_rank": 0, "wires": ["gloo"], "serves": False, "is_server": False}),
         joining("0/card/0"),
     ),
     "how a generation was closed": (
@@ -188,7 +190,8 @@ READERS: Readers = {
                 "hosts": [[0, 1, 1]],
                 "is_numbered": False,
                 "wires": ["gloo"],
-                "server": None,
+                "server": 0,
+                "served_by": CARD,
             },
             {"kind": "failed", "summary": "failed", "fields": {"where": "here"}},
             {"kind": "stale"},
@@ -220,10 +223,6 @@ READERS: Readers = {
     "a member over MPI": (
         records(MEMBER, {"card": CARD, "problem": {"summary": "none", "fix": "install it"}}),
         member_over_mpi,
-    ),
-    "what a server says of itself": (
-        records({"port": 29500, "word": "00" * 16, "server": CARD}),
-        find_offer,
     ),
 }
 """How the values of a key are drawn, and what reads them."""

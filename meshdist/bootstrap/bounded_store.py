@@ -31,8 +31,8 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.hosts import name_locker
-from .server_watch import ServerWatch, accept_clients, find_readable
+from ..runtime.hosts import ProcessCard, name_locker
+from .server_watch import ServerWatch, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
 __all__ = [
@@ -142,12 +142,11 @@ class BoundedStore(Store):
             self._thread.start()
         atexit.register(self.close)
         if is_served_here:
-            accept_clients()
             return
         try:
             self._watch = self.ask(self._watched)
-            if self._watch.to_store is not None:
-                self._alarms.append(KeyAlarm(self._watch.to_store))
+            if self._watch.connection is not None:
+                self._alarms.append(KeyAlarm(self._watch.connection))
         except BaseException:
             self.close()
             raise
@@ -269,10 +268,15 @@ class BoundedStore(Store):
                 self._alarms.append(KeyAlarm(self._address))
         return self._alarms[-1] if self._alarms else None
 
+    def watch(self, server: ProcessCard) -> None:
+        """See that ``server``, which serves the store, has ended or is stopped, on this host."""
+        if self._watch is not None:
+            self._watch.server = server
+
     @property
     def ends(self) -> list[Any]:
         """The sockets that become readable when the server ends, or an alarm rings."""
-        return [] if self._watch is None else self._watch.connections
+        return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether the server closes this process's watch within so many ``seconds``."""

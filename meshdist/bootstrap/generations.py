@@ -108,7 +108,7 @@ class Attempt:
         local_rank: this process's number on its host, where its launcher numbers them.
         is_unique: whether a launcher sees to it that no rank runs twice at once.
         prefix: what the keys of the attempt begin with.
-        serves: whether this process serves the store.
+        serves: whether this process serves the store, or is thought to.
     """
 
     handle: BoundedStore
@@ -203,6 +203,7 @@ class Attempt:
     def _claim(self, keys: Store, generation: int) -> int | None:
         """Claim this process's rank, or the next one, with its card; None where all is decided."""
         about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
+        about["is_server"] = self.handle.is_served_here
         text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
         while True:
             rank = keys.add("arrived", 1) - 1 if self.rank is None else self.rank
@@ -282,6 +283,8 @@ class Attempt:
         self.handle.client = f"rank {rank} of {self.size}"
         if server is not None:
             self.handle.server = SERVER.format(server)
+        if state["served_by"] is not None:
+            self.handle.watch(state["served_by"])
         return Joined(
             rank,
             self.size,
@@ -328,6 +331,7 @@ class Attempt:
         hosts = [numbers.setdefault(card.host, len(numbers)) for card in cards]
         local_ranks = [value["local_rank"] for value in values]
         places = set(zip(hosts, local_ranks, strict=True))
+        served_by = next((card.to_json() for card, value in seen if value["is_server"]), None)
         return {
             "kind": "complete",
             "hosts": to_runs(hosts),
@@ -335,6 +339,7 @@ class Attempt:
             "is_numbered": None not in local_ranks and len(places) == self.size,
             "wires": sorted(set.intersection(*(set(value["wires"]) for value in values))),
             "server": next((rank for rank, value in enumerate(values) if value["serves"]), None),
+            "served_by": served_by,
         }
 
     def _missing(self, keys: Store) -> dict[str, Any]:
@@ -410,6 +415,7 @@ def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
         "wires": [str(wire) for wire in value["wires"]],
         "serves": bool(value["serves"]),
+        "is_server": bool(value["is_server"]),
     }
 
 
@@ -417,7 +423,7 @@ def _state(keys: Store, size: int) -> dict[str, Any]:
     """How a generation was closed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
-        kind, server = value["kind"], value.get("server")
+        kind, server, served_by = value["kind"], value.get("server"), value.get("served_by")
         if kind == "stale":
             return {"kind": kind}
         if kind == "failed":
@@ -431,6 +437,7 @@ def _state(keys: Store, size: int) -> dict[str, Any]:
             "is_numbered": bool(value["is_numbered"]),
             "wires": [str(wire) for wire in value["wires"]],
             "server": None if server is None else int(server),
+            "served_by": served_by and ProcessCard.from_json(served_by),
         }
 
     return parse_value("state", find_value(keys, "state") or b"", parse)

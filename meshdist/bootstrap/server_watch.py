@@ -1,25 +1,24 @@
-"""Idle connections to the process that serves a store, by which its clients see that it ends.
+"""How clients of a store see its server end, and how a server of ours waits for its clients.
 
 torch reports on stderr that a server is lost as soon as a client asks it something. So a client
-looks at its server watch first, and whether the process lives where it can see that. A server of
-ours that ends in good order waits until its clients have ended or closed their worlds. Then it
-closes its side of all watches, and waits shortly until clients whose requests may be under way have
-closed theirs.
+looks first at a second connection of its own to the store, and whether the server's process lives
+where it can see that; and it writes the address of that connection into the store. A server that
+ends in good order finds the connections among its own sockets, and waits until the clients have
+closed them. Then it closes its side of those that are left, and waits shortly until clients whose
+requests may be under way have closed theirs.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import ipaddress
 import os
-import secrets
 import select
 import socket
-import threading
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -32,209 +31,129 @@ from ..runtime.hosts import (
     is_alive,
     is_ending_by_exception,
     is_stopped,
-    my_card,
+    own_sockets,
 )
 
-__all__ = ["ServerWatch", "accept_clients", "find_offer", "find_readable", "offer_server_watch"]
+__all__ = ["ServerWatch", "find_readable", "wait_for_clients_at_end"]
 
-_KEY = "meshdist/server watch"
-_BACKLOG = 4096
+_CLIENTS = "meshdist/clients"
+_NO_VALUE = "?"  # that no client writes
 _CONNECT_S = 5.0
-# A second connection, which a firewall may forbid, is not worth waiting long for.
-_CONNECT_BESIDE_S = 1.0
 # A client that is stopped, or whose threads get no time, must not keep the server from ending.
 _CLOSING_S = 1.0
 # A rank that fails ends soon, but lets the others read what it has left for them.
 _FAILING_S = 2.0
 _SLICE_S = 0.25
 _LOOK_S = 0.01  # a look costs more than a request on this host
-_WORD_BYTES = 16
-_MOST_STRANGERS = 64
-
-
-_lock = threading.Lock()
-_served: list[_Clients] = []
+_HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class ServerWatch:
-    """Connections to the process that serves ``store``; none where no process does.
-
-    A server of ours offers to be watched, and closes that connection first where it ends in order.
+    """A connection to the process that serves ``store``, free for requests; none where none does.
 
     Attributes:
-        connections: end with the server.
-        to_store: to the store itself, free for requests: their answers are not taken for an end.
+        connection: ends with the server, which closes it first where it ends in good order.
+        server: the process that serves the store, once that is known.
         stopped_since: when the server's process was first seen stopped, where it still is.
     """
 
     def __init__(self, store: Store) -> None:
-        self.connections: list[socket.socket] = []
-        self.to_store: socket.socket | None = None
+        self.connection: socket.socket | None = None
+        self.server: ProcessCard | None = None
         self.stopped_since: float | None = None
-        self._server: ProcessCard | None = None
         self._next_look = 0.0
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if not isinstance(store, TCPStore):
             return
-        self.to_store = self._connect(store.host, store.port, _CONNECT_S)
+        with suppress(OSError):
+            self.connection = socket.create_connection((store.host, store.port), _CONNECT_S)
+            self.connection.settimeout(None)  # else MSG_DONTWAIT waits, too
+        if self.connection is None:
+            return
         try:
-            offer = find_offer(store.compare_set(_KEY, "?", "?"))  # "?" where there is none
+            name = _text_of(self.connection.getsockname())
+            store.append(_CLIENTS, f"{name}\n")  # type: ignore[attr-defined] # torch has it
         except BaseException:
             self.close()
             raise
-        if offer is None:
-            return
-        self._server = offer.server
-        if connection := self._connect(store.host, offer.port, _CONNECT_BESIDE_S):
-            self.connections = [connection]
-            with suppress(OSError):
-                connection.sendall(offer.word)
-
-    def _connect(self, host: str, port: int, limit_s: float) -> socket.socket | None:
-        with suppress(OSError):
-            connection = socket.create_connection((host, port), timeout=limit_s)
-            connection.settimeout(None)  # else MSG_DONTWAIT waits, too
-            self.connections.append(connection)
-            return connection
-        return None
 
     def is_served(self) -> bool:
         """Whether the process that serves the store lives; its connections may end later."""
         now = time.monotonic()
-        if self._server is not None and now > self._next_look:
+        if self.server is not None and now > self._next_look:
             self._next_look = now + _LOOK_S
-            self.stopped_since = (self.stopped_since or now) if is_stopped(self._server) else None
-            return is_alive(self._server) is not False
+            self.stopped_since = (self.stopped_since or now) if is_stopped(self.server) else None
+            return is_alive(self.server) is not False
         return True
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether a connection ends within so many ``seconds``; answers of the store are no end."""
+        """Whether the connection ends within so many ``seconds``; answers are no end."""
+        if self.connection is None:
+            return False
         try:
-            ready = find_readable(self.connections, seconds)
-            found = [each for each in self.connections if each.fileno() in ready]
-            return any(not each.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) for each in found)
+            is_readable = bool(find_readable([self.connection], seconds))
+            return is_readable and not self.connection.recv(
+                1, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
         except BlockingIOError:  # another thread has read it
             return False
         except (OSError, ValueError):  # closed
             return True
 
     def close(self) -> None:
-        """Close the connections, also for the server where a forked child has copies of them."""
-        for connection in {*self.connections, self.to_store} - {None}:
-            assert connection is not None
+        """Close the connection, also for the server where a forked child has a copy of it."""
+        if self.connection is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A server's entry in its store: where clients watch it, and how they are known."""
-
-    port: int
-    word: bytes
-    server: ProcessCard
-
-
-def find_offer(value: bytes) -> Offer | None:
-    """The offer of a server, as it stands in the store; None where that is none."""
-    try:
-        found = json.loads(value)
-        port, word = int(found["port"]), bytes.fromhex(found["word"])
-        card = ProcessCard.from_json(found["server"])
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return None
-    return Offer(port, word, card) if 0 < port < 65536 and len(word) == _WORD_BYTES else None
+                self.connection.shutdown(socket.SHUT_RDWR)
+            self.connection.close()
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
     """The numbers of the files that can be read, or have ended, within so many seconds."""
+    return _polled(files, select.POLLIN, seconds)
+
+
+def _polled(files: Iterable[Any], events: int, seconds: float) -> set[int]:
     poll = select.poll()  # unlike select, for descriptors of any number
     for file in files:
-        poll.register(file, select.POLLIN)
+        poll.register(file, events)
     return {number for number, _ in poll.poll(1000 * seconds)}
 
 
-def accept_clients() -> None:
-    """Accept what waits to watch this process, each time that ranks meet; few may wait."""
-    with _lock:
-        for clients in _served:
-            clients.update()
-
-
-def offer_server_watch(store: Store, host: str, timeout: timedelta) -> None:
-    """Let the clients of ``store``, which this process serves, watch this process until it ends.
-
-    It listens at the address ``host``, by its number; where no second one can be had, clients have
-    only the connection to the store itself. The end of this process may wait for the clients as
-    long as ``timeout``.
-    """
-    is_v6 = ":" in host
-    try:
-        listener = socket.create_server(
-            (host, 0),
-            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
-            backlog=_BACKLOG,
-            dualstack_ipv6=host == "::" and socket.has_dualstack_ipv6(),
-        )
-    except OSError:
-        return
-    clients = _Clients(listener, timeout)
-    offer = {"port": listener.getsockname()[1], "word": clients.word.hex()}
-    store.set(_KEY, json.dumps({**offer, "server": my_card().to_json()}))
-    with _lock:
-        _served.append(clients)
-    call_at_end(clients.close)
+def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
+    """At the end of this process, which serves ``store``, wait for clients up to ``timeout``."""
+    call_at_end(_Clients(store, timeout).close)
 
 
 class _Clients:
-    """The clients that watch this process: those that have sent the word that the store tells.
+    """The clients of a store that this process serves, by the connections that they watch.
 
     Args:
-        listener: where they connect to.
+        store: served as long as there is another reference to it.
         timeout: how long to wait for them at the end.
     """
 
-    def __init__(self, listener: socket.socket, timeout: timedelta) -> None:
-        self.word = secrets.token_bytes(_WORD_BYTES)
+    def __init__(self, store: TCPStore, timeout: timedelta) -> None:
+        self._store = weakref.ref(store)
         self._timeout = timeout
-        listener.setblocking(False)
-        self._listener = listener
-        self._strangers: list[socket.socket] = []
+        self._told = b""
         self._connections: list[socket.socket] = []
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Accept new connections, of which few can wait, and drop those closed in ``seconds``."""
-        if self._process_id != os.getpid():  # a forked child's copy
-            return
-        with suppress(OSError):
-            while True:
-                self._strangers.append(self._listener.accept()[0])
-        for stranger in self._strangers[:]:
-            self._greet(stranger)
-        for stranger in self._strangers[:-_MOST_STRANGERS]:
-            self._strangers.remove(stranger)
-            stranger.close()
-        closed = find_readable(self._connections, seconds)  # clients send nothing
+        """Find new clients' connections, and drop those that clients close in ``seconds``."""
+        store = self._store()
+        told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
+        if store is not None and told != self._told:
+            clients = {*told.decode(errors="replace").split("\n")}
+            clients -= {*self._told.decode(errors="replace").split("\n")}
+            self._told = told
+            self._connections += _connections_of(clients, store.port)
+        closed = _polled(self._connections, _HAS_LEFT, seconds)
         for connection in [one for one in self._connections if one.fileno() in closed]:
             self._connections.remove(connection)
             connection.close()
-
-    def _greet(self, stranger: socket.socket) -> None:
-        """Take a connection for a client's once it has sent the word; close it if it sent other."""
-        try:
-            sent = stranger.recv(_WORD_BYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            sent = b""
-        self._strangers.remove(stranger)
-        if sent == self.word:
-            self._connections.append(stranger)
-        else:
-            stranger.close()
 
     def close(self) -> None:
         """Wait until no client needs the store; close this side, and see the clients close theirs.
@@ -243,16 +162,13 @@ class _Clients:
         ends at once.
         """
         atexit.unregister(self.close)
-        if self._process_id != os.getpid():
+        if self._process_id != os.getpid():  # a forked child's copy
             return
         patience = Grace(_FAILING_S if is_ending_by_exception() else self._timeout)
         self.update()
         while self._connections and not patience.is_over:
             self.update(patience.slice_s(_SLICE_S))
         grace = Grace(_CLOSING_S)
-        self.update()
-        for connection in (self._listener, *self._strangers):
-            connection.close()
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -260,3 +176,22 @@ class _Clients:
             self.update(grace.left_s)
         for connection in self._connections:
             connection.close()
+
+
+def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
+    """Copies of this process's sockets at ``port`` whose other ends are those of ``clients``.
+
+    The server of torch's store does not hand out its own.
+    """
+    for _, copy in own_sockets():
+        if copy.family not in (socket.AF_INET, socket.AF_INET6):
+            continue
+        with suppress(OSError):  # it has no other end
+            if copy.getsockname()[1] == port and _text_of(copy.getpeername()) in clients:
+                yield socket.socket(fileno=copy.detach())
+
+
+def _text_of(name: tuple[Any, ...]) -> str:
+    """An end of a connection, in the same words on both sides."""
+    address = ipaddress.ip_address(name[0].partition("%")[0])
+    return f"{getattr(address, 'ipv4_mapped', None) or address} {name[1]}"

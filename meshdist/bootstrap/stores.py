@@ -27,7 +27,7 @@ from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker
 from ..runtime.whole_numbers import find_whole_number
-from .server_watch import offer_server_watch
+from .server_watch import wait_for_clients_at_end
 
 __all__ = [
     "LEAST_STORE_TIMEOUT",
@@ -60,11 +60,12 @@ which alone may take ten seconds when it does not answer, so that less could fai
 
 _BACKLOG = 4096
 # Measured in worlds of 1 to 5 ranks: what a process has open once it can communicate, and what the
-# process that serves the store has besides for each other rank: its requests, its alarm, its watch,
-# and one that comes first to see whether the store listens. Groups count their own as they open.
+# process that serves the store has besides for each other rank: its requests, its alarm, and one
+# that comes first to see whether the store listens, or a copy of its alarm at the end. Groups count
+# their own as they open.
 _DESCRIPTORS = 16
 _DESCRIPTORS_TO_SERVE = 24
-_DESCRIPTORS_PER_CLIENT = 4
+_DESCRIPTORS_PER_CLIENT = 3
 _DESCRIPTORS_TO_CONNECT = 4  # some of them for a moment
 _MOST_DESCRIPTORS = (1 << 31) - 1  # C's int holds a descriptor
 _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 more than a request
@@ -195,7 +196,7 @@ def serve_store(
     )
     if not is_given:
         _check_reached(store, asked, port, timeout)
-    offer_server_watch(store, bound, timeout)
+    wait_for_clients_at_end(store, timeout)
     return store
 
 

@@ -30,7 +30,13 @@ from ..runtime.untraced import leave_untraced
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.failures import MembersDisagree
 from .failures import STORE_LOST, OtherMembers
-from .registry import OpenCommunicator, get_registry, parse_disagreement
+from .registry import (
+    DISAGREEMENT,
+    OpenCommunicator,
+    get_registry,
+    parse_disagreement,
+    reason_of,
+)
 from .signals import Endings, ask, last_call_text
 
 __all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
@@ -206,8 +212,8 @@ class MembersOfWorld(OtherMembers):
             return {**disagreement, "found": found}
 
         try:
-            disagreement, is_first = self._by_the_first("disagreement", find, parse_disagreement)
-            reason = f"{disagreement['summary']}: {disagreement['found']}"
+            disagreement, is_first = self._by_the_first(DISAGREEMENT, find, parse_disagreement)
+            reason = reason_of(disagreement)
             if is_first:
                 message = {"reason": reason, "group": self._group.name}
                 registry.abort([label], {**message, "disagreement": disagreement})

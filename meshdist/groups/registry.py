@@ -47,7 +47,17 @@ from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
 from .matching import Matching
 from .signals import Answer, Endings, SignalThread, post, receipts_key
 
-__all__ = ["OpenCommunicator", "Registry", "get_registry", "parse_disagreement"]
+__all__ = [
+    "DISAGREEMENT",
+    "OpenCommunicator",
+    "Registry",
+    "get_registry",
+    "parse_disagreement",
+    "reason_of",
+]
+
+DISAGREEMENT = "disagreement"
+"""The key, below a communicator's label, of the error on which its members have agreed."""
 
 _log = logging.getLogger("meshdist.groups")
 _making = threading.Lock()
@@ -346,6 +356,11 @@ class Registry:
             known = read_json(store, key, _abort_message)
             # Its signal may not have arrived yet, and the next verb must not use the wire.
             self._abort_here(known)
+        elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
+            # Of the members that have read it, some may have left before the first aborts.
+            fields = read_json(store, told, parse_disagreement)
+            self.break_here(label, reason_of(fields), disagreement=fields)
+            known = self.aborts.get(label)
         return known
 
     def answer(self, about: dict[str, Any]) -> Answer:
@@ -519,6 +534,11 @@ class Registry:
 def _all_key(key: str) -> str:
     """The key that is set once all ranks have been counted under ``key``."""
     return f"{key}/all"
+
+
+def reason_of(disagreement: dict[str, str]) -> str:
+    """Why verbs after a disagreement are refused."""
+    return f"{disagreement['summary']}: {disagreement['found']}"
 
 
 def parse_disagreement(value: dict[str, str]) -> dict[str, str]:

@@ -12,11 +12,12 @@ import os
 import platform
 import resource
 import socket
+import stat
 import subprocess
 import sys
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -44,6 +45,7 @@ __all__ = [
     "name_locker",
     "num_cores",
     "num_forks",
+    "own_sockets",
     "process_start",
     "read_process",
 ]
@@ -170,6 +172,20 @@ def make_descriptor_room(num_needed: int) -> str:
     if left >= num_needed:
         return ""
     return f"{left} more files can be opened of about {num_needed} needed; the limit is {limit}"
+
+
+def own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """The descriptor of each socket of this process, and a copy, closed afterwards; none but on
+    Linux.
+    """
+    names: list[str] = []
+    with suppress(OSError):  # no such folder, or no descriptor is left
+        names = os.listdir("/proc/self/fd")
+    for name in names:
+        with suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    yield int(name), copy
 
 
 def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:

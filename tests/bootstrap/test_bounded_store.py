@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -32,6 +33,7 @@ from meshdist.bootstrap.bounded_store import (
 from meshdist.bootstrap.server_watch import find_readable
 from meshdist.bootstrap.stores import connect_store
 from meshdist.runtime.deadlines import Deadline, Grace
+from meshdist.runtime.hosts import my_card, process_start
 from tests.load import is_within
 from tests.stopping import resume, stop
 
@@ -180,6 +182,9 @@ def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_mo
 def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when() -> None:
     """It asks nothing while it waits: what it asks at its end has no more time than is left."""
     with served() as (server, client):
+        start = process_start(server.pid)
+        assert start is not None
+        client.watch(dataclasses.replace(my_card(), pid=server.pid, start=start))
         stop(server.pid)
         with pytest.raises(md.StoreError, match="does not answer"):
             await_key(client, "absent", Deadline(0.5), lambda: rewind(client, 100.0))

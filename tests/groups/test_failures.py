@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -600,3 +601,25 @@ def asked_too_early() -> str:
 def test_a_message_that_is_on_its_way_is_found_although_it_is_noted_late() -> None:
     (found,) = md.simulate(asked_too_early, 1)
     assert found.startswith("send((3,) float32, to rank 0, tag 5) at ")
+
+
+def told_of_a_disagreement_before_its_signal() -> str:
+    """A member that has read the others' error leaves before the first of them tells this one."""
+    group = md.new_group(timeout=timedelta(seconds=20))
+    opened, store = group.open_channel("cpu").opened, md.group.WORLD.world.store
+    md.barrier(group)
+    if md.get_rank() == 1:
+        names = ("summary", "where", "expected", "found", "fix")
+        store.set(f"{opened.label}/disagreement", json.dumps(dict.fromkeys(names, "calls differ")))
+        opened.communicator.abort()
+        md.barrier()
+        return ""
+    first, second = (error_of(lambda: md.all_reduce(torch.ones(2), group=group)) for _ in range(2))
+    md.barrier()
+    return first + second
+
+
+@pytest.mark.parametrize("wire", ["gloo", "hierarchical", "shm"])
+def test_a_disagreement_is_told_though_its_signal_has_not_come(wire: str, pool: Pool) -> None:
+    told, _ = pool.run(told_of_a_disagreement_before_its_signal, 2, backend=wire)
+    assert told.count("AgreementError: calls differ") == told.count("raised on rank 0") == 2, told

@@ -17,7 +17,6 @@ import ctypes
 import json
 import os
 import socket
-import stat
 import struct
 import threading
 from collections import deque
@@ -32,6 +31,7 @@ from torch.distributed import ProcessGroupGloo
 from ...bootstrap.bounded_store import read_jsons
 from ...error_text import grouped_text
 from ...runtime.deadlines import Deadline, wait_until
+from ...runtime.hosts import own_sockets
 from ..failures import WireRefused
 from ..registry import Opening
 
@@ -99,20 +99,12 @@ class Devices:
 
 def _listeners() -> dict[int, int]:
     """The descriptors at which this process listens for TCP, by inode; none but on Linux."""
-    found = {}
-    with suppress(OSError):  # no such folder, or no descriptor is left
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile
-                status = os.fstat(int(name))
-                if stat.S_ISSOCK(status.st_mode) and _listens(int(name)):
-                    found[status.st_ino] = int(name)
-    return found
-
-
-def _listens(descriptor: int) -> bool:
-    with _socket_of(descriptor) as found:
-        is_tcp = found.family in (socket.AF_INET, socket.AF_INET6)
-        return is_tcp and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) != 0
+    listeners = {}
+    for descriptor, copy in own_sockets():
+        is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listeners[os.fstat(descriptor).st_ino] = descriptor
+    return listeners
 
 
 def _socket_of(descriptor: int) -> socket.socket:
