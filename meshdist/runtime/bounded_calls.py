@@ -1,4 +1,8 @@
-"""Calls into libraries that may stay for ever: made in a thread that can be left behind."""
+"""Calls into libraries that may stay for ever: made in a thread that can be left behind.
+
+And ``begin_elsewhere``, for calls that come often: it keeps threads, since to start one takes as
+long as Gloo needs for 100 KB.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from typing import Any
 from .deadlines import Deadline
 from .hosts import num_forks
 
-__all__ = ["BoundedCall", "keep_thread"]
+__all__ = ["BoundedCall", "begin_elsewhere", "keep_thread"]
 
 _SLICE_S = 0.2
+_IDLE_S = 10.0
 
 
 class BoundedCall:
@@ -90,3 +95,45 @@ def _start_kept_thread(num_forks: int) -> None:
             calls.get()()
 
     threading.Thread(target=run, name="meshdist-last-calls", daemon=True).start()
+
+
+class _Threads:
+    """Threads that make calls, and end once they have had none for some seconds."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._num_idle = 0  # less those for which a call is on its way
+        self._lock = threading.Lock()
+
+    def begin(self, call: Callable[[], object]) -> None:
+        with self._lock:
+            is_one_idle = self._num_idle > 0
+            self._num_idle -= is_one_idle
+        if not is_one_idle:
+            threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                call = self._calls.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._num_idle > 0:
+                        self._num_idle -= 1
+                        return
+                continue  # a call is on its way
+            call()
+            del call  # what it holds may go
+            with self._lock:
+                self._num_idle += 1
+
+
+@cache
+def _threads(num_forks: int) -> _Threads:
+    return _Threads()
+
+
+def begin_elsewhere(call: Callable[[], object]) -> None:
+    """Begin ``call``, which raises nothing, in a thread that waits for calls, or in a new one."""
+    _threads(num_forks()).begin(call)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 
-from meshdist.runtime.bounded_calls import BoundedCall, keep_thread
+from meshdist.runtime import bounded_calls
+from meshdist.runtime.bounded_calls import BoundedCall, begin_elsewhere, keep_thread
+from meshdist.runtime.deadlines import Deadline, wait_until
 
 SHORT = timedelta(seconds=0.2)
 LONG = timedelta(seconds=20)
@@ -61,3 +64,40 @@ def test_at_the_interpreters_end_a_thread_that_was_kept_makes_it(
         call.wait(SHORT)
     go_on.set()
     assert call.wait(LONG) == "meshdist-last-calls"
+
+
+def test_calls_that_come_often_share_threads_and_hold_up_none() -> None:
+    def run(call: Callable[[], object]) -> str:
+        names: list[str] = []
+        done = threading.Event()
+
+        def told() -> None:
+            call()
+            names.append(str(threading.get_ident()))
+            done.set()
+
+        begin_elsewhere(told)
+        assert done.wait(60)
+        return names[0]
+
+    def pause() -> None:
+        time.sleep(0.05)  # the thread before is back at its queue
+
+    go_on, held = threading.Event(), []
+    begin_elsewhere(lambda: held.append(go_on.wait(60)))  # it blocks one thread, and no other call
+    first = run(pause)
+    assert wait_until(lambda: run(pause) == first, Deadline(60))
+    assert len({run(pause) for _ in range(20)}) <= 3
+    go_on.set()
+    assert wait_until(lambda: held == [True], Deadline(60))
+
+
+def test_threads_without_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_calls, "_IDLE_S", 0.01)
+    threads = bounded_calls._Threads()
+    found: list[threading.Thread] = []
+    for _ in range(50):  # one may come just as a thread ends
+        threads.begin(lambda: found.append(threading.current_thread()))
+        time.sleep(0.01)
+    assert wait_until(lambda: len(found) == 50, Deadline(60))
+    assert wait_until(lambda: not any(one.is_alive() for one in found), Deadline(60))

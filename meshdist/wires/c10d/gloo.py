@@ -35,6 +35,7 @@ from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
+from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
 from ..built_verbs import BUILT, all_reduce_by_gathering, reduce_scatter_by_exchange
@@ -334,7 +335,7 @@ class GlooTransfer(C10dTransfer):
     timeout: timedelta
     is_long: bool = False
     _is_waited_for: bool = False
-    _waiter: threading.Thread | None = None
+    _waited: threading.Event | None = None
     _error: RuntimeError | None = None
     _is_late: bool = False
     _deadline: Deadline = field(init=False)
@@ -342,7 +343,7 @@ class GlooTransfer(C10dTransfer):
     def finish(self, timeout: timedelta) -> None:
         if self.communicator.is_closed:
             self._finish_closed()
-        elif self.peer is None or self.is_long or self._waiter is not None:
+        elif self.peer is None or self.is_long or self._waited is not None:
             self._finish_beside(timeout)
         else:
             self._finish_here(timeout)
@@ -393,26 +394,25 @@ class GlooTransfer(C10dTransfer):
 
         When it is late all connections are closed.
         """
-        if self._waiter is None:
+        if self._waited is None:
             self._deadline = Deadline(self.timeout)
-            self._waiter = threading.Thread(
-                target=self._wait, name="meshdist-transfer", daemon=True
-            )
-            self._waiter.start()
-        self._waiter.join(seconds)
-        if not self._waiter.is_alive():
+            self._waited = threading.Event()
+            begin_elsewhere(partial(self._wait, self._waited))
+        if self._waited.wait(seconds):
             return True
         if not self._is_late and self._deadline.is_over:
             self._is_late = True
             self.communicator.disconnect()
         return self._is_late
 
-    def _wait(self) -> None:
+    def _wait(self, waited: threading.Event) -> None:
         self._is_waited_for = True
         try:
             self.work.wait(self.communicator.own_timeout(self.timeout))
         except RuntimeError as error:
             self._error = error
+        finally:
+            waited.set()
 
 
 class GlooWire(Wire):
