@@ -7,14 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
 
 import meshdist as md
-from benchmarks import _dtensor as dtensor, _planning, _transitions, axis_types, ddp, reshard
+from benchmarks import (
+    _dtensor as dtensor,
+    _planning,
+    _transitions,
+    axis_types,
+    ddp,
+    reshard,
+    structure,
+)
 from benchmarks._report import interleaved
 from benchmarks._step_times import Sample, quotient, verdict as verdict_of_target
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
@@ -324,3 +332,29 @@ def test_the_benchmark_of_resharding_runs(tmp_path: Path) -> None:
         "reshard",
     }
     assert "an array of 1 MiB" in told["notes"]
+
+
+def test_the_structure_is_counted_as_in_drawn_files() -> None:
+    first = '"""A room."""\nfrom .second import run\nfrom . import second\nx = 1  # barrier\n'
+    verbs = "all_reduce, broadcast, gather, scatter, barrier, all_gather"
+    parameters = "self, a, b, c, d, e, f, g"
+    second = f"""
+import meshdist.first
+class A:
+    def seven({parameters}): "It does nothing."
+    def eight({parameters}, h): return {verbs}
+try: pass
+except (WireFailure, OSError): pass
+"""
+    files = {"meshdist/first.py": first, "meshdist/second.py": second}
+    numbers, many = structure.count({PurePosixPath(name): text for name, text in files.items()})
+    assert list(numbers.values()) == [2, 11, 11, 2, 1, 1, 1]
+    assert many == ["meshdist/second.py:5 eight (8)"]
+
+
+def test_the_structure_of_this_checkout_is_counted() -> None:
+    numbers, many = structure.count(structure.read_here())
+    assert numbers["files"] > 100 and numbers["statements"] > 10_000
+    assert numbers["functions of more than seven parameters"] == len(many) <= 17
+    assert numbers["except WireFailure"] <= 15
+    assert numbers["files that name six verbs"] <= 18

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,20 @@ def test_what_messages_and_objects_are() -> None:
     assert {"send", "isend", "send_object_list"} == SENDING_VERBS
     assert {name for name in VERBS if "object" in name} == OBJECT_VERBS
     assert all("dst" in inspect.signature(getattr(md, name)).parameters for name in SENDING_VERBS)
+
+
+_CORE_VERB = re.compile(r"X\((\w+), \w+, (true|false), (\w+), (\w+)\)")
+_OF_LISTS = {"all_gather_v": "all_gather_list", "reduce_scatter_v": "reduce_scatter_list"}
+
+
+def test_the_cores_verbs_bring_and_get_what_the_table_says() -> None:
+    """There a buffer has no parts; beside a list, one tensor is a list of one part."""
+    text = (Path(__file__).resolve().parents[1] / "native" / "codes.h").read_text()
+    verbs = _CORE_VERB.findall(text)
+    assert len(verbs) == 12
+    parts = {Form.EACH: {"each"}, Form.AT_ROOT: {"at_root"}, Form.ANY: {"any"}}
+    for name, reduces, outputs, inputs in verbs:
+        row = WIRE_VERBS[_OF_LISTS.get(name, name)]
+        assert row.reduces == (reduces == "true"), name
+        assert outputs in parts.get(row.gives, {"none", "one"}), name
+        assert inputs in parts.get(row.takes, {"none", "one"}), name
