@@ -95,7 +95,7 @@ class JoinMethods(Joinable):
     def refuse_unknown_context(self) -> None:
         """Raise where this model is trained in an uneven loop that does not know it."""
         is_known = self._join_config.context is not None
-        if not is_known and self.process_group.open_channel(self.device.type).is_intercepted:
+        if not is_known and self.process_group.open_channel(self.device.type).guard is not None:
             raise JoinError(
                 "a model is trained in an uneven loop that does not know it",
                 where=f"rank {self.process_group.world.rank}",

@@ -157,7 +157,7 @@ class Round:
         padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
         gathered = mine.new_empty((channel.communicator.size, num_bytes))
-        channel.enter_uncovered(NAME, mine)
+        channel.enter(NAME, mine, is_guarded=False)
         prepared = PreparedCall(NAME, "all_gather", [mine], [gathered.view(-1)])
         prepared.timeout = self._timeout
         channel.start_entered(prepared)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from threading import main_thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -45,10 +45,23 @@ from .registry import OpenCommunicator
 if TYPE_CHECKING:
     from ..wires.native import FastPath
 
-__all__ = ["Channel"]
+__all__ = ["CallGuard", "Channel"]
 
 
 _warned: set[tuple[str, int]] = set()
+
+
+class CallGuard(Protocol):
+    """A join context, which announces the calls of its channels to ranks that have no data."""
+
+    def enter(self, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
+        """Enter a call in place of ``Channel.enter``, which it asks with ``is_guarded=False``."""
+
+    def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
+        """Raise where a message can never come or go, before anything is sent."""
+
+    def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
+        """The error to raise in place of that of a call that failed."""
 
 
 class Channel:
@@ -81,80 +94,40 @@ class Channel:
         self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
-        self.demands_layouts = opened.sees_all_calls
-        """Whether members whose tensors lie otherwise in memory are found to disagree."""
+        self.guard: CallGuard | None = None
+        """The join context that announces its calls; its group takes none by the fast path then."""
         self._others = others
-        self.explain = self._explain = Explainer(group, self.recorder, others).explain
+        self._explain = Explainer(group, self.recorder, others).explain
         self._comparison = opened.comparison
         if opened.comparison is not None:
-            opened.comparison.explain = self.explain
-            self.explain = self._explain = opened.comparison.tell
-        self.communicator.watch(self.explain)
+            opened.comparison.explain = self._explain
+            self._explain = opened.comparison.tell
+        self.communicator.watch(self._explain)
         # Without the channel, which keeps the native core's part that is given this.
-        self.disagree = partial(_disagreement, self.explain)
+        self.disagree = partial(_disagreement, self._explain)
         self._warn_dropped = partial(_warn_dropped, self.recorder, self.aborts, opened.label)
         entry = self._native_entry()
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None
         if entry is not None:
-            self.fast_path = self.communicator.fast_path(entry, self.explain, self.timeout)
+            self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout)
 
-    def intercept(
-        self,
-        enter: Callable[..., None],
-        check_message: Callable[[str, Any, int | None], None],
-        find_cause: Callable[[MeshdistError], MeshdistError],
-    ) -> None:
-        """Let ``enter`` stand in for this method, and ``check_message`` come before each message.
-
-        Its group then takes no call by the fast path. It costs nothing while it is not in use.
-
-        Args:
-            enter: given what ``enter`` is given; calls it by ``enter_uncovered``.
-            check_message: given the verb, the tensor and the peer, before anything is sent.
-            find_cause: given the error of a call that failed; returns the one to raise.
-        """
-        note_message, compare_message = self.note_message, self.compare_message
-        explain = self._explain
-
-        def note(verb: str, tensor: Any, peer: int | None, *more: Any, **named: Any) -> None:
-            check_message(verb, tensor, peer)
-            note_message(verb, tensor, peer, *more, **named)
-
-        def compare(verb: str, tensor: Any, peer: int | None, *more: Any, **named: Any) -> Any:
-            if self.communicator.posts_at_once and not named["is_send"]:  # it is noted later
-                check_message(verb, tensor, peer)
-            return compare_message(verb, tensor, peer, *more, **named)
-
-        def explain_cause(failure: WireFailure, note: int | None = None) -> MeshdistError:
-            return find_cause(explain(failure, note))
-
-        self.explain = explain_cause
-        self.demands_layouts = False  # of members that know only how much is sent
-        # Attributes of the object come before methods of its class.
-        self.__dict__.update(enter=enter, note_message=note, compare_message=compare)
+    def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
+        """The error of a failed call, noted under the number ``note``; None means the last one."""
+        error = self._explain(failure, note)
+        return error if self.guard is None else self.guard.cause_of(self, error)
 
     @property
-    def is_intercepted(self) -> bool:
-        """Whether something stands in for ``enter``, as in a join context."""
-        return "enter" in self.__dict__
-
-    def release(self) -> None:
-        """End ``intercept``."""
-        self.explain = self._explain
-        self.demands_layouts = self.opened.sees_all_calls
-        for name in ("enter", "note_message", "compare_message"):
-            self.__dict__.pop(name, None)
+    def demands_layouts(self) -> bool:
+        """Whether members whose tensors lie otherwise in memory are found to disagree."""
+        # In a join context are members that know only how much is sent.
+        return self.opened.sees_all_calls and self.guard is None
 
     def failed(self, error: BaseException) -> BaseException:
         """The error to raise of the last collective; a signal's handler's breaks it for all."""
         if isinstance(error, WireFailure):
             return self.explain(error)
         return self.explain(Interrupted(error)) if is_of_handler(error) else error
-
-    def enter_uncovered(self, *given: Any, **named: Any) -> None:
-        """``enter``, also where it is intercepted."""
-        Channel.enter(self, *given, **named)
 
     @property
     def shows_calls(self) -> bool:
@@ -179,6 +152,8 @@ class Channel:
         taken: Sequence[int] = (),
         layouts: Sequence[Layout] = (),
         title: str = "",
+        *,
+        is_guarded: bool = True,
     ) -> None:
         """Note a collective that this rank is about to start, and compare it with the others'.
 
@@ -193,12 +168,16 @@ class Channel:
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``).
             title: what the verb is a part of, equal on all members; "" where it stands for itself.
+            is_guarded: whether a guard, where there is one, enters it.
 
         Raises:
             AgreementError: another member has started another call in its place. Every member
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
+        if is_guarded and self.guard is not None:
+            self.guard.enter(self, verb, tensor, op, root, sent, taken, title=title)
+            return
         on_stream = self.communicator.on_stream
         call = get_call(verb, tensor, op, root, title, bool(sent), tuple(layouts))
         if not (sent or layouts) and self._enter(call, call.fingerprint):
@@ -400,6 +379,8 @@ class Channel:
 
         A receive whose sender is known later gets its number then.
         """
+        if self.guard is not None:
+            self.guard.check_message(self, verb, tensor, peer)
         call = get_message(verb, tensor, peer, tag)
         note = self.recorder.note_message(self.group, call, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
@@ -415,6 +396,9 @@ class Channel:
             Its number, for ``disagree``, where the counterpart has another dtype or number of
             elements, or one is of objects and the other of a tensor.
         """
+        if self.guard is not None and not is_send and self.communicator.posts_at_once:
+            # It is noted later.
+            self.guard.check_message(self, verb, tensor, peer)
         header_table = self.header_table
         if header_table is None:
             return None

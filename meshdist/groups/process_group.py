@@ -280,9 +280,9 @@ class ProcessGroup(VerbMethods):
         return list(dict.fromkeys(c for c in self._channels.values() if not c.opened.is_closed))
 
     def release(self) -> None:
-        """Let plain calls go by the fast path again, and no channel be intercepted."""
+        """Let plain calls go by the fast path again, and no channel have a guard."""
         for channel in self._channels.values():
-            channel.release()
+            channel.guard = None
         cpu = self._channels.get("cpu")
         self.fast_path = None if cpu is None else cpu.fast_path
 

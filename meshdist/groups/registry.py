@@ -236,10 +236,8 @@ class Registry:
             for opened in agreement.opened if are_open else ():
                 table = opened.header_table
                 if opened.communicator.on_stream and table is not None and table.sees_all():
-                    sees_all = find_value(world.store, f"{opened.label}/blind") is None
-                    opened.sees_all_calls = sees_all
-                    for channel in (one for group in opened.groups() for one in group.channels):
-                        channel.demands_layouts = sees_all and not channel.is_intercepted
+                    is_blind = find_value(world.store, f"{opened.label}/blind") is not None
+                    opened.sees_all_calls = not is_blind
 
     def finish(self, call: str, members: Collection[int]) -> None:
         """End this rank's part in a call of ``members``, which needs the store no more.

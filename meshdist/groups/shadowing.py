@@ -4,7 +4,7 @@ While a rank is in a join context each of its collectives comes behind a round i
 of the group say what they are about to call (``announcements``). A rank whose data have ended, one
 that has *joined*, waits until a member of any of its groups begins such a round; it takes part in
 it, and then answers the call with the neutral element. So every collective is answered. Programs
-outside of join contexts pay nothing: channels are intercepted in the context alone.
+outside of join contexts pay nothing: channels have a guard in the context alone.
 
 * *The end.* A rank that joins begins a round on the main group at once. Where all members of a
   round there have joined, all of them leave. What they say shows which ranks joined last.
@@ -37,7 +37,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
@@ -58,7 +57,7 @@ from ..runtime.untraced import leave_untraced
 from ..wires.failures import WireTimeout
 from ..wires.work import Work
 from .announcements import NOTICE, Place, Places, Round, Statement
-from .channel import Channel
+from .channel import CallGuard, Channel
 from .process_group import ProcessGroup, world_group
 from .registry import get_registry
 from .waits import Waits
@@ -70,7 +69,7 @@ _NEVER = timedelta(days=3650)
 
 
 @dataclass(eq=False)
-class Shadowing:
+class Shadowing(CallGuard):
     """One join context of this rank.
 
     Args:
@@ -131,12 +130,8 @@ class Shadowing:
         group.fast_path = None
         for channel in group.channels:
             if channel.communicator.size > 1:
-                place = self._places.cover(group, channel)
-                channel.intercept(
-                    partial(self._enter, place, channel),
-                    partial(self._check_message, channel),
-                    partial(self._find_cause, channel),
-                )
+                self._places.cover(group, channel)
+                channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the context, which ``error`` ends; calls are not announced any more."""
@@ -196,15 +191,16 @@ class Shadowing:
         finally:
             self.owner = before
 
-    def _enter(self, place: Place, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
+    def enter(self, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
         """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
-        described = {name: value for name, value in named.items() if name != "layouts"}
-        mine = Statement.of(verb, *given[:5], **described, owner=self.owner)
+        place = self._places.find(channel.opened)
+        assert place is not None  # it is covered
+        mine = Statement.of(verb, *given, **named, owner=self.owner)
         self._agree(place, channel, mine, waits=has_source(mine.call))
         try:
-            channel.enter_uncovered(verb, *given, **named)
+            channel.enter(verb, *given, **named, is_guarded=False)
         except AgreementError as error:
-            raise self._find_cause(channel, error) from None
+            raise self.cause_of(channel, error) from None
         place.settle()
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
@@ -272,7 +268,7 @@ class Shadowing:
             place.settle()  # no rank makes it
             raise
 
-    def _check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
+    def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
         """Raise where a message is for, or from, a rank that has joined."""
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
@@ -371,7 +367,7 @@ class Shadowing:
         place.note(said)
         return said
 
-    def _find_cause(self, channel: Channel, error: MeshdistError) -> MeshdistError:
+    def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Why a call has failed: a member has left, and has ended or closed the group, or not."""
         if isinstance(error, (AgreementError, BackendError)):
             try:

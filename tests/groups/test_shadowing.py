@@ -121,7 +121,7 @@ def test_layouts_need_not_be_equal_inside_a_context() -> None:
 
     def program() -> list[bool]:
         channel = md.group.WORLD.open_channel("cpu")
-        channel.opened.sees_all_calls = channel.demands_layouts = True
+        channel.opened.sees_all_calls = True
         found = [channel.demands_layouts for _ in md.uneven([1])]
         return [*found, channel.demands_layouts]
 
