@@ -87,16 +87,22 @@ class Verb:
     Args:
         name: as in torch.
         wire_verbs: the verbs of a communicator that carry it.
-        is_plain: whether one call of it is one call of that verb; else it is built above the wire.
+        writes: the parameter that it writes; "" where it writes none.
+        kind: of what it writes, over its group's axes: "I" where all members get the same, or "V".
+        reads: the parameters of tensors that it reads beside what it writes.
         alias_of: torch's older name of the same verb, if it has one.
+        is_plain: whether one call of it is one call of that verb; else it is built above the wire.
         sends: whether it sends a message; receives do not.
         is_of_objects: whether it moves pickled objects.
     """
 
     name: str
     wire_verbs: tuple[str, ...]
-    is_plain: bool = True
+    writes: str = ""
+    kind: str = ""
+    reads: tuple[str, ...] = ()
     alias_of: str = ""
+    is_plain: bool = True
     sends: bool = False
     is_of_objects: bool = False
 
@@ -106,45 +112,68 @@ class Verb:
         return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
 
 
-def _objects(name: str, *wire_verbs: str, sends: bool = False) -> Verb:
-    return Verb(name, wire_verbs, is_plain=False, sends=sends, is_of_objects=True)
+def _objects(
+    name: str, wire_verbs: tuple[str, ...], writes: str = "", kind: str = "", sends: bool = False
+) -> Verb:
+    return Verb(name, wire_verbs, writes, kind, is_plain=False, sends=sends, is_of_objects=True)
 
+
+_GATHER, _LIST = ("all_gather",), ("input_tensor_list",)
 
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("all_reduce", ("all_reduce",)),
-        Verb("all_reduce_coalesced", ("all_reduce_list",)),
-        Verb("reduce", ("reduce",)),
-        Verb("reduce_scatter_tensor", ("reduce_scatter",)),
-        Verb("reduce_scatter_single", ("reduce_scatter",), alias_of="reduce_scatter_tensor"),
-        Verb("reduce_scatter", ("reduce_scatter_list",)),
-        Verb("broadcast", ("broadcast",)),
-        Verb("all_gather_into_tensor", ("all_gather",)),
-        Verb("all_gather_single", ("all_gather",), alias_of="all_gather_into_tensor"),
-        Verb("all_gather", ("all_gather_list",)),
-        Verb("all_gather_coalesced", ("all_gather",), is_plain=False),
-        Verb("gather", ("gather",)),
-        Verb("scatter", ("scatter",)),
-        Verb("all_to_all", ("all_to_all",)),
-        Verb("all_to_all_single", ("all_to_all_single",)),
+        Verb("all_reduce", ("all_reduce",), "tensor", "I"),
+        Verb("all_reduce_coalesced", ("all_reduce_list",), "tensors", "I"),
+        Verb("reduce", ("reduce",), "tensor", "V"),
+        Verb("reduce_scatter_tensor", ("reduce_scatter",), "output", "V", ("input",)),
+        Verb(
+            "reduce_scatter_single",
+            ("reduce_scatter",),
+            "output",
+            "V",
+            ("input",),
+            "reduce_scatter_tensor",
+        ),
+        Verb("reduce_scatter", ("reduce_scatter_list",), "output", "V", ("input_list",)),
+        Verb("broadcast", ("broadcast",), "tensor", "I"),
+        Verb("all_gather_into_tensor", _GATHER, "output_tensor", "I", ("input_tensor",)),
+        Verb(
+            "all_gather_single",
+            _GATHER,
+            "output_tensor",
+            "I",
+            ("input_tensor",),
+            "all_gather_into_tensor",
+        ),
+        Verb("all_gather", ("all_gather_list",), "tensor_list", "I", ("tensor",)),
+        Verb("all_gather_coalesced", _GATHER, "output_tensor_lists", "I", _LIST, is_plain=False),
+        Verb("gather", ("gather",), "gather_list", "V", ("tensor",)),
+        Verb("scatter", ("scatter",), "tensor", "V", ("tensor", "scatter_list")),
+        Verb("all_to_all", ("all_to_all",), "output_tensor_list", "V", _LIST),
+        Verb("all_to_all_single", ("all_to_all_single",), "output", "V", ("input",)),
         Verb("barrier", ("barrier",)),
         Verb("send", ("send",), sends=True),
         Verb("isend", ("send",), sends=True),
-        Verb("recv", ("recv",)),
-        Verb("irecv", ("recv",)),
-        Verb("batch_isend_irecv", ("send", "recv")),
-        Verb("all_reduce_multigpu", ("all_reduce",), is_plain=False),
-        Verb("reduce_multigpu", ("reduce",), is_plain=False),
-        Verb("broadcast_multigpu", ("broadcast",), is_plain=False),
-        Verb("all_gather_multigpu", ("all_gather",), is_plain=False),
+        Verb("recv", ("recv",), "tensor", "V"),
+        Verb("irecv", ("recv",), "tensor", "V"),
+        Verb("batch_isend_irecv", ("send", "recv"), "p2p_op_list", "V"),
+        Verb("all_reduce_multigpu", ("all_reduce",), "tensor_list", "I", is_plain=False),
+        Verb("reduce_multigpu", ("reduce",), "tensor_list", "V", is_plain=False),
+        Verb("broadcast_multigpu", ("broadcast",), "tensor_list", "I", is_plain=False),
+        Verb("all_gather_multigpu", _GATHER, "output_tensor_lists", "I", _LIST, is_plain=False),
         Verb("monitored_barrier", (), is_plain=False),  # by way of the store
-        _objects("all_gather_object", "all_gather", "all_gather_list"),
-        _objects("gather_object", "all_gather", "all_to_all_single"),
-        _objects("broadcast_object_list", "all_gather", "broadcast"),
-        _objects("scatter_object_list", "broadcast", "all_to_all_single"),
-        _objects("send_object_list", "send", "recv", sends=True),
-        _objects("recv_object_list", "send", "recv"),
+        _objects("all_gather_object", ("all_gather", "all_gather_list"), "object_list", "I"),
+        _objects("gather_object", ("all_gather", "all_to_all_single"), "object_gather_list", "V"),
+        _objects("broadcast_object_list", ("all_gather", "broadcast"), "object_list", "I"),
+        _objects(
+            "scatter_object_list",
+            ("broadcast", "all_to_all_single"),
+            "scatter_object_output_list",
+            "V",
+        ),
+        _objects("send_object_list", ("send", "recv"), sends=True),
+        _objects("recv_object_list", ("send", "recv"), "object_list", "V"),
     )
 }
 """The public verbs, by name."""

@@ -18,6 +18,7 @@ from ..groups.announcements import Statement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
+from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.work import Work
 from . import titled
 from .monitored import pass_by
@@ -38,8 +39,12 @@ def answer(
     Returns:
         What has been started; None where it is done.
     """
-    answers = _TITLED_ANSWERS if going.call.title else _ANSWERS
-    work = answers[going.call.verb](_Answer(group, device_type, said, going))
+    verb = going.call.verb
+    if going.call.title:
+        make = _TITLED_ANSWERS[verb]
+    else:
+        make = _ANSWERS.get(verb) or (_objects if VERBS[verb].is_of_objects else _of_tensors)
+    work = make(_Answer(group, device_type, said, going))
     return work if isinstance(work, Work) else None
 
 
@@ -146,29 +151,32 @@ class _Answer:
         tensor = self.tensor()
         return tensor.new_empty(self.size * tensor.numel()), tensor
 
+    def gathered_at_root(self) -> tuple[list[torch.Tensor] | None, torch.Tensor]:
+        """Outputs, on the root, and input of a gather."""
+        outputs = [self.tensor() for _ in range(self.size)] if self.is_root else None
+        return outputs, self.tensor()
+
+    def scattered_lists(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output and inputs of a reduce-scatter of a list."""
+        inputs = self.tensors()
+        return inputs[self.group.rank()].clone(), inputs
+
     def scattered_at_once(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and input of a reduce-scatter of one tensor."""
         tensor = self.tensor()
         return tensor.new_empty(tensor.numel() // self.size), tensor
 
 
-def _reduce_scatter(it: _Answer) -> object:
-    inputs = it.tensors()
-    output = inputs[it.group.rank()].clone()
-    return verbs["reduce_scatter"](output, inputs, it.op, it.group, async_op=True)
-
-
-def _all_gather_into_tensor(it: _Answer) -> object:
-    return verbs[it.call.verb](*it.gathered_at_once(), it.group, async_op=True)
-
-
-def _reduce_scatter_tensor(it: _Answer) -> object:
-    return verbs[it.call.verb](*it.scattered_at_once(), it.op, it.group, async_op=True)
-
-
-def _gather(it: _Answer) -> object:
-    outputs = [it.tensor() for _ in range(it.size)] if it.is_root else None
-    return verbs["gather"](it.tensor(), outputs, group=it.group, group_dst=it.root, async_op=True)
+def _of_tensors(it: _Answer) -> object:
+    """Call a verb with the data that its wire verb takes, under the names of its row."""
+    row = VERBS[it.call.verb]
+    carried, names = WIRE_VERBS[row.wire_verbs[0]], dict.fromkeys([row.writes, *row.reads])
+    named = dict(zip(names, _DATA[carried.name](it), strict=False))
+    if row.reduces:
+        named["op"] = it.op
+    if carried.root:
+        named["group_dst" if carried.root == "to" else "group_src"] = it.root
+    return verbs[row.name](**named, group=it.group, async_op=True)
 
 
 def _all_gather_coalesced(it: _Answer) -> object:
@@ -195,44 +203,37 @@ def _objects(it: _Answer) -> object:
     return run_unnested(it.call.verb, rounds.answer, it.call, it.sizes, gives, takes)
 
 
+_DATA: dict[str, Callable[[_Answer], tuple[Any, ...]]] = {
+    "all_reduce": lambda it: (it.tensor(),),
+    "all_reduce_list": lambda it: (it.tensors(),),
+    "reduce": lambda it: (it.tensor(),),
+    "reduce_scatter": _Answer.scattered_at_once,
+    "reduce_scatter_list": _Answer.scattered_lists,
+    "broadcast": lambda it: (it.tensor(),),
+    "all_gather": _Answer.gathered_at_once,
+    "all_gather_list": _Answer.gathered,
+    "gather": _Answer.gathered_at_root,
+    "scatter": lambda it: (it.tensor(),),
+    "all_to_all": _Answer.exchanged_lists,
+    "barrier": lambda _: (),
+}
+"""The data that a verb of a communicator writes and reads, in this order."""
+
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {
-    "all_reduce": lambda it: verbs["all_reduce"](it.tensor(), it.op, it.group, async_op=True),
-    "all_reduce_coalesced": lambda it: verbs["all_reduce_coalesced"](
-        it.tensors(), it.op, it.group, async_op=True
+    "all_to_all_single": lambda it: verbs["all_to_all_single"](
+        *it.exchanged_at_once(), it.group, async_op=True
     ),
     "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](
         it.tensors(), it.op, it.group, async_op=True
     ),
-    "reduce": lambda it: verbs["reduce"](it.tensor(), None, it.op, it.group, True, it.root),
     "reduce_multigpu": _rooted_multigpu,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "reduce_scatter_single": _reduce_scatter_tensor,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": lambda it: verbs["broadcast"](
-        it.tensor(), group=it.group, group_src=it.root, async_op=True
-    ),
     "broadcast_multigpu": _rooted_multigpu,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "all_gather_single": _all_gather_into_tensor,
-    "all_gather": lambda it: verbs["all_gather"](*it.gathered(), it.group, async_op=True),
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_multigpu": _all_gather_multigpu,
-    "gather": _gather,
-    "scatter": lambda it: verbs["scatter"](
-        it.tensor(), group=it.group, group_src=it.root, async_op=True
-    ),
-    "all_to_all": lambda it: verbs["all_to_all"](*it.exchanged_lists(), it.group, async_op=True),
-    "all_to_all_single": lambda it: verbs["all_to_all_single"](
-        *it.exchanged_at_once(), it.group, async_op=True
-    ),
-    "barrier": lambda it: verbs["barrier"](it.group, async_op=True),
     "monitored_barrier": lambda it: pass_by(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
-    "all_gather_object": _objects,
-    "gather_object": _objects,
-    "broadcast_object_list": _objects,
-    "scatter_object_list": _objects,
 }
+"""Verbs that take something else."""
 
 _TITLED_ANSWERS: dict[str, Callable[[_Answer], object]] = {
     "all_reduce": lambda it: titled.all_reduce(

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from ..verb_table import VERBS, Verb
 from .axis_types import (
     ATTRIBUTE,
     INVARIANT,
@@ -36,55 +35,7 @@ from .operation_rules import Operation
 from .torch_private import NotSeen
 from .type_errors import foreign_mesh, refused_verb, type_of
 
-__all__ = ["TypedVerb", "WRITES", "Write", "find_typed_verb", "kinds_over", "made_equal", "watch"]
-
-
-@dataclass(frozen=True)
-class Write:
-    """The parameters that a verb writes, of ``kind`` over its group's axes, and others it reads."""
-
-    written: str
-    kind: str
-    read: tuple[str, ...] = ()
-
-
-WRITES: Mapping[str, Write | None] = MappingProxyType(
-    {
-        "all_reduce": Write("tensor", "I"),
-        "all_reduce_coalesced": Write("tensors", "I"),
-        "reduce": Write("tensor", "V"),
-        "reduce_scatter_tensor": Write("output", "V", ("input",)),
-        "reduce_scatter_single": Write("output", "V", ("input",)),
-        "reduce_scatter": Write("output", "V", ("input_list",)),
-        "broadcast": Write("tensor", "I"),
-        "all_gather_into_tensor": Write("output_tensor", "I", ("input_tensor",)),
-        "all_gather_single": Write("output_tensor", "I", ("input_tensor",)),
-        "all_gather": Write("tensor_list", "I", ("tensor",)),
-        "all_gather_coalesced": Write("output_tensor_lists", "I", ("input_tensor_list",)),
-        "gather": Write("gather_list", "V", ("tensor",)),
-        "scatter": Write("tensor", "V", ("tensor", "scatter_list")),
-        "all_to_all": Write("output_tensor_list", "V", ("input_tensor_list",)),
-        "all_to_all_single": Write("output", "V", ("input",)),
-        "barrier": None,
-        "send": None,
-        "isend": None,
-        "recv": Write("tensor", "V"),
-        "irecv": Write("tensor", "V"),
-        "batch_isend_irecv": Write("p2p_op_list", "V"),
-        "all_reduce_multigpu": Write("tensor_list", "I"),
-        "reduce_multigpu": Write("tensor_list", "V"),
-        "broadcast_multigpu": Write("tensor_list", "I"),
-        "all_gather_multigpu": Write("output_tensor_lists", "I", ("input_tensor_list",)),
-        "monitored_barrier": None,
-        "all_gather_object": Write("object_list", "I"),
-        "gather_object": Write("object_gather_list", "V"),
-        "broadcast_object_list": Write("object_list", "I"),
-        "scatter_object_list": Write("scatter_object_output_list", "V"),
-        "send_object_list": None,
-        "recv_object_list": Write("object_list", "V"),
-    }
-)
-"""The argument that each public verb writes; None: nothing."""
+__all__ = ["TypedVerb", "find_typed_verb", "kinds_over", "made_equal", "watch"]
 
 
 def watch(
@@ -99,10 +50,10 @@ def watch(
         return call(*args, **kwargs)
     with NotSeen():
         result = call(*args, **kwargs)
-        write = WRITES[verb.__name__]
-        if write is not None:
+        row = VERBS[verb.__name__]
+        if row.writes:
             given = _parameters(verb).bind(*args, **kwargs).arguments
-            _mark(mode, write, given)
+            _mark(mode, row, given)
     return result
 
 
@@ -111,23 +62,23 @@ def _parameters(verb: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(verb)
 
 
-def _mark(mode: ContextMode, write: Write, given: Mapping[str, Any]) -> None:
+def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
     written: list[torch.Tensor] = []
     group = given.get("group")
-    if write.written == "p2p_op_list":
+    if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
         written = [one.tensor for one in operations if one.op.__name__ in ("recv", "irecv")]
         group = operations[0].group if operations else None
     else:
-        collect(given.get(write.written), written)
+        collect(given.get(row.writes), written)
     read: list[torch.Tensor] = []
-    for name in write.read:
+    for name in row.reads:
         collect(given.get(name), read)
-    kinds = kinds_over(mode.mesh, resolve_group(group), write.kind)
+    kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
     joined = _joined(read)
     for one in written:
         if isinstance(one, torch.Tensor):
-            one.__dict__[ATTRIBUTE] = with_kinds(joined if write.read else type_of(one), kinds)
+            one.__dict__[ATTRIBUTE] = with_kinds(joined if row.reads else type_of(one), kinds)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
