@@ -7,8 +7,8 @@ What is promised (docs/worlds.md, docs/debugging.md, docs/verbs.md, docs/mpi.md)
 * the report names the rank that failed, or one that failed because of it and names it in turn;
 * a rank whose calls were all complete ends well, and so does every rank where nothing has failed;
 * a number that a call has brought is right, and no call of which all members wait for each other
-  ends before all have come; between hosts, where calls that differ are found beside them, numbers
-  may be wrong for a moment, which then ends in an error on every rank that has them;
+  ends before all have come; between hosts, where calls that differ are found beside them, both may
+  be so for a moment, which then ends in an error on every rank that has seen it;
 * a rank that ends well writes nothing, and no rank shows the frames of torch's C++: but for a world
   that meets at an address of rank 0's, where torch's client writes them before it raises, since
   the process that serves it was killed in the middle of an answer. That is counted, and breaks
@@ -289,10 +289,11 @@ def false_completions(case: Case, outcome: Outcome) -> Iterator[Finding]:
         if step.call not in ALL_WAIT or (case.fault.step == number and not case.is_exit):
             continue
         for rank in range(case.size):
-            done = at_step(outcome, rank, "done", number)
-            if done is None:
+            done, members = at_step(outcome, rank, "done", number), case.program.members(step, rank)
+            is_for_a_moment = case.is_compared_late(members) and is_told(case, outcome, rank)
+            if done is None or is_for_a_moment:
                 continue
-            for other in case.program.members(step, rank):
+            for other in members:
                 begun = at_step(outcome, other, "begin", number)
                 if begun is None or begun > done:
                     yield Finding("false completion", rank, f"step {number} without rank {other}")

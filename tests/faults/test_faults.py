@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,11 @@ def test_a_call_that_ends_without_all_of_its_members_is_found() -> None:
     outcome = outcome_with(begin, through, {"what": "end"}, kind_of_end=0)
     assert kinds_of(outcome, later) == ["false completion"]
     assert kinds_of(outcome, skipped) == []
+    told = outcome_with(begin, through, error_with("rank 1 has ended"))
+    told.ends[1] = (10.1, 1)
+    parted = Case("a test", HOSTS, program, "env", "return", "raise", Fault("thread dies", 1, 3))
+    for hosts, expected in (("AB", []), ("AA", ["false completion"])):
+        assert kinds_of(told, replace(parted, hosts=hosts)) == expected
 
 
 def test_whoever_had_done_all_calls_must_end_well() -> None:
