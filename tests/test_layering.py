@@ -209,7 +209,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "lax": ("lax",),
         "torch_process_groups": (
             "members",
-            "requests",
+            "inner_group",
             "works",
             "group",
             "process_group",

@@ -83,6 +83,8 @@ def all_gather(
     block = call.read(input, names[1])
     call.check_alike(buffer, block, names)
     call.check_blocks(buffer, block, names)
+    if block.data_ptr() != buffer.data_ptr() + call.group.rank() * block.nbytes:
+        block = apart(block, buffer)  # but for its own place there, where it may lie
     return call.run("all_gather", [block], [buffer], block, async_op)
 
 

@@ -231,7 +231,8 @@ class Channel:
         """Start a collective that ``enter`` has let through."""
         prepared.begin_here()
         recorder = prepared.recorder = self.recorder
-        prepared.sequence, prepared.number = recorder.sequence, recorder.num_notes
+        if prepared.number is None:
+            prepared.sequence, prepared.number = recorder.sequence, recorder.num_notes
         try:
             operation = self.communicator.start(prepared)
         except BaseException as error:
@@ -340,7 +341,7 @@ class Channel:
     def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
         """The error to raise of a call that did not start or end well."""
         if isinstance(error, WireFailure):
-            error.limit = prepared.limit
+            error.limit = prepared.timeout
             return self.explain(error, prepared.number)
         # A message that a handler leaves may still come. A receive from any host would take another
         # message then, so that it breaks the group.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ..checking.calls import GroupFacts, Note, get_call, likeness
@@ -31,7 +32,7 @@ from ..wires.failures import (
 )
 from ..wires.registry import Wire
 
-__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "opening_error"]
+__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "explained_opening", "opening_error"]
 
 STORE_LOST = "the store is lost"
 _REASON_S = 1.0
@@ -55,6 +56,15 @@ def opening_error(
         if isinstance(failure, WireRefused)
         else "see that all of these ranks come to this point, and that no one has ended",
     )
+
+
+@contextmanager
+def explained_opening(group: str, ranks: Sequence[int], wire: Wire, where: str) -> Iterator[None]:
+    """Raise ``opening_error`` where what runs inside, which opens the group, fails."""
+    try:
+        yield
+    except WireFailure as failure:
+        raise opening_error(failure, group, ranks, wire, where) from None
 
 
 class OtherMembers(ABC):

@@ -38,6 +38,9 @@ class Asked(NamedTuple):
     device_ids: list[int] | None = None
 
 
+_NOTHING = Asked()
+
+
 def _method(*fields: str, **also: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a method that can be called in every form that torch's own has.
 
@@ -52,6 +55,9 @@ def _method(*fields: str, **also: str) -> Callable[[Callable[..., Any]], Callabl
 
         @wraps(function)
         def called(self: VerbMethods, *given: Any, **named: Any) -> Any:
+            if not named:  # as torch's front end calls it
+                asked = read_options(fields, *given[len(names) :])
+                return function(self, asked, *given[: len(names)])
             named = {also.get(name, name): value for name, value in named.items()}
             tensors = {name: named.pop(name) for name in names if name in named}
             asked = read_options(fields, *given[len(names) :], **named)
@@ -78,16 +84,18 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
         raise TypeError(
             f"{len(given)} arguments where there are {len(fields)}: {', '.join(fields)}"
         )
-    values = {**dict(zip(fields, given, strict=False)), **named}
-    asked = Asked(**{name: x for name, x in values.items() if x is not None})
-    check_timeout(asked.timeout)
+    asked = _NOTHING
+    if given or named:
+        values = {**dict(zip(fields, given, strict=False)), **named}
+        asked = Asked(**{name: x for name, x in values.items() if x is not None})
+        check_timeout(asked.timeout)
     if opts is None:
         return asked
-    timeout = opts.timeout
+    timeout, op = opts.timeout, getattr(opts, "reduceOp", asked.op)
     return asked._replace(
         is_async=opts.asyncOp,
         timeout=timeout if timeout > timedelta(0) else None,  # torch's sign for "none" is negative
-        op=getattr(opts, "reduceOp", asked.op),
+        op=asked.op if op == asked.op else op,  # its plain kind is known fast
         root=getattr(opts, "rootRank", asked.root),
         device_ids=getattr(opts, "device_ids", None) or None,
     )

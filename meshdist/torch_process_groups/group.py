@@ -8,13 +8,10 @@ own.
 from __future__ import annotations
 
 import atexit
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import replace
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +20,8 @@ import torch.distributed as torch_distributed
 from torch._C._distributed_c10d import Backend
 from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
-from ..bootstrap.bounded_store import within
-from ..checking.calls import GroupFacts, Note, Tensors, get_call, get_message
 from ..checking.program import never_nested, run_unnested
-from ..checking.recorder import Recorder
 from ..collectives.monitored import MonitoredBarrier
-from ..error_text import ranks_text
 from ..errors import (
     AbortedError,
     BackendError,
@@ -36,21 +29,12 @@ from ..errors import (
     GroupClosedError,
     WorldError,
 )
-from ..groups.failures import Explainer, opening_error
 from ..groups.verb_methods import Asked
-from ..reduce_ops import ReduceKind
-from ..runtime.deadlines import Deadline
 from ..runtime.hosts import num_forks
-from ..verb_table import ROOTED_VERBS
-from ..wires.communicator import Communicator
-from ..wires.failures import WireFailure
-from ..wires.operations import Chain, WorkerQueue
-from ..wires.packing import Sizes
-from ..wires.prepared import PreparedCall
+from ..wires.operations import WorkerQueue
 from ..wires.registry import Opening, Wire
-from ..wires.work import Work
-from .members import Comparison, MembersOfTorchGroup
-from .requests import Request
+from ..wires.work import Work, bound, may_be_dropped
+from .inner_group import InnerGroup
 from .works import TorchWork, begin_record
 
 __all__ = ["GroupOfWire"]
@@ -108,39 +92,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._give_back = give_back
         self._wire = wire
         self._opening = opening
-        self._facts = GroupFacts(
-            f"group {name!r} ({ranks_text(opening.ranks)})",
-            *(opening.ranks, opening.rank),
-            wire=wire.name,
-            timeout=opening.timeout,
-        )
-        self._recorder = Recorder()
         self._group_name = name
         self._group_desc = "undefined"
         self._timeout = opening.timeout
-        self._broken = ""
-        self._comparison: Comparison | None = None
-        if not wire.compares_calls:
-            self._comparison = Comparison(opening, lambda: bool(self._broken))
-            opening = replace(opening, look=self._comparison.compare_again)
-        # Opening is collective and calls need not be: so all that may be called for is opened here.
-        try:
-            self._carriers = {
-                kind: _opened(wire, opening, kind, self._facts)
-                for kind in sorted(wire.device_types)
-                if kind == opening.device_type or (kind == "cuda" and torch.cuda.is_available())
-            }
-        except BaseException:
-            if self._comparison is not None:
-                self._comparison.close()
-            raise
-        others = MembersOfTorchGroup(self._facts, opening.store, self._comparison, self._break)
-        self._explainer = Explainer(self._facts, self._recorder, others)
-        for carrier in self._carriers.values():
-            carrier.watch(self._explainer.explain)
-        self._completer = WorkerQueue(self._abort_carriers)
-        self._starting = threading.Lock()
-        self._noting = threading.Lock()
+        self.inner = InnerGroup(wire, opening, name)
+        self._completer = WorkerQueue(self.inner.abort)
         self._num_meetings = 0
         self._num_forks = num_forks()
         self._is_closed = False
@@ -200,6 +156,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Let every later call take so long."""
         self._timeout = timeout
+        self.inner.set_timeout(timeout)
         for group in self._others.values():
             group.set_timeout(timeout)
 
@@ -209,7 +166,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """Nothing to be done: members count from the beginning."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._recorder.sequence
+        return self.inner.recorder.sequence
 
     # -- several as one --------------------------------------------------------------------------
 
@@ -239,8 +196,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._check_open()
         self._num_meetings += 1
         limit = self._timeout if timeout is None else timeout
-        store, ranks = self._opening.store, self._facts.ranks
-        rank, where = ranks[self._facts.rank], f"{self._facts.here}, {self._facts.name}"
+        store, ranks = self._opening.store, self.inner.facts.ranks
+        rank, where = (
+            ranks[self.inner.facts.rank],
+            f"{self.inner.facts.here}, {self.inner.facts.name}",
+        )
         if limit <= timedelta(0):
             raise CollectiveTimeoutError(
                 f"Rank {rank} timed out in monitoredBarrier: it may not wait",
@@ -267,11 +227,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             return
         for group in self._others.values():
             group.abort()
-        self._abort_carriers()
-
-    def _abort_carriers(self) -> None:
-        for carrier in self._carriers.values():
-            carrier.abort()
+        self.inner.abort()
 
     def shutdown(self) -> None:
         """End this member's part; a second call does nothing."""
@@ -279,11 +235,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             return
         self._is_closed = True
         self._completer.end()
-        for carrier in self._carriers.values():
-            carrier.leave()
-            carrier.close()
-        if self._comparison is not None:
-            self._comparison.close()
+        self.inner.close()
         for group in self._others.values():
             group.shutdown()
         self._give_back()
@@ -291,8 +243,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def leave(self) -> None:
         """Let the others know that this process ends in good order."""
         if not self._is_closed and not self._is_inherited:
-            for carrier in self._carriers.values():
-                carrier.leave()
+            self.inner.leave()
 
     @property
     def _is_inherited(self) -> bool:
@@ -301,119 +252,40 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     # -- how a verb runs -------------------------------------------------------------------------
 
-    def _request(self, verb: str, asked: Asked) -> Request:
-        """A call of ``verb``."""
-        self._check_usable()
-        request = Request(verb, self._facts, asked)
-        if verb in ROOTED_VERBS:
-            request.check_place(asked.root)
-            request.facts["root"] = asked.root
-        return request
-
-    def _run(
+    def run(
         self,
-        request: Request,
-        noted: Tensors,
+        verb: str,
+        asked: Asked,
+        start: Callable[..., Work | None],
+        noted: Sequence[Any],
         result: list[Any],
-        way: str,
-        pairs: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-        op: ReduceKind | None = None,
-        sizes: tuple[Sizes, Sizes] | None = None,
+        title: str = "",
     ) -> TorchWork:
-        """Run a call that was checked.
+        """Start a verb, and wait for it unless it is asked to go on; torch's Work of it.
 
         Args:
-            noted: what it is noted and compared by.
-            way: the verb of a ``Communicator`` that starts it.
-            pairs: what it reads and what it writes; several start as one.
-            op, sizes: as of ``PreparedCall``.
+            start: starts it, and waits for it unless ``async_op`` is true.
+            noted: the tensors that a profile shows, some in lists.
+            result: what its Work returns.
+            title: its name in a profile, in place of ``verb``.
         """
-        request.noted, request.sizes = noted, sizes or ()
-        peer, tag = request.message or (request.facts.get("root"), 0)
-        calls = [
-            PreparedCall(
-                *(request.verb, way, inputs, outputs, noted, op, peer, sizes, tag),
-                limit=request.asked.timeout or self._timeout,
-                shows_all=request.shows_all,
-            )
-            for inputs, outputs in pairs
-        ]
-        is_async, is_recorded = request.asked.is_async, profiler._is_profiler_enabled
+        is_recorded = profiler._is_profiler_enabled
         if is_recorded:
-            records = begin_record(f"{self._wire.name}:{request.title}", request.tensors)
-        is_async_here = is_async or is_recorded
-        work = run_unnested(request.verb, self._started, request, result, calls, is_async_here)
+            records = begin_record(f"{self._wire.name}:{title or verb}", noted)
+        waits_later = is_recorded or asked.timeout is not None
+        started = run_unnested(verb, start, async_op=asked.is_async or waits_later)
+        if started is not None and asked.timeout is not None:
+            bound(started, asked.timeout)
+        works = [] if started is None else [may_be_dropped(started)]
+        work = TorchWork(works, result, self._completer)
         if is_recorded:
-            work.end_with(records, is_async)
-            if not is_async:
-                work.wait()
-        return self._handed_out(work)
+            work.end_with(records, asked.is_async)
+        if waits_later and not asked.is_async:
+            work.wait()
+        return self.handed_out(work)
 
-    def _started(
-        self,
-        request: Request,
-        result: list[Any],
-        calls: Sequence[PreparedCall],
-        is_async: bool,
-    ) -> TorchWork:
-        limit = request.asked.timeout or self._timeout
-        tensors = request.tensors
-        carrier = self._carriers[tensors[0].device.type if tensors else "cpu"]
-        explain, works = self._explainer.explain, []
-        try:
-            with self._starting if is_async else nullcontext():
-                number, note = self._note(request)
-                explain = partial(explain, note=number)
-                if not note.is_message and self._comparison is not None:
-                    self._comparison.enter(note, limit)
-                for prepared in calls:
-                    prepared.timeout, prepared.waits = limit, not is_async
-                    prepared.number, prepared.recorder = number, self._recorder
-                    prepared.sequence = number if note.is_message else note.sequence
-                parts = [carrier.start(prepared) for prepared in calls]
-                operation = parts[0] if len(parts) == 1 else Chain(parts)
-            if is_async:
-                work = Work(
-                    operation,
-                    limit,
-                    explain,
-                    result,
-                    request.copy_back,
-                    request.verb,
-                    self._facts.name,
-                )
-                works.append(work)
-            else:
-                operation.finish(limit)
-                request.copy_back()
-        except WireFailure as failure:
-            failure.limit = limit
-            raise explain(failure) from None
-        return TorchWork(works, result, self._completer)
-
-    def _note(self, request: Request) -> tuple[int, Note]:
-        """Note a call; returns the note's number too."""
-        recorder, noted, sizes = self._recorder, request.noted, request.sizes
-        with self._noting:  # several threads may use the group
-            if request.message is None:
-                call = get_call(request.verb, noted, is_uneven=bool(sizes), **request.facts)
-                note = recorder.note(self._facts, call, sizes)
-            else:
-                call = get_message(request.verb, noted, *request.message)
-                note = recorder.note_message(self._facts, call)
-            return recorder.num_notes, Note(*note)
-
-    def _break(self, reason: str) -> None:
-        """Refuse all that follows, and free every wait.
-
-        After a timeout the members may be out of step: one that comes late would else meet another
-        call than its own. Calls that differ end the group where the wire does not compare them: it
-        has started those of some members.
-        """
-        self._broken = self._broken or reason
-        self._abort_carriers()
-
-    def _handed_out(self, work: TorchWork) -> TorchWork:
+    def handed_out(self, work: TorchWork) -> TorchWork:
+        """``work``, which ``_end_coalescing`` may join with others."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -421,24 +293,25 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     def _check_open(self) -> None:
         if self._is_closed:
             raise GroupClosedError(
-                f"{self._facts.name} was destroyed before",
-                where=self._facts.here,
+                f"{self.inner.facts.name} was destroyed before",
+                where=self.inner.facts.here,
                 fix="make a new group: torch.distributed.new_group(...)",
             )
         if self._is_inherited:
             raise WorldError(
-                f"{self._facts.name} belongs to the process that this one was forked from",
-                where=self._facts.here,
+                f"{self.inner.facts.name} belongs to the process that this one was forked from",
+                where=self.inner.facts.here,
                 fix="start processes by spawn, and initialize torch.distributed in each",
             )
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise where the group has ended, or has failed."""
         self._check_open()
-        if self._broken:
+        if self.inner.broken:
             raise AbortedError(
-                f"{self._facts.name} cannot be used after a failure",
-                where=self._facts.here,
-                found=self._broken,
+                f"{self.inner.facts.name} cannot be used after a failure",
+                where=self.inner.facts.here,
+                found=self.inner.broken,
                 fix="make a new group on the ranks that are left",
             )
 
@@ -464,15 +337,15 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
         if kind != "cuda" or not has_nccl:
             raise BackendError(
-                f"{self._facts.name} cannot carry {kind} tensors",
-                where=self._facts.here,
+                f"{self.inner.facts.name} cannot carry {kind} tensors",
+                where=self.inner.facts.here,
                 expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
                 "NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
                 fix="move the tensor to the CPU, or make a group of another backend for it",
             )
-        store, ranks = PrefixStore(kind, self._opening.make_torch_store()), self._facts.ranks
-        place, size = self._facts.rank, len(ranks)
+        store, ranks = PrefixStore(kind, self._opening.make_torch_store()), self.inner.facts.ranks
+        place, size = self.inner.facts.rank, len(ranks)
         options: Any = torch_distributed.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = list(ranks)
@@ -485,17 +358,6 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         made._register_backend(torch.device(kind), nccl, backend)
         made._set_group_name(f"{self._group_name}/{kind}")
         return made
-
-
-def _opened(wire: Wire, opening: Opening, kind: str, group: GroupFacts) -> Communicator:
-    """The communicator for tensors of a device type."""
-    if kind != opening.device_type:
-        opening = opening.below(kind, device_type=kind)
-    try:
-        with within(Deadline(opening.timeout)):
-            return wire.open(opening)
-    except WireFailure as failure:
-        raise opening_error(failure, group.name, group.ranks, wire, group.here) from None
 
 
 @atexit.register

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
 from ..bootstrap.bounded_store import read_json
 from ..checking.calls import GroupFacts, Note
-from ..checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
-from ..checking.recorder import FORGOTTEN
+from ..checking.header_table import WINDOW, HeaderTable
+from ..checking.recorder import FORGOTTEN, Recorder
 from ..checking.shared_words import Regions, SharedWordsView, WordsAddress, find_view
 from ..error_text import grouped_text, ranks_text
 from ..groups.failures import OtherMembers
 from ..groups.signals import collect
 from ..runtime.deadlines import Grace
-from ..wires.failures import MembersDisagree, WireAborted, WireTimeout
+from ..wires.failures import MembersDisagree
 from ..wires.mpi.arrivals import words_of_process
 from ..wires.registry import Opening
 
@@ -38,48 +36,26 @@ class Comparison:
     """One member's part in the comparison of a group's calls.
 
     Args:
-        opening: the group. Where this host has no memory for it, or the group has no other member
-            there, nothing is compared.
-        is_broken: whether the group cannot be used any more.
+        opening: the group.
+        recorder: has noted this member's calls.
+
+    Attributes:
+        table: in which members write their calls; None where this host has no memory for it, or
+            the group has no other member there: then nothing is compared.
     """
 
-    def __init__(self, opening: Opening, is_broken: Callable[[], bool]) -> None:
+    def __init__(self, opening: Opening, recorder: Recorder) -> None:
         self._ranks = opening.ranks
         self._store = opening.store
-        self._is_broken = is_broken
-        self._entering = threading.Lock()
-        self._latest = 0
+        self._recorder = recorder
         self._num_compared = 0
         words, key = words_of_process(), secrets.randbits(62) | 1
         size = len(opening.ranks)
         hosts = opening.hosts or ((0,) * size if opening.is_one_host else range(size))
         regions = Regions(self._find_region)
-        self._table = HeaderTable.reserve(words, key, hosts, opening.rank, regions)
-        if self._table is not None and words is not None:
+        self.table = HeaderTable.reserve(words, key, hosts, opening.rank, regions)
+        if self.table is not None and words is not None:
             self._store.set(_key_of(opening.rank), json.dumps([key, words.address]))
-
-    def enter(self, note: Note, timeout: timedelta) -> None:
-        """Compare a collective that this member is about to start.
-
-        Raises:
-            MembersDisagree: another member has started another call in its place, or in that of an
-                earlier one.
-            WireTimeout: a member stays more than a thousand calls behind for the timeout.
-        """
-        table = self._table
-        if table is None:
-            return
-        sequence, (sent, taken) = note.sequence, note.sizes or ((), ())
-        if sent or not sequence % CHECK_EVERY:
-            behind = table.wait_for_the_slowest(sequence, bool(sent), timeout, self._check)
-            if behind is not None:
-                raise WireTimeout(f"rank {self._ranks[behind]} is too many calls behind")
-        with self._entering:  # several threads may use the group
-            differing = table.enter(sequence, note.call.fingerprint, sent, taken)
-            self._latest = max(self._latest, sequence)
-        if differing:
-            raise self._disagreement(sequence, differing)
-        self.compare_again(is_thorough=False)
 
     def compare_again(self, *, is_thorough: bool = True) -> None:
         """Compare once more the calls that not all members had reached.
@@ -87,16 +63,18 @@ class Comparison:
         With ``is_thorough`` it goes on behind a call that a member has still not reached.
 
         Raises:
-            MembersDisagree: as for ``enter``.
+            MembersDisagree: another member has started another call in the place of one of them.
         """
-        table = self._table
+        table, latest = self.table, self._recorder.sequence
         if table is None:
             return
         is_compared = True
-        for number in range(max(self._num_compared, self._latest - WINDOW) + 1, self._latest + 1):
+        for number in range(max(self._num_compared, latest - WINDOW) + 1, latest + 1):
             differing = table.look_again(number)
             if differing:
-                raise self._disagreement(number, differing)
+                others = ranks_text(sorted(self._ranks[member] for member in differing))
+                text = f"this member's call differs from that of {others}"
+                raise MembersDisagree(text, number)
             is_compared = is_compared and differing is not None
             if is_compared:
                 self._num_compared = number
@@ -105,19 +83,9 @@ class Comparison:
 
     def close(self) -> None:
         """Compare nothing any more, and give the memory back."""
-        table, self._table = self._table, None
+        table, self.table = self.table, None
         if table is not None:
             table.close()
-
-    def _disagreement(self, number: int, differing: list[int]) -> MembersDisagree:
-        others = ranks_text(sorted(self._ranks[member] for member in differing))
-        return MembersDisagree(f"this member's call differs from that of {others}", number)
-
-    def _check(self) -> None:
-        """Raise where waiting is in vain."""
-        self.compare_again()
-        if self._is_broken():
-            raise WireAborted("aborted while waiting")
 
     def _find_region(self, member: int) -> tuple[SharedWordsView | None, int] | None:
         if not self._store.check([_key_of(member)]):

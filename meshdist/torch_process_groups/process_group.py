@@ -1,4 +1,4 @@
-"""The verbs of torch's process groups over one of our wires.
+"""The verbs of torch's process groups over one of our wires: those of our own groups.
 
 ``VerbMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
 versions call them; what each verb does is described in ``torch.distributed``.
@@ -7,18 +7,23 @@ versions call them; what each verb does is described in ``torch.distributed``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from functools import cache, partial, wraps
+from inspect import unwrap
+from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import apart, apart_from_all
+from ..arrays import apart
+from ..collectives.checks import find_peer
+from ..collectives.collective import Collective
+from ..collectives.point_to_point import open_channel, prepare_message
 from ..collectives.sparse_sums import sum_sparse
-from ..errors import ShapeError
-from ..groups.verb_methods import Asked, VerbMethods, read_options
+from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
+from ..reduce_ops import ReduceOp, split_premul
+from ..verb_table import VERBS, WIRE_VERBS, Form
+from ..wires.work import Work, joined
 from .group import GroupOfWire
-from .requests import Request, check_some, find_tensor
-from .works import TorchWork
+from .works import TorchWork, find_tensor
 
 __all__ = ["WireGroup"]
 
@@ -41,205 +46,44 @@ def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
 class WireGroup(GroupOfWire):
     """One group of torch's over one wire. Making one is collective over its members."""
 
-    # -- reducing --------------------------------------------------------------------------------
-
-    def _all_reduce(self, request: Request, tensor: torch.Tensor, op: Any) -> TorchWork:
-        kind = request.take_op([tensor])
-        if tensor.layout is not torch.strided:
-            sum_sparse(self, tensor, kind)
-            return self._handed_out(TorchWork([], [tensor], self._completer))
-        buffer = request.scaled(request.write(tensor), in_place=True)
-        pairs = [([buffer], [buffer])]
-        return self._run(request, buffer, [tensor], "all_reduce", pairs, op=kind)
-
-    def _all_reduce_coalesced(self, request: Request, tensors: Tensors, op: Any) -> TorchWork:
-        check_some("all_reduce_coalesced", tensors)
-        buffers = [request.write(tensor) for tensor in tensors]
-        kind = request.take_op(buffers)
-        for buffer in buffers:
-            request.scaled(buffer, in_place=True)
-        pairs = [(buffers, buffers)]
-        return self._run(request, buffers, list(tensors), "all_reduce_list", pairs, op=kind)
-
-    def _reduce(self, request: Request, tensor: torch.Tensor, **asked: Any) -> TorchWork:
-        buffer = request.write(tensor) if request.is_root else request.read(tensor)
-        kind = request.take_op([buffer])
-        buffer = request.scaled(buffer, in_place=request.is_root)
-        return self._run(request, buffer, [tensor], "reduce", [([buffer], [buffer])], op=kind)
-
-    def _reduce_scatter_tensor(
-        self, request: Request, output: torch.Tensor, whole: torch.Tensor, op: Any
-    ) -> TorchWork:
-        return self._reduce_scatter_tensors(request, [output], [whole])
-
-    def _reduce_scatter_tensors(
-        self, request: Request, outputs: Tensors, inputs: Tensors
-    ) -> TorchWork:
-        check_some("reduce_scatter_tensor_coalesced", outputs)
-        kind = request.take_op(inputs)
-        pairs = []
-        for output, whole in zip(outputs, inputs, strict=True):
-            request.check_blocks(whole, output)
-            pairs.append(request.read_and_written(output, whole))
-        noted = [sent for (sent,), _ in pairs]
-        return self._run(request, noted, list(outputs), "reduce_scatter", pairs, op=kind)
-
-    def _reduce_scatter(
-        self, request: Request, output: torch.Tensor, parts: Tensors, op: Any
-    ) -> TorchWork:
-        request.check_list(parts, output)
-        request.check_count(output, parts[self.rank()])
-        taken = request.write(output)
-        kind = request.take_op([taken])
-        sent = [apart(request.scaled(request.read(part)), taken) for part in parts]
-        return self._run(
-            request,
-            sent,
-            [output],
-            "reduce_scatter_list",
-            [(sent, [taken])],
-            op=kind,
-            sizes=(_counts(sent), [taken.numel()] * self.size()),
-        )
-
-    # -- moving ----------------------------------------------------------------------------------
-
-    def _broadcast(self, request: Request, tensor: torch.Tensor, **asked: Any) -> TorchWork:
-        buffer = request.read(tensor) if request.is_root else request.write(tensor)
-        return self._run(request, buffer, [tensor], "broadcast", [([buffer], [buffer])])
-
-    def _all_gather_into_tensor(
-        self, request: Request, output: torch.Tensor, tensor: torch.Tensor
-    ) -> TorchWork:
-        return self._all_gather_into_tensors(request, [output], [tensor])
-
-    def _all_gather_into_tensors(
-        self, request: Request, outputs: Tensors, inputs: Tensors
-    ) -> TorchWork:
-        check_some("all_gather_into_tensor_coalesced", outputs)
-        pairs = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            request.check_blocks(output, tensor)
-            pairs.append(request.read_and_written(output, tensor))
-        noted = [sent for (sent,), _ in pairs]
-        return self._run(request, noted, list(outputs), "all_gather", pairs)
-
-    def _all_gather(self, request: Request, into: Tensors, tensor: torch.Tensor) -> TorchWork:
-        return self._gather_lists(request, [into], [tensor], [into])
-
-    def _all_gather_coalesced(
-        self, request: Request, output_lists: Any, inputs: Tensors
-    ) -> TorchWork:
-        check_some("all_gather_coalesced", inputs)
-        request.check_list(output_lists)
-        return self._gather_lists(
-            request, list(zip(*output_lists, strict=True)), inputs, output_lists
-        )
-
-    def _gather_lists(
-        self, request: Request, lists: Sequence[Tensors], inputs: Tensors, result: Any
-    ) -> TorchWork:
-        """Write member j's tensor into the j-th of its list, for each tensor and its list."""
-        pairs = []
-        for into, tensor in zip(lists, inputs, strict=True):
-            request.check_list(into, tensor)
-            request.check_count(into[self.rank()], tensor)
-            sent = request.read(tensor)
-            taken = [request.write(output) for output in into]
-            (sent,) = apart_from_all([sent], taken)
-            pairs.append(([sent], taken))
-        mine = sum(sent.numel() for (sent,), _ in pairs)
-        takes = [sum(taken[j].numel() for _, taken in pairs) for j in range(self.size())]
-        return self._run(
-            request,
-            [sent for (sent,), _ in pairs],
-            [list(into) for into in result],
-            "all_gather_list",
-            pairs,
-            sizes=([mine] * self.size(), takes),
-        )
-
-    def _gather(
-        self, request: Request, tensor: torch.Tensor, given: Tensors | None, **asked: Any
-    ) -> TorchWork:
-        sent = request.read(tensor)
-        into: Tensors = ()
-        taken: list[torch.Tensor] = []
-        if request.is_root:
-            into = given or ()
-            request.check_list(into, tensor)
-            for output in into:
-                request.check_count(output, tensor)
-            taken = [request.write(output) for output in into]
-            (sent,) = apart_from_all([sent], taken)
-        result = [list(into)] if taken else []
-        return self._run(request, sent, result, "gather", [([sent], taken)])
-
-    def _scatter(
-        self, request: Request, output: torch.Tensor, given: Tensors | None, **asked: Any
-    ) -> TorchWork:
-        taken = request.write(output)
-        sent: list[torch.Tensor] = []
-        if request.is_root:
-            parts = given or ()
-            request.check_list(parts, output)
-            for part in parts:
-                request.check_count(output, part)
-            sent = [apart(request.read(part), taken) for part in parts]
-        return self._run(request, taken, [output], "scatter", [(sent, [taken])])
-
-    def _all_to_all(
-        self, request: Request, output_tensors: Tensors, input_tensors: Tensors
-    ) -> TorchWork:
-        request.check_list(output_tensors)
-        request.check_list(input_tensors, *output_tensors)
-        request.check_count(output_tensors[self.rank()], input_tensors[self.rank()])
-        taken = [request.write(output) for output in output_tensors]
-        sent = apart_from_all([request.read(part) for part in input_tensors], taken)
-        sizes = _counts(sent), _counts(taken)
-        result = list(output_tensors)
-        return self._run(request, sent, result, "all_to_all", [(sent, taken)], sizes=sizes)
-
-    def _all_to_all_single(
-        self,
-        request: Request,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None,
-        input_split_sizes: Sequence[int] | None,
-    ) -> TorchWork:
-        request.check_alike([output, input])
-        takes = request.split_counts(output, output_split_sizes or (), "output")
-        gives = request.split_counts(input, input_split_sizes or (), "input")
-        if takes[self.rank()] != gives[self.rank()]:
-            raise ShapeError(
-                "all_to_all_single: this member keeps another number of elements than it has",
-                where=self._facts.here,
-                found=f"{gives[self.rank()]} of the input for {takes[self.rank()]} of the output",
-            )
-        pair, sizes = request.read_and_written(output, input), (gives, takes)
-        return self._run(request, pair[0][0], [output], "all_to_all_single", [pair], sizes=sizes)
-
-    def _barrier(self, request: Request, **asked: Any) -> TorchWork:
-        return self._run(request, None, [], "barrier", [((), ())])
-
-    # -- messages --------------------------------------------------------------------------------
+    def _start(self, verb: str, asked: Asked, *given: Any, **named: Any) -> TorchWork:
+        self.check_usable()
+        if verb == "all_reduce" and given[0].layout is not torch.strided:
+            kind, factor = split_premul(asked.op)
+            sum_sparse(self, given[0], kind if factor is None else ReduceOp.PREMUL_SUM)
+            return self.handed_out(TorchWork([], [given[0]], self._completer))
+        form = _form_of(verb)
+        bare = [one.data if type(one) is torch.Tensor else _bare(one) for one in given]
+        if form.has_blocks:
+            bare[:2] = map(_flat, bare[:2])
+        start = partial(form.run, *bare, group=self.inner, **named)
+        written = given[form.written] if given else None
+        if not isinstance(written, torch.Tensor):
+            result = [list(written)] if written and form.is_nested else list(written or ())
+        else:
+            result = [written]
+        return self.run(verb, asked, start, given[form.read : form.read + 1], result)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> TorchWork:
-        return self._message("send", tensor, peer, tag)
+        return self._message("send", "dst", tensor, peer, tag)
 
     def _recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
-        return self._message("recv", tensor, peer, tag)
+        return self._message("recv", "src", tensor, peer, tag)
 
-    def _message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
-        request = self._request(verb, Asked())
-        if peer is not None:
-            request.check_place(peer)
-        request.check_tag(tag)
-        request.message = peer, tag
-        buffer = request.read(tensor) if verb == "send" else request.write(tensor)
-        pair: Any = ([buffer], ()) if verb == "send" else ((), [buffer])
-        return self._run(request, buffer, [tensor], verb, [pair])
+    def _message(
+        self, verb: str, role: str, tensor: torch.Tensor, peer: int | None, tag: int
+    ) -> TorchWork:
+        self.check_usable()
+        place = find_peer(self.inner, None, peer, verb, role)
+        given = verb, self.inner, place, _bare(tensor), tag
+        message = prepare_message(*given, is_send=verb == "send")
+        channel = open_channel(self.inner, message)
+
+        def start(async_op: bool) -> Work | None:
+            return channel.run(message, is_async=async_op)
+
+        title = "recvAnySource" if peer is None else verb
+        return self.run(verb, Asked(), start, [tensor], [tensor], title)
 
     # -- several pairs at once -------------------------------------------------------------------
 
@@ -248,23 +92,44 @@ class WireGroup(GroupOfWire):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """As ``reduce_scatter_single`` for each pair."""
-        request = self._request("reduce_scatter_tensor", read_options((), opts=opts))
-        return self._reduce_scatter_tensors(request, outputs, inputs)
+        return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
 
     @_for_its_wire
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """As ``all_gather_single`` for each pair."""
-        request = self._request("all_gather_into_tensor", read_options((), opts=opts))
-        return self._all_gather_into_tensors(request, outputs, inputs)
+        return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
 
     # The names of torch before 2.13, by which its C++ and programs call as well.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _start(self, verb: str, asked: Asked, *given: Any, **named: Any) -> TorchWork:
-        work: TorchWork = getattr(self, f"_{verb}")(self._request(verb, asked), *given, **named)
+    def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        self.check_usable()
+        asked, row = read_options((), opts=opts), VERBS[verb]
+        Collective(verb, self.inner).check_list(inputs, "inputs")
+        names, calls = ("output", "input"), []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            call = Collective(verb, self.inner)
+            taken = call.write(_flat(_bare(output)), names[0])
+            sent = call.read(_flat(_bare(tensor)), names[1])
+            call.check_alike(taken, sent, names)
+            if row.reduces:
+                call.take_op(asked.op, taken)
+                call.check_blocks(sent, taken, names[::-1])
+            else:
+                call.check_blocks(taken, sent, names)
+            sent = apart(sent, taken)
+            given = row.wire_verbs[0], [call.scaled(sent)], [taken], sent
+            calls.append(partial(call.run, *given, async_op=True))
+
+        def start(async_op: bool) -> Work | None:
+            return joined(list(filter(None, [call() for call in calls])))
+
+        work = self.run(verb, asked._replace(is_async=True), start, inputs, list(outputs))
+        if not asked.is_async:
+            work.wait()
         return work
 
 
@@ -273,5 +138,46 @@ for _name, _method in vars(VerbMethods).items():
         setattr(WireGroup, _name, _for_its_wire(_method))
 
 
-def _counts(tensors: Tensors) -> list[int]:
-    return [tensor.numel() for tensor in tensors]
+def _bare(given: Any) -> Any:
+    """An argument with tensors on the same memory that have no gradient, nor torch's version.
+
+    As torch's own groups do, ours let a program write where autograd has saved values: FSDP gathers
+    parameters again into the memory where a forward has seen them.
+    """
+    if isinstance(given, torch.Tensor):
+        return (given if type(given) is torch.Tensor else given.detach()).data
+    return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one dim: of blocks torch compares the numbers of elements alone."""
+    return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
+
+
+class _Form(NamedTuple):
+    """How torch's groups call a verb of ours.
+
+    Args:
+        run: the verb, without its marks: no fast path, which is for one thread, no record of its
+            own in a profile, and nothing for typed contexts, as torch's own verbs.
+        has_blocks: whether it has one larger tensor, with a block for each member.
+        read, written: the places among its arguments of what it reads, and of what it writes.
+        is_nested: whether torch's result is a list of the list that it writes.
+    """
+
+    run: Callable[..., Any]
+    has_blocks: bool
+    read: int
+    written: int
+    is_nested: bool
+
+
+@cache
+def _form_of(verb: str) -> _Form:
+    row = VERBS[verb]
+    carrier = WIRE_VERBS[row.wire_verbs[0]]
+    has_blocks = row.is_plain and carrier.takes is carrier.gives is Form.ONE
+    is_first = carrier.takes is Form.IN_PLACE or bool(carrier.root)
+    is_nested = row.is_plain and carrier.takes is Form.ONE
+    written = int(carrier.gives is Form.AT_ROOT)
+    return _Form(unwrap(verbs[verb]), has_blocks, 0 if is_first else 1, written, is_nested)

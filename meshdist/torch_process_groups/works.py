@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from ..errors import BackendError
 from ..wires.operations import WorkerQueue
 from ..wires.work import Work
 
-__all__ = ["TorchWork", "begin_record"]
+__all__ = ["TorchWork", "begin_record", "find_tensor"]
 
 _UNSET = timedelta(0)
 _PATIENCE_S = 1.0
@@ -149,8 +149,25 @@ def _await_callbacks() -> None:
         thread.join(_PATIENCE_S)
 
 
-def begin_record(title: str, tensors: Sequence[torch.Tensor]) -> list[Any]:
+def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
     """Begin a record of torch's profiler, with the shapes of these tensors; for ``end_with``."""
-    records = [_RecordFunctionFast(title, list(tensors))]
+    records = [_RecordFunctionFast(title, list(_tensors_of(given)))]
     records[0].__enter__()
     return records
+
+
+def find_tensor(given: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among arguments, some of which may be lists, also of lists."""
+    for one in given:
+        found = find_tensor(one) if isinstance(one, (list, tuple)) else one
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def _tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for one in given:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from _tensors_of(one)

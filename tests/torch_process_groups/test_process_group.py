@@ -506,13 +506,13 @@ def test_verbs_show_in_torchs_profiler_as_those_of_its_own_backends(pool: Pool) 
 def test_a_call_is_compared_as_itself_though_another_thread_notes_one(pool: Pool) -> None:
     def program() -> list[float]:
         group = dist.group.WORLD._get_backend(torch.device("cpu"))
-        (carrier,) = group._carriers.values()
-        start = carrier.start
+        (channel,) = group.inner.channels
+        carrier, start = channel.communicator, channel.communicator.start
 
         def start_late(prepared: Any) -> Any:
             if dist.get_rank() == 0:  # as a message of another thread would be
                 message = get_message("isend", torch.ones(3), 1, 7)
-                group._recorder.note_message(group._facts, message)
+                channel.recorder.note_message(channel.group, message)
             return start(prepared)
 
         x = torch.ones(2)

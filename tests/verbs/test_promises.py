@@ -332,15 +332,18 @@ def in_place() -> list[Any]:
     parts = list((torch.arange(2 * size) + 100 * rank).split(2))
     mine = parts[size - 1]  # on the source the last member's part is where its own comes to
     md.scatter(mine, parts if rank == 0 else None)
-    return [x.tolist(), mine.tolist()]
+    whole = torch.arange(2 * size) + 100 * rank
+    md.all_gather_into_tensor(whole, whole[-2:])  # the last member's place, on all of them
+    return [x.tolist(), mine.tolist(), whole.tolist()]
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_sent_may_lie_where_the_result_comes_to(wire: str, pool: Pool) -> None:
-    for rank, (exchanged, scattered) in enumerate(WIRES[wire](pool, in_place, 3)):
+    for rank, (exchanged, scattered, gathered) in enumerate(WIRES[wire](pool, in_place, 3)):
         expected = np.arange(3000).reshape(3, 1000)[rank] + 10_000 * np.arange(3)[:, None]
         assert exchanged == expected.ravel().tolist()
         assert scattered == [2 * rank, 2 * rank + 1]
+        assert gathered == [4, 5, 104, 105, 204, 205]
 
 
 def roots_of_other_kinds() -> list[float]:
