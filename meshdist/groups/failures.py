@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,39 +32,45 @@ from ..wires.failures import (
 )
 from ..wires.registry import Wire
 
-__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "explained_opening", "opening_error"]
+__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "explained_opening"]
 
 STORE_LOST = "the store is lost"
 _REASON_S = 1.0
 
 
-def opening_error(
-    failure: WireFailure,
+@contextmanager
+def explained_opening(
     group: str,
     ranks: Sequence[int],
     wire: Wire,
     where: str,
-    silent: str = "",
-) -> MeshdistError:
-    """The error of a group that a wire did not open; ``silent`` is as ``OtherMembers.silent``."""
-    kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
-    return kind(
-        f"{group} could not be opened on wire {wire.name!r}",
-        where=where,
-        found="\n".join(filter(None, (_text_of(failure, ranks), silent))),
-        fix=failure.fix or f"name another backend, for example {wire.replacement or 'gloo'!r}"
-        if isinstance(failure, WireRefused)
-        else "see that all of these ranks come to this point, and that no one has ended",
-    )
+    find_silent: Callable[[], str] = str,
+    tell: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Open a group inside; a wire's failure raises an error that names the group.
 
-
-@contextmanager
-def explained_opening(group: str, ranks: Sequence[int], wire: Wire, where: str) -> Iterator[None]:
-    """Raise ``opening_error`` where what runs inside, which opens the group, fails."""
+    Args:
+        find_silent: as ``OtherMembers.silent``.
+        tell: given the failure's text, before the error is raised.
+    """
     try:
         yield
     except WireFailure as failure:
-        raise opening_error(failure, group, ranks, wire, where) from None
+        kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
+        is_refused = isinstance(failure, WireRefused)
+        error = kind(
+            f"{group} could not be opened on wire {wire.name!r}",
+            where=where,
+            found="\n".join(
+                filter(None, (_text_of(failure, ranks), "" if is_refused else find_silent()))
+            ),
+            fix=failure.fix or f"name another backend, for example {wire.replacement or 'gloo'!r}"
+            if isinstance(failure, WireRefused)
+            else "see that all of these ranks come to this point, and that no one has ended",
+        )
+        if tell is not None:
+            tell(str(failure))
+        raise error from None
 
 
 class OtherMembers(ABC):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import ref
 
@@ -21,16 +24,15 @@ from ..errors import (
     BackendError,
     GroupClosedError,
     GroupKindError,
-    MeshdistError,
     NotInGroupError,
 )
 from ..runtime.hosts import num_forks
-from ..wires.failures import WireFailure, WireRefused
+from ..wires.failures import WireRefused
 from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
 from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error
 from .channel import Channel
-from .failures import opening_error
+from .failures import explained_opening
 from .other_members import LateMembers, MembersOfWorld, silent_ranks
 from .registry import get_registry
 from .verb_methods import Asked, VerbMethods, verbs
@@ -370,16 +372,15 @@ class ProcessGroup(VerbMethods):
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
         opening = self._opening(label, device_type, timeout)
-        try:
-            opened = registry.acquire(wire, opening, agreement, label, self)
-        except WireRefused as refusal:
-            if not (self._chooses_wires and wire.replacement):
-                raise self._not_opened(wire, refusal) from None
-            _log.info("%s goes by %s: %s", self.name, wire.replacement, refusal)
-            self.backends = {**self.backends, device_type: wire.replacement}
-            return self._open_channel(device_type, agreement, slot)
-        except WireFailure as failure:
-            raise self._not_opened(wire, failure) from failure
+        with self._explained_opening(wire):
+            try:
+                opened = registry.acquire(wire, opening, agreement, label, self)
+            except WireRefused as refusal:
+                if not (self._chooses_wires and wire.replacement):
+                    raise
+                _log.info("%s goes by %s: %s", self.name, wire.replacement, refusal)
+                self.backends = {**self.backends, device_type: wire.replacement}
+                return self._open_channel(device_type, agreement, slot)
         of_group = self.name, self.ranks, self._group_rank
         try:
             facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
@@ -405,13 +406,13 @@ class ProcessGroup(VerbMethods):
         """Connect the channel for ``device_type`` now, if a device of this type is bound."""
         if self.device is None or self.device.type != device_type:
             return
-        try:
-            channel.communicator.connect(self.device)
-        except WireFailure as failure:
-            error = self._not_opened(channel.wire, failure)
-            reason = f"{self.name} did not connect: {failure}"
+
+        def tell(text: str) -> None:
+            reason = f"{self.name} did not connect: {text}"
             get_registry(self.world).break_here(channel.opened.label, reason)
-            raise error from failure
+
+        with self._explained_opening(channel.wire, tell):
+            channel.communicator.connect(self.device)
 
     def _opening(self, label: str, device_type: str, timeout: timedelta) -> Opening:
         world = self.world
@@ -429,11 +430,12 @@ class ProcessGroup(VerbMethods):
             hosts=tuple(world.hosts[rank] for rank in self.ranks),
         )
 
-    def _not_opened(self, wire: Wire, failure: WireFailure) -> MeshdistError:
-        is_refused = isinstance(failure, WireRefused)
-        silent = "" if is_refused else silent_ranks(self.world, self.ranks)
+    def _explained_opening(
+        self, wire: Wire, tell: Callable[[str], None] | None = None
+    ) -> AbstractContextManager[None]:
         where = f"rank {self.world.rank}, among {ranks_text(self.ranks)}"
-        return opening_error(failure, self.name, self.ranks, wire, where, silent)
+        find_silent = partial(silent_ranks, self.world, self.ranks)
+        return explained_opening(self.name, self.ranks, wire, where, find_silent, tell)
 
 
 def world_group(world: World | None = None) -> ProcessGroup:

@@ -26,11 +26,8 @@ from ..errors import (
     AbortedError,
     BackendError,
     CollectiveTimeoutError,
-    GroupClosedError,
-    WorldError,
 )
 from ..groups.verb_methods import Asked
-from ..runtime.hosts import num_forks
 from ..wires.operations import WorkerQueue
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work, bound, may_be_dropped
@@ -94,12 +91,9 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self._opening = opening
         self._group_name = name
         self._group_desc = "undefined"
-        self._timeout = opening.timeout
         self.inner = InnerGroup(wire, opening, name)
         self._completer = WorkerQueue(self.inner.abort)
         self._num_meetings = 0
-        self._num_forks = num_forks()
-        self._is_closed = False
         self._coalesced: list[TorchWork] | None = None
         self._others: dict[str, Any] = {}
         _open.add(self)
@@ -147,7 +141,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
     @property
     def options(self) -> Any:
         """The options that torch asks a backend for: the name and the timeout."""
-        return Backend.Options(self._wire.name, self._timeout)
+        return Backend.Options(self._wire.name, self.inner.timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether tensors for it come from memory of its own: they do not."""
@@ -155,7 +149,6 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let every later call take so long."""
-        self._timeout = timeout
         self.inner.set_timeout(timeout)
         for group in self._others.values():
             group.set_timeout(timeout)
@@ -193,14 +186,11 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
                 them with ``wait_all_ranks``.
             StoreError: the store is lost.
         """
-        self._check_open()
+        self.inner.check_usable()
         self._num_meetings += 1
-        limit = self._timeout if timeout is None else timeout
-        store, ranks = self._opening.store, self.inner.facts.ranks
-        rank, where = (
-            ranks[self.inner.facts.rank],
-            f"{self.inner.facts.here}, {self.inner.facts.name}",
-        )
+        inner, store = self.inner, self._opening.store
+        ranks, rank, where = inner.ranks, inner.world.rank, f"{inner.here}, {inner.name}"
+        limit = inner.timeout if timeout is None else timeout
         if limit <= timedelta(0):
             raise CollectiveTimeoutError(
                 f"Rank {rank} timed out in monitoredBarrier: it may not wait",
@@ -223,7 +213,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Free every wait in the group, here and on the other members; it is unusable then."""
-        if self._is_inherited:
+        if self.inner.is_over:
             return
         for group in self._others.values():
             group.abort()
@@ -231,9 +221,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """End this member's part; a second call does nothing."""
-        if self._is_closed or self._is_inherited:
+        if self.inner.is_over:
             return
-        self._is_closed = True
         self._completer.end()
         self.inner.close()
         for group in self._others.values():
@@ -242,13 +231,8 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
 
     def leave(self) -> None:
         """Let the others know that this process ends in good order."""
-        if not self._is_closed and not self._is_inherited:
+        if not self.inner.is_over:
             self.inner.leave()
-
-    @property
-    def _is_inherited(self) -> bool:
-        """Whether it belongs to the process that this one was forked from."""
-        return self._num_forks != num_forks()
 
     # -- how a verb runs -------------------------------------------------------------------------
 
@@ -290,28 +274,16 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise GroupClosedError(
-                f"{self.inner.facts.name} was destroyed before",
-                where=self.inner.facts.here,
-                fix="make a new group: torch.distributed.new_group(...)",
-            )
-        if self._is_inherited:
-            raise WorldError(
-                f"{self.inner.facts.name} belongs to the process that this one was forked from",
-                where=self.inner.facts.here,
-                fix="start processes by spawn, and initialize torch.distributed in each",
-            )
-
     def check_usable(self) -> None:
         """Raise where the group has ended, or has failed."""
-        self._check_open()
-        if self.inner.broken:
+        inner = self.inner
+        if inner.is_over:
+            inner.check_usable()
+        if inner.broken:
             raise AbortedError(
-                f"{self.inner.facts.name} cannot be used after a failure",
-                where=self.inner.facts.here,
-                found=self.inner.broken,
+                f"{inner.name} cannot be used after a failure",
+                where=inner.here,
+                found=inner.broken,
                 fix="make a new group on the ranks that are left",
             )
 
@@ -333,23 +305,24 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """
         if kind in self._others:
             return self._others[kind]
-        self._check_open()
+        self.inner.check_usable()
+        inner = self.inner
         has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
         if kind != "cuda" or not has_nccl:
             raise BackendError(
-                f"{self.inner.facts.name} cannot carry {kind} tensors",
-                where=self.inner.facts.here,
+                f"{inner.name} cannot carry {kind} tensors",
+                where=inner.here,
                 expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
                 "NCCL",
                 found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
                 fix="move the tensor to the CPU, or make a group of another backend for it",
             )
-        store, ranks = PrefixStore(kind, self._opening.make_torch_store()), self.inner.facts.ranks
-        place, size = self.inner.facts.rank, len(ranks)
-        options: Any = torch_distributed.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        options.global_ranks_in_group = list(ranks)
-        options.group_name = self._group_name
+        store = PrefixStore(kind, self._opening.make_torch_store())
+        ranks, place, size = inner.ranks, inner.rank(), inner.size()
+        options = torch_distributed.ProcessGroupNCCL.Options()
+        fields = {"_timeout": inner.timeout, "group_name": self._group_name}
+        for name, value in {**fields, "global_ranks_in_group": list(ranks)}.items():
+            setattr(options, name, value)
         backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
         backend._set_sequence_number_for_group()
         made = self._others[kind] = _TorchsGroup(store, place, size)

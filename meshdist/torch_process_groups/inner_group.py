@@ -21,6 +21,7 @@ from ..groups.failures import explained_opening
 from ..groups.process_group import ProcessGroup
 from ..groups.registry import OpenCommunicator
 from ..runtime.deadlines import Deadline
+from ..runtime.hosts import num_forks
 from ..wires.failures import MembersDisagree
 from ..wires.packing import Layout
 from ..wires.prepared import PreparedCall
@@ -28,6 +29,8 @@ from ..wires.registry import Opening, Wire
 from .members import Comparison, MembersOfTorchGroup
 
 __all__ = ["InnerGroup"]
+
+_LABEL = ""  # of a communicator that no other group shares
 
 
 class InnerGroup(ProcessGroup):
@@ -49,17 +52,18 @@ class InnerGroup(ProcessGroup):
         backends = dict.fromkeys(sorted(wire.device_types & kinds), wire.name)
         world = World(ranks[opening.rank], max(ranks) + 1, opening.store, backends, timeout)
         super().__init__(world, ranks, name=f"group {name!r} ({ranks_text(ranks)})")
-        self.facts = GroupFacts(self.name, ranks, opening.rank, wire=wire.name, timeout=timeout)
+        facts = GroupFacts(self.name, ranks, opening.rank, wire=wire.name, timeout=timeout)
+        self.here = facts.here
         self.recorder = Recorder()
         self._aborts: dict[str, Any] = {}
         self._comparison: Comparison | None = None
         if not wire.compares_calls:
             self._comparison = Comparison(opening, self.recorder)
             opening = replace(opening, look=self._comparison.compare_again)
-        others = MembersOfTorchGroup(self.facts, opening.store, self._comparison, self.break_here)
+        others = MembersOfTorchGroup(facts, opening.store, self._comparison, self.break_here)
         try:
             for kind in backends:
-                self._channels[kind] = self._opened(wire, opening, kind, others)
+                self._channels[kind] = self._opened(wire, opening, kind, facts, others)
         except BaseException:
             self.close()
             raise
@@ -68,25 +72,35 @@ class InnerGroup(ProcessGroup):
         """Do nothing: torch's group ends it."""
 
     def _opened(
-        self, wire: Wire, opening: Opening, kind: str, others: MembersOfTorchGroup
+        self,
+        wire: Wire,
+        opening: Opening,
+        kind: str,
+        facts: GroupFacts,
+        others: MembersOfTorchGroup,
     ) -> Channel:
         """The channel for tensors of a device type."""
         if kind != opening.device_type:
             opening = opening.below(kind, device_type=kind)
-        facts, comparison = self.facts, self._comparison
-        explained = explained_opening(facts.name, facts.ranks, wire, facts.here)
+        explained = explained_opening(self.name, self.ranks, wire, self.here)
         with explained, within(Deadline(opening.timeout)):
             communicator = wire.open(opening)
+        comparison = self._comparison
         table = None if comparison is None else comparison.table
-        opened = OpenCommunicator(facts.label, communicator, self.recorder, self._aborts, table)
+        opened = OpenCommunicator(_LABEL, communicator, self.recorder, self._aborts, table)
         channel = _SharedChannel(facts, wire, opened, kind, others)
         channel.comparison = comparison
         return channel
 
     @property
+    def is_over(self) -> bool:
+        """Whether it was closed, or belongs to the process that this one was forked from."""
+        return self._closed or self._num_forks != num_forks()
+
+    @property
     def broken(self) -> str:
         """Why it cannot be used any more; "" where it can."""
-        abort = self._aborts.get(self.facts.label)
+        abort = self._aborts.get(_LABEL)
         return "" if abort is None else str(abort["reason"])
 
     def break_here(self, reason: str) -> None:
@@ -96,11 +110,12 @@ class InnerGroup(ProcessGroup):
         call than its own. Calls that differ end the group where the wire does not compare them: it
         has started those of some members.
         """
-        self._aborts.setdefault(self.facts.label, {"reason": reason})
+        self._aborts.setdefault(_LABEL, {"reason": reason})
         self.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let every later call take so long."""
+        self.own_timeout = timeout
         for channel in self._channels.values():
             channel.timeout = timeout
 
@@ -116,6 +131,7 @@ class InnerGroup(ProcessGroup):
 
     def close(self) -> None:
         """End this member's part."""
+        self._closed = True
         self.leave()
         for channel in self._channels.values():
             channel.communicator.close()

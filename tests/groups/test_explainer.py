@@ -12,7 +12,7 @@ import torch
 import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import Recorder
-from meshdist.groups.failures import STORE_LOST, Explainer, OtherMembers, opening_error
+from meshdist.groups.failures import STORE_LOST, Explainer, OtherMembers, explained_opening
 from meshdist.wires.failures import (
     Interrupted,
     MemberGaveUp,
@@ -255,8 +255,13 @@ def test_a_call_that_is_forgotten_has_no_name() -> None:
 def test_a_group_that_is_not_opened(failure: WireFailure, kind: type, found: str, fix: str) -> None:
     wire: Any = mock.Mock(replacement="")
     wire.name = "shm"
-    silent = "" if isinstance(failure, (WireRefused, MemberLost)) else "rank 6 is silent"
-    error: Any = opening_error(failure, "a group", (4, 6), wire, "rank 4", silent)
+    silent = "" if isinstance(failure, MemberLost) else "rank 6 is silent"
+    told: list[str] = []
+    opening = explained_opening("a group", (4, 6), wire, "rank 4", lambda: silent, told.append)
+    with pytest.raises(md.BackendError) as caught, opening:
+        raise failure
+    error = caught.value
     assert type(error) is kind
+    assert told == [str(failure)]
     assert error.summary == "a group could not be opened on wire 'shm'"
     assert (error.where, error.found) == ("rank 4", found) and fix in error.fix
