@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
 
 import meshdist as md
 
@@ -41,6 +42,8 @@ class Side:
         """Return a function that does ``verb`` once; ``num_bytes`` is the size of its result."""
         if self._program is not None:
             return self._program
+        if verb in (*BLOCKING, *IN_FLIGHT):
+            return calls_of_verbs(num_bytes)[verb]
         whole = torch.ones(max(1, num_bytes // 4))
         if verb == "all_reduce":
             return partial(md.all_reduce, whole)
@@ -112,6 +115,9 @@ SIDES: dict[str, Callable[[], Side]] = {
     "shm": partial(Side, "shm"),
     "mpi": partial(Side, "mpi"),
     "gloo": partial(Side, "gloo"),
+    "verbs-shm": partial(Side, "shm"),
+    "verbs-mpi": partial(Side, "mpi"),
+    "verbs-gloo": partial(Side, "gloo"),
     "mesh": partial(Side, "shm", mesh_maker),
     "demo": partial(Side, "shm", demo_step),
     "ddp-many": partial(Side, "shm", partial(ddp_step, "many")),

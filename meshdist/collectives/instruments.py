@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from threading import get_ident, main_thread
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.autograd.profiler as profiler
 from torch.autograd import forward_ad
 
-from ..checking.program import end_here, run_unnested
+from ..checking.program import end_here, run_unnested, under_way
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import leave_untraced
@@ -54,6 +55,12 @@ def {name}({parameters}):
             found = path.{name}({given})
             if found is not False:
                 return found
+        if under_way[0] is None and get_ident() == main_thread:  # else as run_unnested says
+            try:
+                under_way[0] = {name!r}
+                return function({arguments})
+            finally:
+                under_way[0] = None
         return run_unnested({name!r}, function, {arguments})
     except MeshdistError as error:
         __tracebackhide__ = True
@@ -140,6 +147,9 @@ def _with_fast_path(
         "run_unnested": run_unnested,
         "find_peer": peer,
         "forward_ad": forward_ad,
+        "get_ident": get_ident,
+        "main_thread": main_thread().ident,
+        "under_way": under_way,
         "function": function,
         "profiler": profiler,
         "recorded": recorded,

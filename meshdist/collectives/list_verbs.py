@@ -57,8 +57,8 @@ def all_gather(
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
     call = Collective("all_gather", group)
-    block = call.read(tensor, "tensor")
-    outputs = call.take_list(call.write, tensor_list, "tensor_list", block, "tensor")
+    block = call.take(tensor, "tensor")
+    outputs = call.take_list(tensor_list, "tensor_list", block, "tensor", writes=True)
     call.check_same_size(outputs[call.group.rank()], block, ("my tensor_list", "tensor"))
     sizes = [block.numel()] * len(outputs), [output.numel() for output in outputs]
     return call.run("all_gather_list", [block], outputs, block, async_op, sizes=sizes)
@@ -102,9 +102,11 @@ def gather(
     assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, dst, group_dst, "gather", "dst")
     call = Collective("gather", group, root)
-    block = call.read(tensor, "tensor")
-    outputs = call.take_list(call.write, gather_list, "gather_list", block, "tensor", "destination")
-    return call.run("gather", [block], outputs, block, async_op, gather_list or [tensor])
+    block = call.take(tensor, "tensor")
+    outputs = call.take_list(
+        gather_list, "gather_list", block, "tensor", "destination", writes=True
+    )
+    return call.run("gather", [block], outputs, block, async_op, result=gather_list or [tensor])
 
 
 @verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)
@@ -144,8 +146,8 @@ def scatter(
     assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, src, group_src, "scatter", "src")
     call = Collective("scatter", group, root)
-    buffer = call.write(tensor, "tensor")
-    parts = call.take_list(call.read, scatter_list, "scatter_list", buffer, "tensor", "source")
+    buffer = call.take(tensor, "tensor", writes=True)
+    parts = call.take_list(scatter_list, "scatter_list", buffer, "tensor", "source")
     inputs = [apart(part, buffer) for part in parts]
     return call.run("scatter", inputs, [buffer], buffer, async_op)
 
@@ -182,9 +184,9 @@ def reduce_scatter(
         [[2.0], [4.0, 4.0]]
     """
     call = Collective("reduce_scatter", group)
-    buffer = call.write(output, "output")
+    buffer = call.take(output, "output", writes=True)
     call.take_op(op, buffer)
-    inputs = call.take_list(call.read, input_list, "input_list", buffer, "output")
+    inputs = call.take_list(input_list, "input_list", buffer, "output")
     call.check_same_size(inputs[call.group.rank()], buffer, ("my input_list", "output"))
     sent = list(map(call.scaled, inputs))
     return call.run("reduce_scatter_list", sent, [buffer], inputs, async_op)

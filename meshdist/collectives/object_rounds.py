@@ -168,7 +168,7 @@ class Rounds(Collective):
         device: where the caller wants the bytes to travel, or None.
     """
 
-    __slots__ = ("device",)
+    device: torch.device
 
     def __init__(self, name: str, group: Any, device: Any = None) -> None:
         super().__init__(name, group)
@@ -192,10 +192,10 @@ class Rounds(Collective):
             reason = parcel.data if parcel.error is not None else self.empty(0)
             texts = self.all_gather_bytes(reason, [max(0, -size) for size in signed_sizes])
             failed = [(rank, text) for rank, text in zip(ranks, texts, strict=True) if len(text)]
-            raise_unpicklable(failed, self.name, parcel.error)
+            raise_unpicklable(failed, self.verb, parcel.error)
         if len({*lengths} - {_ANY_LENGTH}) > 1:
             entries = [(rank, f"{n} entries") for rank, n in zip(ranks, lengths, strict=True)]
-            raise other_length(self.name, self.group, grouped_text(entries))
+            raise other_length(self.verb, self.group, grouped_text(entries))
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
@@ -208,7 +208,7 @@ class Rounds(Collective):
         if sizes[0] < 0:
             text = self.broadcast(failure.data if failure else self.empty(-sizes[0]))
             source = self.group.ranks[self.root]
-            raise_unpicklable([(source, text)], self.name, failure.error if failure else None)
+            raise_unpicklable([(source, text)], self.verb, failure.error if failure else None)
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Rounds(Collective):
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
         """Return the objects that ``member`` sent."""
-        return unpack(data, self.group.ranks[member], self.name, self.group)
+        return unpack(data, self.group.ranks[member], self.verb, self.group)
 
     def answer(
         self,
@@ -244,11 +244,11 @@ class Rounds(Collective):
         none = Parcel({"object": None})
         if not sizes:
             ((shape, dtype),) = call.parts
-            if self.name != _FROM_SOURCE and dtype == torch.int64:
+            if self.verb != _FROM_SOURCE and dtype == torch.int64:
                 return self._all_gather_numbers(none.signed_size, _ANY_LENGTH, True)[1]
             return self._broadcast(torch.empty(shape, dtype=dtype, device="cpu"), True)[1]
         theirs, ours = sizes
-        if self.name != _FROM_SOURCE and len({*theirs}) == 1:  # each sends all the same
+        if self.verb != _FROM_SOURCE and len({*theirs}) == 1:  # each sends all the same
             mine = ours[self.group.rank()]  # none of reasons
             return self._all_gather_bytes(none.data[:mine], ours, True)[1]
         return self._exchange(none.data[: sum(sent)], sent, taken, True)[1]
@@ -262,14 +262,14 @@ class Rounds(Collective):
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
         result = [flat, mine]
-        return gathered, self.run("all_gather", [mine], [flat], mine, async_op, result)
+        return gathered, self.run("all_gather", [mine], [flat], mine, async_op, result=result)
 
     def _broadcast(
         self, tensor: torch.Tensor, async_op: bool = False
     ) -> tuple[torch.Tensor, Work | None]:
         there = tensor.to(self.device)
         sent = [there]
-        return there, self.run("broadcast", sent, sent, there, async_op, sent)
+        return there, self.run("broadcast", sent, sent, there, async_op, result=sent)
 
     def _all_gather_bytes(
         self, data: torch.Tensor, sizes: Sequence[int], async_op: bool = False
@@ -279,7 +279,7 @@ class Rounds(Collective):
         given = [there.numel()] * len(parts), sizes
         result = [*parts, there]
         return parts, self.run(
-            "all_gather_list", [there], parts, there, async_op, result, sizes=given
+            "all_gather_list", [there], parts, there, async_op, result=result, sizes=given
         )
 
     def _exchange(
@@ -293,5 +293,5 @@ class Rounds(Collective):
         whole = there.new_empty(sum(taken))
         result, sizes = [whole, there], (sent, taken)
         return whole, self.run(
-            "all_to_all_single", [there], [whole], there, async_op, result, sizes=sizes
+            "all_to_all_single", [there], [whole], there, async_op, result=result, sizes=sizes
         )

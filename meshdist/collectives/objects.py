@@ -77,7 +77,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     rounds = Rounds("all_gather_object", group)
     size = rounds.group.size()
     rounds.check_list(object_list, "object_list", size, may_be_longer=True)
-    check_is_list(object_list, "object_list", rounds.name, is_written=True)
+    check_is_list(object_list, "object_list", rounds.verb, is_written=True)
     parcel = Parcel({"obj": obj})
     with rounds:
         sizes = rounds.agree(parcel)
@@ -118,11 +118,11 @@ def gather_object(
         [['a', 'b'], None]
     """
     rounds, argument = Rounds("gather_object", group), "object_gather_list"
-    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.name, "dst")
+    root = rounds.root = get_root(rounds.group, dst, group_dst, rounds.verb, "dst")
     size = rounds.group.size()
     rounds.check_list(object_gather_list, argument, size, role="destination", may_be_longer=True)
     if rounds.is_root:
-        check_is_list(object_gather_list, argument, rounds.name, is_written=True)
+        check_is_list(object_gather_list, argument, rounds.verb, is_written=True)
     parcel = Parcel({"obj": obj})
     with rounds:
         sizes = rounds.agree(parcel)
@@ -168,8 +168,8 @@ def broadcast_object_list(
         ['foo', 12, {1: 2}]
     """
     rounds = Rounds("broadcast_object_list", group, device)
-    root = rounds.root = get_root(rounds.group, src, group_src, rounds.name, "src")
-    check_is_list(object_list, "object_list", rounds.name, is_written=not rounds.is_root)
+    root = rounds.root = get_root(rounds.group, src, group_src, rounds.verb, "src")
+    check_is_list(object_list, "object_list", rounds.verb, is_written=not rounds.is_root)
     parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
     with rounds:
         sizes = rounds.agree(parcel, len(object_list))
@@ -360,9 +360,9 @@ class _Line:
         channel = open_channel(self.target, message)
         if self.use_batch:
             channel.start_together([message])
+            channel.finish(message)
         else:
-            channel.start(message)
-        channel.finish(message)
+            channel.run(message)
         return message
 
 

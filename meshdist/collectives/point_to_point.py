@@ -18,7 +18,8 @@ from ..groups.channel import Channel
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.prepared import LARGEST_TAG, PreparedCall
 from ..wires.work import Work
-from .checks import as_wire_tensor, find_peer, get_peer
+from .checks import find_peer, get_peer
+from .collective import VerbCall
 from .instruments import verb
 
 __all__ = [
@@ -125,9 +126,7 @@ def isend(
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(target, dst, group_dst, "isend", "dst")
     message = prepare_message("isend", target, peer, tensor, tag, is_send=True)
-    channel = open_channel(target, message)
-    channel.start(message)
-    return channel.work(message)
+    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
 @verb()
@@ -153,9 +152,7 @@ def irecv(
     target = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(target, src, group_src, "irecv", "src")
     message = prepare_message("irecv", target, peer, tensor, tag, is_send=False)
-    channel = open_channel(target, message)
-    channel.start(message)
-    return channel.work(message)
+    return open_channel(target, message).run(message, is_async=True)  # type: ignore[return-value]
 
 
 @dataclass(eq=False, repr=False)
@@ -286,15 +283,16 @@ def prepare_message(
         KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
         BackendError: the group has no wire for the tensor's device.
     """
-    data, buffer = as_wire_tensor(tensor, "tensor", verb, writable=not is_send)
+    message = VerbCall(verb, target, peer)
+    buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
         _check_tag(tag, target.wire_name(buffer.device.type))
-    foreign = () if data is tensor else [tensor]
-    more: Any = {"root": peer, "tag": tag, "foreign": foreign}
+    message.tag, message.is_message = tag, True
     if is_send:
-        return PreparedCall(verb, "send", [buffer], (), buffer, result=[tensor], **more)
-    written = [(tensor, data, buffer)]
-    return PreparedCall(verb, "recv", (), [buffer], buffer, written=written, **more)
+        message.way, message.inputs, message.result = "send", [buffer], [tensor]
+    else:
+        message.way, message.outputs = "recv", [buffer]
+    return message
 
 
 def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:

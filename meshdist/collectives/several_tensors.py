@@ -11,7 +11,7 @@ Arguments, errors and results of both follow the rules of ``verbs``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,7 @@ def all_reduce_coalesced(
     """
     call = Collective("all_reduce_coalesced", group, is_elementwise=True)
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    buffers = [call.write(one, "tensors") for one in call.check_list(tensors, "tensors")]
+    buffers = [call.take(x, "tensors", writes=True) for x in call.check_list(tensors, "tensors")]
     call.take_op(op, *buffers)
     _check_devices(call, buffers, "tensors")
     return call.run("all_reduce_list", buffers, buffers, buffers, async_op)
@@ -106,7 +106,7 @@ def all_gather_coalesced(
     """
     call = Collective("all_gather_coalesced", group)
     names = ("output_tensor_lists", "input_tensor_list")
-    inputs = [call.read(one, names[1]) for one in call.check_list(input_tensor_list, names[1])]
+    inputs = [call.take(one, names[1]) for one in call.check_list(input_tensor_list, names[1])]
     buffers = call.write_lists(output_tensor_lists, names[0], call.group.size(), len(inputs))
     for buffer, source in zip(buffers, itertools.cycle(inputs)):
         call.check_alike(buffer, source, names)
@@ -146,14 +146,14 @@ def broadcast_multigpu(
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
     """
     call = Collective("broadcast_multigpu", group)
-    call.root = get_peer(call.group, src, None, call.name, "src")
-    buffers = _take(call, call.write, tensor_list)
+    call.root = get_peer(call.group, src, None, call.verb, "src")
+    buffers = _take(call, tensor_list, writes=True)
     place = _place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
     if call.is_root:  # what is sent stays as it is
         del call.written[place]
     one, then = [sent], partial(_spread, sent, buffers)
-    return call.run("broadcast", one, one, buffers, async_op, tensor_list, then=then)
+    return call.run("broadcast", one, one, buffers, async_op, result=tensor_list, then=then)
 
 
 @verb()
@@ -186,7 +186,7 @@ def all_reduce_multigpu(
         [16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
     """
     call = Collective("all_reduce_multigpu", group)
-    buffers = _take(call, call.write, tensor_list)
+    buffers = _take(call, tensor_list, writes=True)
     call.take_op(op, buffers[0])
     return _reduce_as_one(call, "all_reduce", buffers, buffers, async_op, None)
 
@@ -223,10 +223,10 @@ def reduce_multigpu(
         [[1.0, 6.0], [1.0, 2.0]]
     """
     call = Collective("reduce_multigpu", group)
-    call.root = get_peer(call.group, dst, None, call.name, "dst")
-    buffers = _take(call, call.read, tensor_list)
+    call.root = get_peer(call.group, dst, None, call.verb, "dst")
+    buffers = _take(call, tensor_list)
     place = _place(call, dst_tensor, "dst_tensor", buffers)
-    outputs = [call.write(tensor_list[place], "tensor_list")] if call.is_root else []
+    outputs = [call.take(tensor_list[place], "tensor_list", writes=True)] if call.is_root else []
     call.take_op(op, buffers[0])
     return _reduce_as_one(call, "reduce", buffers, outputs, async_op, tensor_list)
 
@@ -262,7 +262,7 @@ def all_gather_multigpu(
         [[0, 1, 10, 11], [0, 1, 10, 11]]
     """
     call = Collective("all_gather_multigpu", group)
-    inputs = _take(call, call.read, input_tensor_list, "input_tensor_list")
+    inputs = _take(call, input_tensor_list, "input_tensor_list")
     count = len(inputs) * call.group.size()
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     names = ("an entry of output_tensor_lists", "input_tensor_list[0]")
@@ -271,13 +271,10 @@ def all_gather_multigpu(
 
 
 def _take(
-    call: Collective,
-    take: Callable[[Any, str], torch.Tensor],
-    given: Any,
-    argument: str = "tensor_list",
+    call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors that ``call.read`` or ``call.write`` takes of a list whose entries are alike."""
-    tensors = [take(one, argument) for one in call.check_list(given, argument)]
+    """The tensors that ``call.take`` gives for a list whose entries are alike."""
+    tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
 
@@ -294,7 +291,7 @@ def _check_same(
 def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
     """Return ``place`` if the list has it."""
     last = len(tensors) - 1
-    return get_whole_number(place, f"{call.name}: {argument}", 0, last, where="tensor_list")
+    return get_whole_number(place, f"{call.verb}: {argument}", 0, last, where="tensor_list")
 
 
 def _reduce_as_one(
@@ -309,13 +306,14 @@ def _reduce_as_one(
 
     A mean of whole numbers is rounded once, in the end: until then it is a sum.
     """
-    kind = call.kind
+    kind = call.op
     assert kind is not None  # a verb that reduces
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
     one = [total]
-    return call.run(way, one, one, buffers, async_op, result, op=step, then=then)
+    call.op = step
+    return call.run(way, one, one, buffers, async_op, result=result, then=then)
 
 
 def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:

@@ -67,9 +67,9 @@ def shared_empty(
     count = torch.tensor([like.nbytes])
     counts = torch.empty(target.size(), dtype=torch.int64)
     # The places in memory follow from the sizes, which must be equal first.
-    channel.run(
-        PreparedCall("shared_empty", "all_gather", [count], [counts], like, shows_all=False)
-    )
+    prepared = PreparedCall("shared_empty", "all_gather", [count], [counts], like)
+    prepared.shows_all = False
+    channel.run(prepared)
     if bool((counts != count).any()):
         raise channel.disagree(channel.recorder.sequence)
     try:

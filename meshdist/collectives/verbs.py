@@ -147,11 +147,11 @@ def reduce(
     assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, dst, group_dst, "reduce", "dst")
     call = Collective("reduce", group, root, is_elementwise=True)
-    buffer = (call.write if call.is_root else call.read)(tensor, "tensor")
+    buffer = call.take(tensor, "tensor", writes=call.is_root)
     call.take_op(op, buffer)
     scaled = call.scaled(buffer)
     call.written = [(one, data, scaled) for one, data, _ in call.written]
-    return call.run("reduce", sent := [scaled], sent, scaled, async_op, [tensor])
+    return call.run("reduce", sent := [scaled], sent, scaled, async_op, result=[tensor])
 
 
 @verb(fast=["output_tensor", "input_tensor"])
@@ -268,7 +268,8 @@ def barrier(
     channels = group.channels_at_rest("cuda" if is_on_cuda else group.first_device_type())
     works: list[Work] = []
     for channel in channels:
-        prepared = PreparedCall("barrier", "barrier", (), (), device=device, limit=timeout)
+        prepared = PreparedCall("barrier", "barrier", (), ())
+        prepared.device, prepared.limit = device, timeout
         started = channel.run(prepared, is_async=async_op)
         if started is not None:
             works.append(started)

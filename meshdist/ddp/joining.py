@@ -472,8 +472,8 @@ class Join:
         at_work = context.announce(joinable, _ITERATION)
         count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
         channel = context.group.open_channel(count.device.type)
-        done = PreparedCall("notify_join_context", "barrier", (), (), result=[count])
-        done.operation = DONE
+        done = PreparedCall("notify_join_context", "barrier", (), ())
+        done.operation, done.result = DONE, [count]
         return channel.work(done)
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:

@@ -157,9 +157,9 @@ class Round:
         padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
         gathered = mine.new_empty((channel.communicator.size, num_bytes))
-        channel.enter(NAME, mine, is_guarded=False)
-        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered.view(-1)])
+        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered.view(-1)], mine)
         prepared.timeout = self._timeout
+        channel.enter(prepared, is_guarded=False)
         channel.start_entered(prepared)
         return gathered, prepared.operation
 

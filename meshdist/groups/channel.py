@@ -23,7 +23,6 @@ from ..checking.program import is_of_handler, line_of, under_way
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError
-from ..reduce_ops import ReduceKind
 from ..wires.communicator import Communicator
 from ..wires.core import core
 from ..wires.failures import (
@@ -34,7 +33,7 @@ from ..wires.failures import (
     WireTimeout,
 )
 from ..wires.operations import DONE, Chain, Operation
-from ..wires.packing import ROW_MAJOR, Layout, find_layout, flat
+from ..wires.packing import ROW_MAJOR, Layout, Sizes, find_layout, flat
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
 from ..wires.work import Work, may_be_dropped
@@ -48,13 +47,14 @@ if TYPE_CHECKING:
 __all__ = ["CallGuard", "Channel"]
 
 
+_EVEN: tuple[Sizes, Sizes] = ((), ())
 _warned: set[tuple[str, int]] = set()
 
 
 class CallGuard(Protocol):
     """A join context, which announces the calls of its channels to ranks that have no data."""
 
-    def enter(self, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
+    def enter(self, channel: Channel, prepared: PreparedCall) -> None:
         """Enter a call in place of ``Channel.enter``, which it asks with ``is_guarded=False``."""
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
@@ -144,30 +144,18 @@ class Channel:
 
     def enter(
         self,
-        verb: str,
-        tensor: torch.Tensor | list[torch.Tensor] | None,
-        op: ReduceKind | None = None,
-        root: int | None = None,
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
+        prepared: PreparedCall,
         layouts: Sequence[Layout] = (),
-        title: str = "",
         *,
         is_guarded: bool = True,
     ) -> None:
         """Note a collective that this rank is about to start, and compare it with the others'.
 
         Args:
-            verb: its public name.
-            tensor: the tensor, or list of tensors, whose dtype and number of elements must be equal
-                on all members.
-            op: its reduction.
-            root: the place of its source or destination.
-            sent, taken: how many elements go to and come from each member, for a verb whose
-                members may differ in that; only the dtype of ``tensor`` must be equal then.
+            prepared: its verb, op, root and title must be equal on all members, and so must the
+                dtype and number of elements of ``noted``; only the dtype where there are ``sizes``.
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``).
-            title: what the verb is a part of, equal on all members; "" where it stands for itself.
             is_guarded: whether a guard, where there is one, enters it.
 
         Raises:
@@ -176,16 +164,20 @@ class Channel:
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
         if is_guarded and self.guard is not None:
-            self.guard.enter(self, verb, tensor, op, root, sent, taken, title=title)
+            self.guard.enter(self, prepared)
             return
-        on_stream = self.communicator.on_stream
-        call = get_call(verb, tensor, op, root, title, bool(sent), tuple(layouts))
-        if not (sent or layouts) and self._enter(call, call.fingerprint):
+        verb, tensor, sizes = prepared.verb, prepared.noted, prepared.sizes
+        op, root, title = prepared.noted_op, prepared.root, prepared.title
+        call = get_call(verb, tensor, op, root, title, sizes is not None, tuple(layouts))
+        on_stream, recorder = self.communicator.on_stream, self.recorder
+        if sizes is None and not layouts and self._enter(call, call.fingerprint):
+            prepared.sequence, _, prepared.number = recorder.counts
             if on_stream:
                 self._compare_before_data_move(call, tensor)
             return
-        recorder = self.recorder
-        note = recorder.note(self.group, call, (sent, taken) if sent else ())
+        sent, taken = sizes or _EVEN
+        note = recorder.note(self.group, call, sizes or ())
+        prepared.sequence, _, prepared.number = recorder.counts
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         self.refuse_broken()
@@ -208,31 +200,26 @@ class Channel:
                 another dtype or number of elements.
             CollectiveTimeoutError, AbortedError, BackendError: as the group explains.
         """
-        self.start(prepared, waits=not is_async)
-        if is_async:
-            return self.work(prepared)
-        self.finish(prepared)
-        return None
-
-    def start(self, prepared: PreparedCall, *, waits: bool = False) -> None:
-        """Compare a call with the other members', and start it; ``waits``: ``finish`` is next."""
-        prepared.timeout, prepared.waits = prepared.limit or self.timeout, waits
+        prepared.timeout, prepared.waits = prepared.limit or self.timeout, not is_async
         if prepared.is_message:
             self._start_message(prepared)
-            return
-        tensors = prepared.inputs
-        if prepared.is_elementwise and (len(tensors) > 1 or not tensors[0].is_contiguous()):
-            self._enter_as_it_lies(prepared)
         else:
-            self._enter_prepared(prepared)
-        self.start_entered(prepared)
+            if prepared.lies_otherwise:
+                self._enter_as_it_lies(prepared)
+            else:
+                self.enter(prepared)
+            self.start_entered(prepared)
+        if is_async:
+            return self.work(prepared)
+        if prepared.operation is not DONE or prepared.is_elsewhere or prepared.foreign:
+            self.finish(prepared)
+        return None
 
     def start_entered(self, prepared: PreparedCall) -> None:
         """Start a collective that ``enter`` has let through."""
-        prepared.begin_here()
-        recorder = prepared.recorder = self.recorder
-        if prepared.number is None:
-            prepared.sequence, prepared.number = recorder.sequence, recorder.num_notes
+        if prepared.written:
+            prepared.begin_here()
+        prepared.recorder = self.recorder
         try:
             operation = self.communicator.start(prepared)
         except BaseException as error:
@@ -241,11 +228,12 @@ class Channel:
         prepared.operation = operation if then is None else Chain([operation], then)
 
     def start_together(self, messages: Sequence[PreparedCall]) -> None:
-        """Start messages; which of them stands first does not matter."""
+        """Start messages, which ``finish`` or a Work waits for; their order does not matter."""
         try:
             with self.communicator.batch():
                 for message in messages:
-                    self.start(message)
+                    message.timeout = self.timeout
+                    self._start_message(message)
         except WireFailure as failure:  # of the whole batch: that of each is explained already
             raise self.explain(failure) from None
 
@@ -281,22 +269,16 @@ class Channel:
         # Where this rank only sends, those that receive may tell.
         return may_be_dropped(work) if results and not written else work
 
-    def _enter_prepared(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
-        sent, taken = prepared.sizes or ((), ())
-        asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, sent, taken
-        self.enter(*asked, layouts=layouts, title=prepared.title)
-
     def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
         """Enter a collective on tensors in another order of memory, which are copied if need be."""
         tensors, op = prepared.inputs, prepared.op
-        is_in_order = all(one.is_contiguous() for one in tensors)
-        if is_in_order or self.communicator.takes_layouts(prepared.way, tensors, op):
-            self._enter_prepared(prepared)
+        if self.communicator.takes_layouts(prepared.way, tensors, op):
+            self.enter(prepared)
         elif op is not None and self.demands_layouts:
-            self._enter_prepared(prepared, [find_layout(one) or ROW_MAJOR for one in tensors])
+            self.enter(prepared, [find_layout(one) or ROW_MAJOR for one in tensors])
             prepared.travel_as([flat(one) for one in tensors], are_copies=False)
         else:
-            self._enter_prepared(prepared)
+            self.enter(prepared)
             prepared.travel_as([one.contiguous() for one in tensors], are_copies=True)
 
     def _start_message(self, prepared: PreparedCall) -> None:
@@ -305,7 +287,8 @@ class Channel:
         A receive whose sender is known only later is compared then; ``finish`` raises.
         """
         communicator, recorder = self.communicator, self.recorder
-        verb, peer, tag, is_send = prepared.verb, prepared.root, prepared.tag, prepared.is_send
+        verb, peer, tag = prepared.verb, prepared.root, prepared.tag
+        is_send = prepared.way == "send"
         tensor = (prepared.inputs if is_send else prepared.outputs)[0]
         prepared.recorder = recorder
         if not is_send and self.waits_for_sender(peer, tag):

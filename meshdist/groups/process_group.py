@@ -26,7 +26,7 @@ from ..errors import (
     GroupKindError,
     NotInGroupError,
 )
-from ..runtime.hosts import num_forks
+from ..runtime.hosts import forks, num_forks
 from ..wires.failures import WireRefused
 from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
 from ..wires.work import Work, bound
@@ -195,7 +195,7 @@ class ProcessGroup(VerbMethods):
                 agree now.
             slot: under which each of them made its offer.
         """
-        if self._num_forks == num_forks():  # else a forked child, which may not
+        if self._num_forks == forks[0]:  # else a forked child, which may not
             channel = self._channels.get(device_type)
             if channel is not None:
                 return channel

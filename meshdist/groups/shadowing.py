@@ -55,6 +55,7 @@ from ..errors import (
 )
 from ..runtime.untraced import leave_untraced
 from ..wires.failures import WireTimeout
+from ..wires.prepared import PreparedCall
 from ..wires.work import Work
 from .announcements import NOTICE, Place, Places, Round, Statement
 from .channel import CallGuard, Channel
@@ -191,14 +192,16 @@ class Shadowing(CallGuard):
         finally:
             self.owner = before
 
-    def enter(self, channel: Channel, verb: str, *given: Any, **named: Any) -> None:
+    def enter(self, channel: Channel, prepared: PreparedCall) -> None:
         """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
         place = self._places.find(channel.opened)
         assert place is not None  # it is covered
-        mine = Statement.of(verb, *given, **named, owner=self.owner)
+        asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root
+        sizes = prepared.sizes or ((), ())
+        mine = Statement.of(*asked, *sizes, title=prepared.title, owner=self.owner)
         self._agree(place, channel, mine, waits=has_source(mine.call))
         try:
-            channel.enter(verb, *given, **named, is_guarded=False)
+            channel.enter(prepared, is_guarded=False)
         except AgreementError as error:
             raise self.cause_of(channel, error) from None
         place.settle()

@@ -44,6 +44,7 @@ __all__ = [
     "my_card",
     "name_locker",
     "num_cores",
+    "forks",
     "num_forks",
     "own_sockets",
     "process_start",
@@ -284,21 +285,21 @@ def name_locker(path: str) -> str:
     return "another process"
 
 
-_num_forks = 0
+forks = [0]
+"""How many forks lie between this process and the one that imported the package.
+
+It differs between a process and its forked child, as its number does, which costs a call of the
+system to ask. Calls of verbs read it here; all others by ``num_forks``.
+"""
 
 
 def num_forks() -> int:
-    """How many forks lie between this process and the one that imported the package.
-
-    It differs between a process and its forked child, as its number does, which costs a call of
-    the system to ask.
-    """
-    return _num_forks
+    """The number in ``forks``."""
+    return forks[0]
 
 
 def _count() -> None:
-    global _num_forks
-    _num_forks += 1
+    forks[0] += 1
 
 
 os.register_at_fork(after_in_child=_count)

@@ -26,6 +26,7 @@ from ..wires.failures import MembersDisagree
 from ..wires.packing import Layout
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Opening, Wire
+from ..wires.work import Work
 from .members import Comparison, MembersOfTorchGroup
 
 __all__ = ["InnerGroup"]
@@ -148,15 +149,16 @@ class _SharedChannel(Channel):
         super().__init__(*given)
         self._starting = threading.RLock()
 
-    def start(self, prepared: PreparedCall, *, waits: bool = False) -> None:
+    def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
         # Calls that go on in the background start in the order in which they are noted.
-        with nullcontext() if waits else self._starting:
-            super().start(prepared, waits=waits)
+        with self._starting if is_async else nullcontext():
+            return super().run(prepared, is_async=is_async)
 
-    def _enter_prepared(self, prepared: PreparedCall, layouts: Sequence[Layout] = ()) -> None:
+    def enter(
+        self, prepared: PreparedCall, layouts: Sequence[Layout] = (), *, is_guarded: bool = True
+    ) -> None:
         with self._starting:
-            super()._enter_prepared(prepared, layouts)
-            prepared.sequence, prepared.number = self.recorder.sequence, self.recorder.num_notes
+            super().enter(prepared, layouts, is_guarded=is_guarded)
         if self.comparison is not None:
             try:
                 self.comparison.compare_again(is_thorough=False)

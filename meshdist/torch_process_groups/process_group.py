@@ -112,8 +112,8 @@ class WireGroup(GroupOfWire):
         names, calls = ("output", "input"), []
         for output, tensor in zip(outputs, inputs, strict=True):
             call = Collective(verb, self.inner)
-            taken = call.write(_flat(_bare(output)), names[0])
-            sent = call.read(_flat(_bare(tensor)), names[1])
+            taken = call.take(_flat(_bare(output)), names[0], writes=True)
+            sent = call.take(_flat(_bare(tensor)), names[1])
             call.check_alike(taken, sent, names)
             if row.reduces:
                 call.take_op(asked.op, taken)

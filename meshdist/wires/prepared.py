@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -32,7 +31,6 @@ Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
 """An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
 
 
-@dataclass(eq=False, repr=False, slots=True)
 class PreparedCall:
     """One call, ready to be run by a channel and started by a wire.
 
@@ -50,65 +48,73 @@ class PreparedCall:
         root: the place of its source or destination; of a message, of its other side (None: any).
         sizes: how many elements go to and come from each member, where members may differ in that.
         tag: of a message.
-        device: where a barrier runs; None takes the connected device.
-        title: what the verb is a part of, equal on all members; "" where it stands for itself.
-        limit: how long it may take, in place of the group's timeout.
-        written: what it writes.
-        foreign: the arrays of other libraries than torch that it reads or writes.
-        result: what its Work returns, where that is more than what is written.
-        factor: of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts.
-        noted_op: the reduction that members compare.
-        then: completes the result, once the wire is done.
-        is_elementwise: whether its tensors correspond element by element on all members, so that
-            they may travel as they lie in memory.
-        shows_all: whether way and tensors show a wire all of the call that must be equal on all
-            members.
-
-    Attributes:
-        timeout, waits: how long it may take; whether its caller waits for it at once.
-        sequence: its number among the group's collectives, or a message's in the recorder.
-        number: under which the recorder has noted it; None for a call of a wire's own.
-        operation: what the wire has started.
     """
 
-    verb: str
-    way: str
-    inputs: Tensors
-    outputs: Tensors
+    # Of most calls these are as they stand in the class, which costs a call nothing.
+    verb: str = ""
+    way: str = ""
+    inputs: Tensors = ()
+    outputs: Tensors = ()
     noted: Any = None
     op: ReduceKind | None = None
     root: int | None = None
     sizes: tuple[Sizes, Sizes] | None = None
     tag: int = 0
     device: torch.device | None = None
+    """Where a barrier runs; None takes the connected device."""
     title: str = ""
+    """What the verb is a part of, equal on all members; "" where it stands for itself."""
     limit: timedelta | None = None
+    """How long it may take, in place of the group's timeout."""
     written: Sequence[Written] = ()
+    """What it writes."""
     foreign: Sequence[Any] = ()
+    """The arrays of other libraries than torch that it reads or writes."""
     result: Sequence[Any] | None = None
+    """What its Work returns, where that is more than what is written."""
     factor: Factor | None = None
+    """Of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
     noted_op: ReduceKind | None = None
+    """The reduction that members compare."""
     then: Callable[[], None] | None = None
-    is_elementwise: bool = False
+    """Completes the result, once the wire is done."""
+    lies_otherwise: bool = False
+    """Whether some of its tensors, which correspond element by element on all members, lie in
+    another order than row-major, as they may travel."""
     shows_all: bool = True
+    """Whether way and tensors show a wire all of the call that must be equal on all members."""
+    is_message: bool = False
+    """Whether it is a send or a receive that is compared and noted as such."""
 
     # A channel fills these in.
     timeout: timedelta = _NO_TIME
     waits: bool = False
+    """Whether its caller waits for it at once."""
     sequence: int = 0
+    """Its number among the group's collectives, or a message's in the recorder."""
     number: int | None = None
+    """Under which the recorder has noted it; None for a call of a wire's own."""
     recorder: Recorder | None = None
     operation: Operation = DONE
+    """What the wire has started."""
+    is_elsewhere: bool = False
+    """Whether something that it writes travels as another tensor than the caller's array."""
 
-    @property
-    def is_message(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.way == "send" or self.way == "recv"
-
-    @property
-    def is_send(self) -> bool:
-        """Whether it is a send."""
-        return self.way == "send"
+    def __init__(
+        self,
+        verb: str,
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        noted: Any = None,
+        op: ReduceKind | None = None,
+        root: int | None = None,
+        sizes: tuple[Sizes, Sizes] | None = None,
+        tag: int = 0,
+    ) -> None:
+        self.verb, self.way = verb, way
+        self.inputs, self.outputs, self.noted = inputs, outputs, noted
+        self.op, self.root, self.sizes, self.tag = op, root, sizes, tag
 
     @property
     def note(self) -> Note | None:
@@ -148,8 +154,10 @@ class PreparedCall:
         A backward that counts on what an array held before then raises, where else it would be
         wrong.
         """
-        for _, data, _ in self.written:
+        for array, data, travelling in self.written:
             increment_version((data,))  # torch.autograd.graph's takes twice as long
+            if array is not travelling:
+                self.is_elsewhere = True
         if self.factor is not None:
             for output in self.outputs:
                 multiply(output, self.factor)
@@ -163,9 +171,9 @@ class PreparedCall:
 
     def find_copy_back(self) -> Callable[[], None] | None:
         """The function that copies a result to the caller's arrays; None where it lies there."""
+        if not self.is_elsewhere:
+            return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
-        if not elsewhere:
-            return None  # the common case, decided fast
         for _, data, _ in elsewhere:
             _forbid_gradient(data, self.verb)
 

@@ -93,11 +93,7 @@ class ShmOperation(Operation):
 class ShmCommunicator(Communicator):
     """One member's part of a group in shared memory, over the native communicator ``core``."""
 
-    ways: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(WIRE_VERBS, "_collective"),
-        **dict.fromkeys(("all_reduce", "reduce", "broadcast"), "_in_place"),
-        **dict.fromkeys(("send", "recv"), "_message"),
-    }
+    ways: ClassVar[Mapping[str, str]] = dict.fromkeys(WIRE_VERBS, "start")
     averages_at_once = True
     shows_calls = True
 
@@ -115,65 +111,57 @@ class ShmCommunicator(Communicator):
         """Everything is native but what the core cannot reduce."""
         if _core is None:
             return ""
-        if verb in REDUCING_VERBS and _codes(dtype, op) is None:
+        if verb in REDUCING_VERBS and (dtype, op.value) not in _REDUCED:
             return "built"
         return super().support(verb, device_type, dtype, op)
 
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
         if verb == "all_reduce_list" and len({tensor.dtype for tensor in tensors}) > 1:
             return False
-        return op is None or all(_codes(tensor.dtype, op) is not None for tensor in tensors)
+        return op is None or all((tensor.dtype, op.value) in _REDUCED for tensor in tensors)
 
-    def _in_place(self, prepared: PreparedCall) -> Operation:
-        """Do a collective on one tensor that is written over; most calls are such."""
-        (tensor,), op = prepared.outputs, prepared.op
-        codes = (0, 0) if op is None else _codes(tensor.dtype, op)
-        if codes is None:
-            return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
-        count = tensor.numel()
-        if op is None:
-            count, code = _amount(tensor)
-            codes = code, 0
-        layouts = () if tensor.is_contiguous() else [_layout(tensor)]
-        places = tensor.data_ptr(), 0, (), ()
-        return self._do(prepared, count, codes, places, layouts)
-
-    def _collective(self, prepared: PreparedCall) -> Operation:
-        """Do any other collective."""
-        inputs, outputs, op = prepared.inputs, prepared.outputs, prepared.op
-        _, takes, gives = _CORE_VERBS[prepared.way]
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Do a collective or a message, or start it in the background."""
+        way, op, inputs, outputs = prepared.way, prepared.op, prepared.inputs, prepared.outputs
+        if way not in _CORE_VERBS:
+            return self._message(prepared)
+        verb, takes, gives = _CORE_VERBS[way]
         tensors = outputs or inputs
-        codes = (
-            (_amount(tensors[0])[1] if tensors else 0, 0) if op is None else _codes_of(tensors, op)
-        )
+        codes: tuple[int, int] | None = (0, 0)
+        scale = 1  # what an element counts in the core
+        if tensors:
+            dtype = tensors[0].dtype
+            if op is not None:
+                codes = _REDUCED.get((dtype, op.value))
+                if len(tensors) > 1 and len({x.dtype for x in tensors}) > 1:
+                    codes = None
+            elif dtype in _CODES:
+                codes = _CODES[dtype], 0
+            else:
+                codes, scale = _BYTES, dtype.itemsize
         if codes is None:
-            return BUILT[prepared.way](self, prepared)
-        sent, taken = prepared.sizes or ((), ())
-        out, num_out, outs = _placed(gives, outputs, taken)
-        data, num_in, ins = _placed(takes, inputs, sent)
-        count = min(num_out, num_in) if num_in and num_out else num_in or num_out
-        layouts = _layouts(outputs) if takes is Form.IN_PLACE else ()
-        return self._do(prepared, count, codes, (out, data, outs, ins), layouts)
-
-    def _do(
-        self,
-        prepared: PreparedCall,
-        count: int,
-        codes: tuple[int, int],
-        places: tuple[int, int, Places, Places],
-        layouts: Sequence[Layout],
-    ) -> Operation:
-        """Do a collective, or start it in the background."""
+            return BUILT.get(way, all_reduce_by_gathering)(self, prepared)
+        layouts: Sequence[Layout] = ()
+        if takes is _IN_PLACE:
+            out, count, outs = _placed(gives, outputs, (), scale)
+            data, _, ins = _NOWHERE
+            if len(outputs) > 1 or not outputs[0].is_contiguous():
+                layouts = _layouts(outputs)
+        else:
+            sent, taken = prepared.sizes or ((), ())
+            out, num_out, outs = _placed(gives, outputs, taken, scale)
+            data, num_in, ins = _placed(takes, inputs, sent, scale)
+            count = min(num_out, num_in) if num_in and num_out else num_in or num_out
         note = None if prepared.shows_all else prepared.note
         fingerprint = 0 if note is None else note.call.fingerprint
-        verb, root = _CORE_VERBS[prepared.way][0], prepared.root or 0
-        seconds = prepared.timeout.total_seconds()
-        call = (verb, count, *codes, root, *places, fingerprint, layouts, seconds)
+        code, number = codes
+        root, seconds = prepared.root or 0, prepared.timeout.total_seconds()
+        more = data, outs, ins, fingerprint, layouts, seconds
         if not prepared.waits:
-            kept = prepared.outputs, prepared.inputs
-            return self._started(self._core.start(*call), kept, prepared)
+            ticket = self._core.start(verb, count, code, number, root, out, *more)
+            return self._started(ticket, (outputs, inputs), prepared)
         try:
-            status = self._run(*call)
+            status = self._run(verb, count, code, number, root, out, *more)
         except BaseException as error:  # of a signal's handler
             raise Interrupted(error) from None
         if status:
@@ -182,7 +170,7 @@ class ShmCommunicator(Communicator):
 
     def _message(self, prepared: PreparedCall) -> Operation:
         """Do a message, or start it."""
-        is_send, peer = prepared.is_send, prepared.root
+        is_send, peer = prepared.way == "send", prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
         number = prepared.sequence
@@ -357,21 +345,22 @@ _CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name i
 """The core's number of each dtype that it has; others travel as bytes."""
 
 
-@cache
-def _codes(dtype: torch.dtype, op: ReduceKind) -> tuple[int, int] | None:
-    """The core's numbers for a dtype and a reduction; None where it cannot reduce them."""
-    code, number = _CODES.get(dtype), _core.OPS.get(op.name)
-    if code is None or number is None or not _core.can_reduce(code, number):
-        return None
-    return code, number
+_BYTES = (_known.get("uint8", 0), 0)
+_REDUCED: dict[tuple[torch.dtype, int], tuple[int, int]] = {
+    (dtype, op.value): (code, _core.OPS[op.name])
+    for op in PLAIN_OPS
+    for dtype, code in _CODES.items()
+    if op.name in _core.OPS and _core.can_reduce(code, _core.OPS[op.name])
+}
+"""The core's numbers for each dtype and the number of each reduction that it does of it."""
 
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
     """The core's reductions: op, its number, and its codes for each dtype. SUM comes first."""
-    found = []
+    found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
     for op in PLAIN_OPS:
-        codes = {dtype: _codes(dtype, op) for dtype in _CODES}
+        codes = {dtype: _REDUCED.get((dtype, op.value)) for dtype in _CODES}
         found.append((op, op.value, {one: pair for one, pair in codes.items() if pair}))
     return found
 
@@ -396,34 +385,34 @@ def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
 _CORE_VERBS = _core_verbs()
 
 
-def _codes_of(tensors: Tensors, op: ReduceKind) -> tuple[int, int] | None:
-    """The core's numbers for a reduction of tensors of one dtype; None where it cannot do it."""
-    dtype = tensors[0].dtype
-    return _codes(dtype, op) if all(x.dtype is dtype for x in tensors) else None
+_IN_PLACE, _ONE, _NONE, _PARTS = Form.IN_PLACE, Form.ONE, Form.NONE, Form.PARTS
+_NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
-def _placed(form: Form, tensors: Tensors, sizes: Sizes) -> tuple[int, int, Places]:
-    """Where tensors lie: the address of one, and how much of it travels; or the places of many."""
-    if form is Form.ONE:
-        return tensors[0].data_ptr(), _amount(tensors[0])[0], ()
-    if form is Form.PARTS:
-        return 0, 0, _cuts(tensors[0], sizes)
-    if form is Form.NONE or form is Form.IN_PLACE:
-        return 0, 0, ()
-    return 0, 0, _places(tensors)
+def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int, int, Places]:
+    """Where tensors lie: the address of one, and how much of it travels; or the places of many.
+
+    Each element counts as ``scale`` of what travels, as one or as its bytes.
+    """
+    if form is _ONE:
+        tensor = tensors[0]
+        return tensor.data_ptr(), tensor.numel() * scale, ()
+    if form is _NONE:
+        return _NOWHERE
+    if form is _PARTS:
+        whole = tensors[0]
+        item = whole.itemsize
+        starts = accumulate([size * item for size in sizes], initial=whole.data_ptr())
+        return 0, 0, [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
+    return 0, 0, [(tensor.data_ptr(), tensor.numel() * scale) for tensor in tensors]
 
 
 def _amount(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many elements of which code travel: a tensor's own, or its bytes."""
+    """How many elements of which code travel in a message: a tensor's own, or its bytes."""
     code = _CODES.get(tensor.dtype)
     if code is None:
-        return tensor.numel() * tensor.element_size(), _core.DTYPES["uint8"]
+        return tensor.nbytes, _BYTES[0]
     return tensor.numel(), code
-
-
-def _places(tensors: Tensors) -> Places:
-    """Where each lies, and how much of it travels."""
-    return [(tensor.data_ptr(), _amount(tensor)[0]) for tensor in tensors]
 
 
 def _layouts(tensors: Tensors) -> Sequence[Layout]:
@@ -441,14 +430,6 @@ def _layout(tensor: torch.Tensor) -> Layout:
         return found
     sizes, strides = found  # others travel as bytes
     return (*sizes, item), (*(step * item for step in strides), 1)
-
-
-def _cuts(tensor: torch.Tensor, sizes: Sizes) -> Places:
-    """The same of consecutive parts."""
-    item = tensor.itemsize
-    scale = 1 if tensor.dtype in _CODES else item  # others travel as bytes
-    starts = accumulate((size * item for size in sizes), initial=tensor.data_ptr())
-    return [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
 
 
 register_wire(ShmWire())

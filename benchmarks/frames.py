@@ -1,0 +1,132 @@
+"""Through how many frames of Python a call of each verb goes, on each wire.
+
+    python benchmarks/frames.py [REPORT.json] [--wires simulated,shm,gloo,mpi] [--list "broadcast"]
+
+Two ranks make the calls of ``_verbs`` several times; a call's number is that of the rank with most,
+each rank's is the least of its calls. Functions of the package and of torch's Python count, lambdas
+and steps of generators too; so does the verb itself, and not the benchmark's own lambda. "In
+Python" is the same call where the group's native fast path is not taken. ``--list`` names a call,
+whose functions rank 0 prints in the order in which they were entered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._mpi import environment, job_command
+from benchmarks._report import parser_of, some_of, start_ranks, write_report
+from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
+
+WIRES = ("simulated", "shm", "gloo", "mpi")
+WARM_UP, CALLS = 5, 30
+OWN_FILES = {calls_of_verbs.__code__.co_filename, __file__}
+
+Counts = dict[str, int]
+
+
+def frames_of(call: Callable[[], Any]) -> list[str]:
+    """Make a call; return the functions of Python that it enters, in order, with their lines."""
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename not in OWN_FILES:
+            entered.append(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entered
+
+
+def least_frames_of(call: Callable[[], Any]) -> list[str]:
+    """The functions that the shortest of several warm calls enters."""
+    for _ in range(WARM_UP):
+        call()
+    return min((frames_of(call) for _ in range(CALLS)), key=len)
+
+
+def count_frames(listed: str = "") -> Counts:
+    """On this rank of a world of two: the number of each call, by its name and how it is made."""
+    import meshdist as md
+
+    calls = calls_of_verbs()
+    counts = {}
+    for name, call in calls.items():
+        frames = least_frames_of(call)
+        counts[name] = len(frames)
+        if name == listed and md.get_rank() == 0:
+            print(*frames, f"{len(frames)} frames of {name}", sep="\n", flush=True)
+    group: Any = md.group.WORLD
+    group.fast_path = None
+    for name in BLOCKING:
+        frames = least_frames_of(calls[name])
+        counts[f"{name}, in Python"] = len(frames)
+        if f"{name}, in Python" == listed and md.get_rank() == 0:
+            print(*frames, f"{len(frames)} frames of {listed}", sep="\n", flush=True)
+    return counts
+
+
+def most_of(ranks: list[Counts]) -> Counts:
+    """The largest number that a rank has for each call."""
+    return {name: max(counts[name] for counts in ranks) for name in ranks[0]}
+
+
+def take_part(rank: int, folder: str, wire: str, listed: str, counts_folder: str) -> None:
+    """One rank in a process of its own: count, and leave the counts in ``counts_folder``."""
+    import meshdist as md
+
+    if wire == "mpi":
+        md.init_process_group(wire)
+    else:
+        store = md.FileStore(f"{folder}/store", 2)
+        md.init_process_group(wire, store=store, rank=rank, world_size=2)
+    counts = count_frames(listed)
+    Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
+    md.destroy_process_group()
+
+
+def measure(wire: str, listed: str) -> Counts:
+    """The counts over a wire, of the rank with most."""
+    import meshdist as md
+
+    if wire == "simulated":
+        return most_of(md.simulate(count_frames, 2, args=(listed,)))
+    with tempfile.TemporaryDirectory() as folder:
+        if wire == "mpi":
+            command = [*job_command(2), __file__, "--take-part", folder, "--list", listed]
+            subprocess.run(command, env=environment(), check=True)
+        else:
+            start_ranks(take_part, 2, wire, listed, folder)
+        return most_of([json.loads(path.read_text()) for path in Path(folder).glob("*.json")])
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--wires", type=some_of(WIRES), default=list(WIRES))
+    parser.add_argument("--list", default="", help="a call of which all frames are printed")
+    parser.add_argument("--take-part", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.take_part:
+        take_part(-1, "", "mpi", options.list, options.take_part)
+        return
+    found = {wire: measure(wire, options.list) for wire in options.wires}
+    names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT]
+    rows = [{"call": name, **{wire: found[wire][name] for wire in found}} for name in names]
+    write_report("frames", rows, (__doc__ or "").split("\n\n")[2], options.report)
+
+
+if __name__ == "__main__":
+    main()
