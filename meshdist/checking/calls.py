@@ -107,10 +107,13 @@ class Call:
     """The numbers that must be equal on all members, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
     """32 bits made of the header: the same number on every process."""
+    kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
+    """Of a message, the direction, peer and tag, among which it is numbered."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
         object.__setattr__(self, "fingerprint", fingerprint(*self.header))
+        object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
     @property
     def op(self) -> ReduceKind | None:
@@ -128,11 +131,6 @@ class Call:
     def is_send(self) -> bool:
         """Whether it is a message that leaves this member."""
         return self.verb in SENDING_VERBS
-
-    @property
-    def kind(self) -> tuple[bool, int | None, int | None]:
-        """Of a message, the direction, peer and tag, among which it is numbered."""
-        return self.is_send, self.peer, self.tag
 
     @property
     def name(self) -> str:

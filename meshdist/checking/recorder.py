@@ -101,9 +101,10 @@ class Recorder:
 
     def find_note(self, number: int | None = None) -> Note | None:
         """The note of this number (None: the last one), if it is kept."""
+        num_notes = self.counts[_NUM_NOTES]
         if number is None:
-            number = self.num_notes
-        if not max(0, self.num_notes - len(self._notes)) < number <= self.num_notes:
+            number = num_notes
+        if not max(0, num_notes - len(self._notes)) < number <= num_notes:
             return None
         return Note(*self._notes[(number - 1) % len(self._notes)])
 

@@ -111,7 +111,7 @@ class Collective(VerbCall):
         Where ``role`` names the root, it alone gives a list, of entries as large as ``like``.
         """
         tensors = []
-        entries = self.check_list(given, argument, self.group.size(), role=role)
+        entries = self.check_list(given, argument, len(self.group.ranks), role=role)
         for place, one in enumerate(entries):
             entry = f"{argument}[{place}]"
             tensors.append(self.take(one, entry, writes=writes))
@@ -234,7 +234,7 @@ class Collective(VerbCall):
         self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
     ) -> None:
         """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
-        size = self.group.size()
+        size = len(self.group.ranks)
         if whole.dim() == 1 and whole.numel() == size * block.numel():
             return  # the common case, decided fast
         stacked = (size, *block.shape)
@@ -285,7 +285,7 @@ class Collective(VerbCall):
                 found=f"a {type(given).__name__}",
                 fix=f"pass {argument} on the {role} alone",
             )
-        each = ", one entry per member" if length == self.group.size() else ""
+        each = ", one entry per member" if length == len(self.group.ranks) else ""
         if given is None:
             name = "src" if role == "source" else "dst"
             raise KindError(

@@ -286,38 +286,41 @@ class Channel:
 
         A receive whose sender is known only later is compared then; ``finish`` raises.
         """
-        communicator, recorder = self.communicator, self.recorder
-        verb, peer, tag = prepared.verb, prepared.root, prepared.tag
-        is_send = prepared.way == "send"
-        tensor = (prepared.inputs if is_send else prepared.outputs)[0]
+        communicator, recorder, table = self.communicator, self.recorder, self.header_table
+        peer, tag, is_send = prepared.root, prepared.tag, prepared.way == "send"
+        call = get_message(prepared.verb, prepared.noted, peer, tag)
+        if self.guard is not None:
+            self.guard.check_message(self, prepared.verb, prepared.noted, peer)
         prepared.recorder = recorder
-        if not is_send and self.waits_for_sender(peer, tag):
-            self.note_message(verb, tensor, peer, tag, is_numbered=False)
-            prepared.number = recorder.num_notes
+        if not is_send and self.matching is not None and self.matching.takes(peer, tag):
+            self._note_message(call, is_numbered=False)
+            _, _, prepared.number = recorder.counts
             prepared.begin_here()
-            prepared.operation = self._receive_later(prepared, tensor)
+            prepared.operation = self._receive_later(prepared, call.fingerprint)
             return
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
         is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
         if not is_noted_late:
-            self.note_message(verb, tensor, peer, tag)
-        different = self.compare_message(verb, tensor, peer, tag, is_send=is_send)
-        if different is not None:
+            self._note_message(call)
+        if table is None or peer is None:
+            if table is not None:
+                table.recv_any(tag)
+        elif (different := table.note(peer, tag, call.fingerprint, is_send=is_send)) is not None:
             if is_noted_late:
-                self.note_message(verb, tensor, peer, tag)
-            assert peer is not None  # _receive_later compares where it is not known yet
+                self._note_message(call)
             raise self.disagree(different, (is_send, peer, tag))
-        prepared.sequence = recorder.num_notes
-        prepared.begin_here()
+        _, _, prepared.sequence = recorder.counts
+        if prepared.written:
+            prepared.begin_here()
         failed: BaseException | None = None
         try:
             prepared.operation = communicator.start(prepared)
         except BaseException as error:
             failed = error
         if is_noted_late:
-            self.note_message(verb, tensor, peer, tag)
-        prepared.number = recorder.num_notes
+            self._note_message(call)
+        _, _, prepared.number = recorder.counts
         if failed is not None:
             raise self._failed(prepared, failed) from None
 
@@ -350,60 +353,23 @@ class Channel:
         if (self._others.find_abort() or {}).get("disagreement"):  # another member was first
             raise self.explain(WireAborted("the group is broken"))
 
-    def note_message(
-        self,
-        verb: str,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        is_numbered: bool = True,
-    ) -> None:
+    def _note_message(self, call: Call, *, is_numbered: bool = True) -> None:
         """Note a send or receive; refuse it where the group is broken.
 
         A receive whose sender is known later gets its number then.
         """
-        if self.guard is not None:
-            self.guard.check_message(self, verb, tensor, peer)
-        call = get_message(verb, tensor, peer, tag)
         note = self.recorder.note_message(self.group, call, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
-        self.refuse_broken()
+        if self.aborts:
+            self.refuse_broken()
 
-    def compare_message(
-        self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int, *, is_send: bool
-    ) -> int | None:
-        """Compare a send or receive with its counterpart, if that is there.
-
-        Returns:
-            Its number, for ``disagree``, where the counterpart has another dtype or number of
-            elements, or one is of objects and the other of a tensor.
-        """
-        if self.guard is not None and not is_send and self.communicator.posts_at_once:
-            # It is noted later.
-            self.guard.check_message(self, verb, tensor, peer)
-        header_table = self.header_table
-        if header_table is None:
-            return None
-        if peer is None:
-            header_table.recv_any(tag)
-            return None
-        header = get_message(verb, tensor, peer, tag).fingerprint
-        return header_table.note(peer, tag, header, is_send=is_send)
-
-    def waits_for_sender(self, peer: int | None, tag: int) -> bool:
-        """Whether a receive starts only when its sender is known."""
-        return self.matching is not None and self.matching.takes(peer, tag)
-
-    def _receive_later(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
+    def _receive_later(self, prepared: PreparedCall, header: int) -> Operation:
         """Start a receive once its sender has noted a message for it, and compare them."""
-        assert self.matching is not None  # else waits_for_sender was false
-        assert prepared.number is not None
+        assert self.matching is not None and prepared.number is not None
         peer, tag, number = prepared.root, prepared.tag, prepared.number
-        header = get_message(prepared.verb, tensor, peer, tag).fingerprint
         explain = partial(self.explain, note=number)
-        receive = Receive(tensor, peer, tag, header, number, self.timeout, explain)
+        receive = Receive(prepared.outputs[0], peer, tag, header, number, self.timeout, explain)
         return self.matching.add(receive, waits=prepared.waits)
 
     def _native_entry(self) -> Any:

@@ -42,6 +42,7 @@ from .substitutes import Arithmetic, Substitute, read_as
 __all__ = [
     "CLOSED",
     "C10dCommunicator",
+    "C10dOperation",
     "C10dTransfer",
     "is_timeout",
     "plain_text",

@@ -42,13 +42,14 @@ from ..built_verbs import BUILT, all_reduce_by_gathering, reduce_scatter_by_exch
 from ..communicator import Communicator
 from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
 from ..messages import TagNumbers
-from ..operations import Chain, Operation, WorkerQueue
+from ..operations import DONE, Chain, Operation, WorkerQueue
 from ..packing import cuts, parts, write
 from ..prepared import EXCHANGE_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .communicator import (
     CLOSED,
     C10dCommunicator,
+    C10dOperation,
     C10dTransfer,
     is_timeout,
     plain_text,
@@ -111,6 +112,7 @@ class GlooCommunicator(C10dCommunicator):
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
+        self._main_thread = threading.main_thread().ident
         self._is_lazy = connects_late()
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
         self._queue = WorkerQueue(partial(_disconnect, weakref.ref(self)))
@@ -287,11 +289,13 @@ class GlooCommunicator(C10dCommunicator):
     def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
+        if not prepared.waits:
+            return C10dOperation(self, work)
         try:
-            is_main = prepared.waits and threading.current_thread() is threading.main_thread()
-            if is_main and self._spins:
+            if self._spins and threading.get_ident() == self._main_thread:
                 _spin_until(work.is_completed)
-            return super()._operation(work, prepared)
+            self.finish_work(work, prepared.timeout)
+            return DONE
         except WireFailure:
             raise
         except BaseException as error:  # what Gloo goes on with would write the caller's tensors

@@ -15,7 +15,7 @@ import torch
 from ...checking.calls import GroupFacts, Note
 from ...error_text import ranks_text
 from ...errors import AgreementError
-from ...reduce_ops import ReduceKind
+from ...reduce_ops import REDUCIBLE, ReduceKind
 from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import check_reducible, find_lack
 from ..communicator import Communicator
@@ -29,7 +29,7 @@ from .scheduler import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
 
-_OF_LISTS = {Form.EACH, Form.AT_ROOT}
+_OF_LISTS = (Form.EACH, Form.AT_ROOT)
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 """The device types that simulated ranks serve; data moves by torch's own copies."""
@@ -69,21 +69,23 @@ class SimulatedCommunicator(Communicator):
         way, op, root, sizes = prepared.way, prepared.op, prepared.root, prepared.sizes
         inputs, outputs = prepared.inputs, prepared.outputs
         for part in (*inputs, *outputs):
-            synchronize(part)
-            if op is not None:
+            if not part.is_cpu:
+                synchronize(part)
+            if op is not None and (op.value, part.dtype) not in REDUCIBLE:
                 check_reducible(self.wire, op, part.dtype)
         verb = WIRE_VERBS[way]
         if verb.takes is Form.PARTS:
             assert sizes is not None
             inputs, outputs = parts(inputs[0], sizes[0]), parts(outputs[0], sizes[1])
-        elif _OF_LISTS.intersection((verb.takes, verb.gives)):
+        elif verb.takes in _OF_LISTS or verb.gives in _OF_LISTS:
             sizes = self._sizes(inputs or outputs), self._sizes(outputs or inputs)
             if root is not None and (root != self.rank or sizes[0] == sizes[1]):
                 sizes = None  # as even as a rooted verb is
         self._started += 1
         note = self._noted(prepared)
         if prepared.shows_all:
-            note = note._replace(sizes=sizes or ())
+            if note.sizes != (sizes or ()):
+                note = note._replace(sizes=sizes or ())
             if note.call.is_uneven != (is_uneven := sizes is not None and root is None):
                 note = note._replace(call=replace(note.call, is_uneven=is_uneven))
         started = Collective(self._meeting, self.rank, self._rank, note, way, inputs, outputs, op)
@@ -136,7 +138,7 @@ class SimulatedCommunicator(Communicator):
         """The call's note, with the number and the name that it has in the meeting."""
         note = prepared.note
         assert note is not None  # a wire's own calls are those of other wires
-        return note._replace(sequence=self._started, group=self._group)
+        return Note(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
         """Elements to or from each member: of one tensor for each, or of one for all."""
