@@ -10,11 +10,12 @@ from benchmarks._verbs import BLOCKING
 from benchmarks.frames import count_frames, frames_of, most_of
 from tests.verbs.cases import WIRES
 
-# Of calls that the native fast path does not take, in the order of BLOCKING.
+# Of calls that the native fast path does not take, in the order of BLOCKING. Over Gloo a verb of
+# several steps takes a few more where another member is late.
 AT_MOST = {
     "simulated": (60, 60, 62, 64, 64, 64, 80, 87, 105, 81, 80, 59, 114),
     "shm": (15, 15, 17, 19, 20, 20, 33, 35, 52, 31, 30, 17, 52),
-    "gloo": (74, 18, 27, 53, 30, 67, 59, 65, 124, 46, 45, 24, 99),
+    "gloo": (77, 19, 28, 55, 32, 70, 62, 68, 128, 49, 48, 25, 104),
 }
 
 

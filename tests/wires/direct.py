@@ -79,7 +79,7 @@ class Direct:
         return self._start("all_to_all_single", [tensor], [output], tensor, sizes=(gives, takes))
 
     def barrier(self, device: torch.device | None = None) -> Operation:
-        return self._start("barrier", (), (), device=device)
+        return self._start("barrier", (), (), on=device)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Operation:
         return self._start("send", [tensor], (), tensor, root=peer, tag=tag)
@@ -88,9 +88,16 @@ class Direct:
         return self._start("recv", (), [tensor], tensor, root=peer, tag=tag)
 
     def _start(
-        self, way: str, inputs: Tensors, outputs: Tensors, noted: Any = None, **more: Any
+        self,
+        way: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        noted: Any = None,
+        on: torch.device | None = None,
+        **more: Any,
     ) -> Operation:
         prepared = PreparedCall(self.verb or way, way, inputs, outputs, noted, **more)
+        prepared.device, prepared.is_message = on, way in ("send", "recv")
         prepared.timeout, prepared.waits = self.timeout, self.waits
         recorder = prepared.recorder = Recorder()
         facts = GroupFacts("direct", tuple(range(self.wire.size)), self.wire.rank)
