@@ -30,7 +30,7 @@ from ..errors import (
 from ..groups.verb_methods import Asked
 from ..wires.operations import WorkerQueue
 from ..wires.registry import Opening, Wire
-from ..wires.work import Work, bound, may_be_dropped
+from ..wires.work import Work, bound
 from .inner_group import InnerGroup
 from .works import TorchWork, begin_record
 
@@ -240,7 +240,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         self,
         verb: str,
         asked: Asked,
-        start: Callable[..., Work | None],
+        start: Callable[[], Work | None],
         noted: Sequence[Any],
         result: list[Any],
         title: str = "",
@@ -248,7 +248,7 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         """Start a verb, and wait for it unless it is asked to go on; torch's Work of it.
 
         Args:
-            start: starts it, and waits for it unless ``async_op`` is true.
+            start: starts it; what it returns is waited for.
             noted: the tensors that a profile shows, some in lists.
             result: what its Work returns.
             title: its name in a profile, in place of ``verb``.
@@ -256,15 +256,13 @@ class GroupOfWire(_TorchsGroup):  # type: ignore[misc]
         is_recorded = profiler._is_profiler_enabled
         if is_recorded:
             records = begin_record(f"{self._wire.name}:{title or verb}", noted)
-        waits_later = is_recorded or asked.timeout is not None
-        started = run_unnested(verb, start, async_op=asked.is_async or waits_later)
+        started = run_unnested(verb, start)
         if started is not None and asked.timeout is not None:
             bound(started, asked.timeout)
-        works = [] if started is None else [may_be_dropped(started)]
-        work = TorchWork(works, result, self._completer)
+        work = TorchWork([] if started is None else [started], result, self._completer)
         if is_recorded:
             work.end_with(records, asked.is_async)
-        if waits_later and not asked.is_async:
+        if not asked.is_async:
             work.wait()
         return self.handed_out(work)
 

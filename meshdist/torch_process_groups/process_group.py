@@ -12,6 +12,7 @@ from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
+import torch.autograd.profiler as profiler
 
 from ..arrays import apart
 from ..collectives.checks import find_peer
@@ -56,7 +57,8 @@ class WireGroup(GroupOfWire):
         bare = [one.data if type(one) is torch.Tensor else _bare(one) for one in given]
         if form.has_blocks:
             bare[:2] = map(_flat, bare[:2])
-        start = partial(form.run, *bare, group=self.inner, **named)
+        waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
+        start = partial(form.run, *bare, group=self.inner, async_op=not waits, **named)
         written = given[form.written] if given else None
         if not isinstance(written, torch.Tensor):
             result = [list(written)] if written and form.is_nested else list(written or ())
@@ -78,10 +80,7 @@ class WireGroup(GroupOfWire):
         given = verb, self.inner, place, _bare(tensor), tag
         message = prepare_message(*given, is_send=verb == "send")
         channel = open_channel(self.inner, message)
-
-        def start(async_op: bool) -> Work | None:
-            return channel.run(message, is_async=async_op)
-
+        start = partial(channel.run, message, is_async=True)
         title = "recvAnySource" if peer is None else verb
         return self.run(verb, Asked(), start, [tensor], [tensor], title)
 
@@ -124,13 +123,10 @@ class WireGroup(GroupOfWire):
             given = row.wire_verbs[0], [call.scaled(sent)], [taken], sent
             calls.append(partial(call.run, *given, async_op=True))
 
-        def start(async_op: bool) -> Work | None:
+        def start() -> Work | None:
             return joined(list(filter(None, [call() for call in calls])))
 
-        work = self.run(verb, asked._replace(is_async=True), start, inputs, list(outputs))
-        if not asked.is_async:
-            work.wait()
-        return work
+        return self.run(verb, asked, start, inputs, list(outputs))
 
 
 for _name, _method in vars(VerbMethods).items():

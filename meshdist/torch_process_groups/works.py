@@ -23,7 +23,7 @@ from torch._C._profiler import _RecordFunctionFast
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..errors import BackendError
 from ..wires.operations import WorkerQueue
-from ..wires.work import Work
+from ..wires.work import Work, may_be_dropped
 
 __all__ = ["TorchWork", "begin_record", "find_tensor"]
 
@@ -38,7 +38,7 @@ class TorchWork(torch_distributed.Work):
 
     def __init__(self, works: Sequence[Work], result: list[Any], completer: WorkerQueue) -> None:
         super().__init__()
-        self._works = works
+        self._works = [may_be_dropped(work) for work in works]
         self._result = result
         self._completer = completer
         self._future: torch.futures.Future[Any] | None = None

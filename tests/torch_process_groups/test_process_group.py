@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -414,6 +415,43 @@ def test_threads_may_share_a_group(pool: Pool) -> None:
         return x.item()
 
     assert on_torch(pool, program, 2) == [1.0, 0.0]
+
+
+def test_messages_and_sums_of_two_threads_are_noted_as_themselves(pool: Pool) -> None:
+    def program() -> Any:
+        import threading
+
+        rank, num_rounds = dist.get_rank(), 60
+        op = dist._make_nccl_premul_sum(0.5)  # such calls are compared by their notes
+        found = []
+
+        def pass_round() -> None:
+            for i in range(num_rounds):
+                x = torch.full((i % 7 + 1,), float(i))
+                if rank == 0:
+                    dist.send(x, 1)
+                    dist.recv(x, 1)
+                else:
+                    dist.recv(x, 0)
+                    dist.send(x + 1, 0)
+                found.append(x[0].item())
+
+        thread = threading.Thread(target=pass_round)
+        sys.setswitchinterval(1e-6)  # threads change between any two steps
+        thread.start()
+        for i in range(num_rounds):
+            x = torch.full((i % 5 + 1,), float(i))
+            work = dist.all_reduce(x, op, async_op=bool(i % 2))
+            if work is not None:
+                work.wait()
+            assert x.tolist() == [i] * (i % 5 + 1)
+        thread.join()
+        sys.setswitchinterval(0.005)
+        return found
+
+    first, second = on_torch(pool, program, 2)
+    assert first == [i + 1 for i in range(60)]
+    assert second == list(range(60))
 
 
 def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> None:
