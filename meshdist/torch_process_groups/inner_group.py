@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -61,7 +63,9 @@ class InnerGroup(ProcessGroup):
         if not wire.compares_calls:
             self._comparison = Comparison(opening, self.recorder)
             opening = replace(opening, look=self._comparison.compare_again)
-        others = MembersOfTorchGroup(facts, opening.store, self._comparison, self.break_here)
+        # Without the group, whose channels keep the native core's part that is given this.
+        break_here = partial(_break_here, ref(self))
+        others = MembersOfTorchGroup(facts, opening.store, self._comparison, break_here)
         try:
             for kind in backends:
                 self._channels[kind] = self._opened(wire, opening, kind, facts, others)
@@ -138,6 +142,11 @@ class InnerGroup(ProcessGroup):
             channel.communicator.close()
         if self._comparison is not None:
             self._comparison.close()
+
+
+def _break_here(alive: ref[InnerGroup], reason: str) -> None:
+    if (group := alive()) is not None:
+        group.break_here(reason)
 
 
 class _SharedChannel(Channel):

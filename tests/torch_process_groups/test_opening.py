@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -105,6 +107,26 @@ def worlds_in_turn(rank: int, port: int, num_worlds: int) -> list[int]:
     while rank == 0 and store.add("ended", 0) < 2:  # it serves the other
         pass
     return counts
+
+
+def server_left(rank: int, port: int) -> bool:
+    """Whether somebody listens at the address of a world that has ended."""
+    import meshdist.torch_backends  # noqa: F401
+
+    url = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("shm", url, rank=0, world_size=1)
+    group = dist.new_group([0])
+    dist.all_reduce(torch.ones(2), group=group)
+    dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX, async_op=True).wait()
+    dist.destroy_process_group()
+    del group
+    gc.collect()
+    with socket.socket() as stranger:
+        return stranger.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_world_that_has_ended_keeps_no_server(pool: Pool) -> None:
+    assert pool.call(server_left, 1, free_port()) == [False]
 
 
 def test_a_world_that_has_ended_keeps_no_connection(pool: Pool) -> None:

@@ -122,7 +122,7 @@ def interrupted_soon(op: Any) -> list[str]:
 
     before = signal.signal(signal.SIGALRM, interrupt)
     found = []
-    for seconds in (0.00005, 0.0001, 0.0002, 0.0004, 0.01):
+    for seconds in (0.00005, 0.0001, 0.0002, 0.0004, 0.2):
         group, x = md.new_group(timeout=timedelta(seconds=3)), torch.ones(1000)
         for _ in range(3):
             md.all_reduce(x, op, group=group)
@@ -131,7 +131,7 @@ def interrupted_soon(op: Any) -> list[str]:
             if md.get_rank() == 0:
                 signal.setitimer(signal.ITIMER_REAL, seconds)
             else:
-                time.sleep(0.1)
+                time.sleep(max(0.1, 4 * seconds))
             md.all_reduce(x, op, group=group)
             found.append("nothing")
         except (Interrupted, md.MeshdistError) as error:
