@@ -12,6 +12,7 @@ to the mesh. What is said of larger worlds is extrapolated by the formula that f
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import resource
@@ -372,6 +373,7 @@ def main() -> None:
     rows = []
     for size in map(int, options.sizes.split(",")):
         for when, late_s in (("all in time", 0.0), ("one late", LATE_S)):
+            gc.collect()  # the connections of the run before
             for phase in run(size, late_s):
                 if phase.name != "the world" or not late_s:
                     what = phase.name.replace("mesh 1", f"a mesh of 3 axes, {when}")
