@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial
+from operator import itemgetter
 from threading import main_thread
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,7 +37,7 @@ from ..wires.operations import DONE, Chain, Operation
 from ..wires.packing import ROW_MAJOR, Layout, Sizes, find_layout, flat
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
-from ..wires.work import Work, may_be_dropped
+from ..wires.work import Work
 from .failures import Explainer, OtherMembers
 from .matching import Receive
 from .registry import OpenCommunicator
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["CallGuard", "Channel"]
 
 
+_FIRST: Callable[[Any], Any] = itemgetter(0)
 _EVEN: tuple[Sizes, Sizes] = ((), ())
 _warned: set[tuple[str, int]] = set()
 
@@ -88,6 +90,7 @@ class Channel:
         self.user = user
         self.aborts = opened.aborts
         self.device_type = device_type
+        self._uses_streams = opened.communicator.on_stream or device_type != "cpu"
         self.timeout = group.timeout
         self.communicator: Communicator = opened.communicator
         self.header_table = opened.header_table
@@ -250,24 +253,25 @@ class Channel:
     def work(self, prepared: PreparedCall) -> Work:
         """Wrap a started call for a caller that waits later."""
         written, result = prepared.written, prepared.result
-        results = [x for x, _, _ in written] if result is None else list(result)
+        results = list(map(_FIRST, written) if result is None else result)
         number = self.recorder.num_notes if prepared.number is None else prepared.number
-        work = Work(
+        # Where this rank only sends, those that receive may tell.
+        warn_dropped = self._warn_dropped if written or not results else None
+        return Work(
             prepared.operation,
             self.timeout,
             lambda failure: self.explain(failure, number),
             results,
-            prepared.find_copy_back(),
+            prepared.find_copy_back() if prepared.is_elsewhere else None,
             prepared.verb,
             self.group.name,
             prepared.is_message,
-            prepared.find_hand_back(),
+            prepared.find_hand_back() if prepared.foreign else None,
             number,
-            self._warn_dropped,
+            warn_dropped,
             self.user(),
+            self._uses_streams,
         )
-        # Where this rank only sends, those that receive may tell.
-        return may_be_dropped(work) if results and not written else work
 
     def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
         """Enter a collective on tensors in another order of memory, which are copied if need be."""

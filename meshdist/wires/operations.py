@@ -14,7 +14,7 @@ from weakref import WeakMethod, finalize
 
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
-from .failures import WireFailure, WireTimeout
+from .failures import WireTimeout
 
 __all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "WorkerQueue"]
 
@@ -61,8 +61,8 @@ class Operation(ABC):
         """Let it be late after ``timeout`` from now, where no caller waits on the host."""
 
     def source(self) -> int:
-        """The member that a finished receive came from; raises WireFailure for anything else."""
-        raise WireFailure("only a receive has a source")
+        """The member that a finished receive came from; raises BackendError for anything else."""
+        raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
 @dataclass(eq=False, slots=True)

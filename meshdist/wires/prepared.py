@@ -187,13 +187,13 @@ class PreparedCall:
 
     def find_hand_back(self) -> Callable[[], None] | None:
         """The function that hands the arrays back to their library, where that is not torch."""
-        return find_hand_back(self.foreign) if self.foreign else None
+        return find_hand_back(self.foreign)
 
     def finish_here(self) -> None:
         """Copy the result to the caller's arrays, and hand them back."""
         if copy_back := self.find_copy_back():
             copy_back()
-        if self.foreign and (hand_back := find_hand_back(self.foreign)):
+        if self.foreign and (hand_back := self.find_hand_back()):
             hand_back()
 
 

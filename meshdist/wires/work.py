@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +49,7 @@ class Work:
         warn_dropped: called with the note where nothing has waited for the verb, nor seen it done,
             nor taken a future of it, as long as the Work is there; None where that is as meant.
         user: its group, which is not collected as long as the Work is there.
+        uses_streams: whether streams may have to wait for it, since a device has a part in it.
     """
 
     _operation: Operation
@@ -62,6 +64,7 @@ class Work:
     _note: int = 0
     _warn_dropped: Callable[[int], None] | None = None
     _user: object = None
+    _uses_streams: bool = True
     # One thread at a time ends the verb.
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _done: bool = field(default=False, init=False)
@@ -81,7 +84,7 @@ class Work:
         return f"<Work: {self._verb} on {self._group}, {state}>"
 
     def __del__(self) -> None:
-        if self._warn_dropped is not None:
+        if self._warn_dropped is not None and not self._done:
             self._warn_dropped(self._note)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
@@ -100,12 +103,13 @@ class Work:
             if timeout:
                 check_timeout(timeout)
             if not self._done:
-                run_unnested(f"wait() of {self._verb}", self._end_in_time, timeout)
+                run_unnested(f"wait() of {self._verb}", self._go_on, timeout)
             if self._future is not None:
                 self._complete()
             if self._error is not None:
                 raise without_frames(self._error)  # which a kept Work does not hold
-            self._order_streams()
+            if self._ordered or self._hand_back is not None:
+                self._order_streams()
             return True
         except MeshdistError as error:
             __tracebackhide__ = True
@@ -145,12 +149,7 @@ class Work:
         Raises:
             BackendError: this is no receive.
         """
-        try:
-            return self._operation.source()
-        except WireFailure as failure:
-            raise BackendError(
-                "only a receive has a source rank", fix="call it on the Work of irecv"
-            ) from failure
+        return self._operation.source()
 
     def synchronize(self) -> None:
         """The same as ``wait()``."""
@@ -291,7 +290,7 @@ class Work:
         except Exception as error:  # the future has it, whatever it is
             with self._guard:
                 if not self._done:
-                    self._end(error)
+                    self._fail(error)
             self._complete()
 
     def _is_in_flight_on_stream(self) -> bool:
@@ -304,85 +303,104 @@ class Work:
         """
 
         def finish(_: object) -> list[Any]:  # on streams of the future's own
-            self._finish(self._timeout)
+            self._go_on(_UNSET, self._finish)
             if self._error is not None:
                 raise without_frames(self._error)
             return self._result
 
         with self._guard:
-            if self._future is None:
-                enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result)])
-                self._future = enqueued.then(finish)
-                if self._hand_back is not None:
-                    self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
-                    self._future.completing.acquire()
-                    self._future.set_result(self._result)
-                enqueued.set_result(None)
-            return self._future
+            if self._future is not None:
+                return self._future
+            enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result)])
+            future = self._future = enqueued.then(finish)
+            if self._hand_back is not None:
+                self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
+                self._future.completing.acquire()
+                self._future.set_result(self._result)
+                future = self._future
+        enqueued.set_result(None)
+        return future
 
     def _has_ended(self) -> bool:
         """Whether the verb is done or has failed, without asking a device."""
-        if self._done:
-            return True
+        found = not self._done and self._ask(lambda _: self._operation.has_ended())
+        return self._done or bool(found)
+
+    def _ask(self, step: Callable[[timedelta], bool | None]) -> bool | None:
+        """Let ``step``, which waits for nothing, go on with the verb, unless a thread is at it."""
+        if not self._guard.acquire(blocking=False):
+            return False
         try:
-            return self._operation.has_ended()
-        except WireFailure as failure:
-            error: Exception = self._explain(failure)
-        except MeshdistError as explained:
-            error = explained
-        with self._guard:
-            if not self._done:
-                self._end(error)
-        return True
+            return self._go_on(_UNSET, step, is_polled=True)
+        finally:
+            self._guard.release()
 
-    def _end_in_time(self, timeout: timedelta) -> None:
-        is_over = is_late = False
-        if timeout and self._operation.on_stream:
-            is_over = bool(wait_until(self._operation.poll, Deadline(timeout)))
-            is_late = not is_over
-        with self._guard:
-            self._finish(timeout or self._timeout, is_late=is_late, is_over=is_over)
+    def _go_on(
+        self,
+        timeout: timedelta,
+        step: Callable[[timedelta], bool | None] | None = None,
+        *,
+        is_polled: bool = False,
+    ) -> bool | None:
+        """Let ``step``, or a wait, go on with the verb; return what it does: None where that ends.
 
-    def _finish(self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False) -> None:
-        """Finish the operation, unless that is done, or at once if ``is_late``; with the guard.
-
-        Where it is on a stream the verb has ended only if it ``is_over``, or has failed.
+        What a wire raises ends the verb, too. With the guard, if it is polled.
         """
-        if self._done:
-            return
-        operation = self._operation
-        adds_to_stream = self._copy_back is not None or operation.adds_to_stream
-        try:
-            if is_late and operation.on_stream and not operation.poll():
-                raise WireTimeout("the device has not done it")
-            operation.finish(_AT_ONCE if is_late else timeout)
-        except WireFailure as failure:
-            if is_late and isinstance(failure, WireTimeout):
-                failure = WireTimeout.after(timeout)
-            failure.limit = timeout
-            self._end(self._explain(failure))
-        except NestedVerbError:  # of a signal's handler, and none of this verb's
-            raise
-        except MeshdistError as error:
-            self._end(error)
-        else:
-            not_copied = self._copy_home(adds_to_stream)
-            if not_copied is not None or is_over or not operation.on_stream:
-                self._end(not_copied)
+        if step is None:
+            is_plain = self._copy_back is None and not self._uses_streams
+            step = self._operation.finish if is_plain else self._how_to_finish(timeout)
+        timeout = timeout or self._timeout
+        with nullcontext() if is_polled else self._guard:
+            try:
+                if not self._done:
+                    found = step(timeout)
+                    self._done = found is None
+                    return found
+            except WireFailure as failure:
+                is_late = is_polled and isinstance(failure, WireTimeout)
+                told = WireTimeout.after(timeout) if is_late else failure
+                told.limit = timeout
+                self._fail(self._explain(told))
+            except NestedVerbError:  # of a signal's handler, and none of this verb's
+                raise
+            except Exception as error:
+                # No caller waits for what is polled: wait() and exception() raise it.
+                if not is_polled and not isinstance(error, MeshdistError):
+                    raise
+                self._fail(error)
+        return None
 
-    def _copy_home(self, adds_to_stream: bool) -> Exception | None:
-        """Copy the result to where it belongs; note what other streams have to wait for."""
-        copy_back, self._copy_back = self._copy_back, None
+    def _how_to_finish(self, timeout: timedelta) -> Callable[[timedelta], bool | None]:
+        """The step that waits for a verb with a part on a device, or copies its result home."""
+        if not timeout or not self._operation.on_stream:
+            return self._finish
+        is_over = bool(wait_until(self._operation.poll, Deadline(timeout)))
+        return partial(self._finish, is_late=not is_over, is_over=is_over)
+
+    def _finish(
+        self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
+    ) -> bool | None:
+        """Finish the operation, or at once if ``is_late``, and copy its result home.
+
+        Returns False where the verb has not ended: on a stream it has only if it ``is_over``.
+        """
+        operation, copy_back = self._operation, self._copy_back
+        adds_to_stream = copy_back is not None or operation.adds_to_stream
+        if is_late and operation.on_stream and not operation.poll():
+            raise WireTimeout.after(timeout)  # the device has not done it
+        operation.finish(_AT_ONCE if is_late else timeout)
+        self._copy_back = None
         if copy_back is not None:
             try:
                 copy_back()
             except Exception as failure:
-                return failure
-        if adds_to_stream:
+                self._fail(failure)
+                return None
+        if adds_to_stream and self._uses_streams:
             for device in _cuda_devices(self._result):
                 stream = torch.cuda.current_stream(device)
                 self._ordered.append((stream, stream.record_event()))
-        return None
+        return None if is_over or not operation.on_stream else False
 
     def _order_streams(self) -> None:
         """Let this thread's current streams, those of the arrays' library too, follow the verb."""
@@ -393,31 +411,22 @@ class Work:
         if self._hand_back is not None:
             self._hand_back()
 
-    def _end(self, error: Exception | None) -> None:
+    def _fail(self, error: Exception) -> None:
         self._error = error
         self._copy_back = None
-        self._warn_dropped = None
         self._done = True
 
     def _poll(self) -> bool:
         """End the verb if that takes no waiting, or if it is late; whether it has ended."""
-        if self._done:
-            return True
-        if is_nested() or not self._guard.acquire(blocking=False):
-            return False  # another thread waits for it, or a handler asks inside another verb
-        try:
-            if not self._done:
-                if self._operation.poll():
-                    self._finish(self._timeout, is_over=True)
-                elif find_rank_here() is None and self._start_deadline().is_over:
-                    self._finish(self._timeout, is_late=True)  # simulated ranks have no clock
-        except WireFailure as failure:
-            self._end(self._explain(failure))
-        except Exception as error:  # no caller waits for it: wait() and exception() raise it
-            self._end(error)
-        finally:
-            self._guard.release()
+        if not self._done and not is_nested():  # else a handler asks inside another verb
+            self._ask(self._finish_if_over)
         return self._done
+
+    def _finish_if_over(self, timeout: timedelta) -> bool | None:
+        if self._operation.poll():
+            return self._finish(timeout, is_over=True)
+        is_late = find_rank_here() is None and self._start_deadline().is_over
+        return self._finish(timeout, is_late=True) if is_late else False  # no clock in simulate
 
     def _start_deadline(self) -> Deadline:
         """The deadline: a timeout after the verb was first polled."""
@@ -486,7 +495,7 @@ class _Joined(Operation):
 
     def finish(self, timeout: timedelta) -> None:
         for work in self.works:
-            work._end_in_time(_UNSET)
+            work._go_on(_UNSET)
             if work._error is not None:
                 raise without_frames(work._error)
 

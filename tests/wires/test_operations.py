@@ -35,7 +35,7 @@ class Step(Operation):
 def test_what_is_done_is_done_and_only_a_receive_has_a_source() -> None:
     DONE.finish(SECONDS)
     assert DONE.poll()
-    with pytest.raises(WireFailure, match="only a receive has a source"):
+    with pytest.raises(BackendError, match="only a receive has a source"):
         DONE.source()
     assert Done(2).source() == 2 and Done(0).source() == 0
 
@@ -65,7 +65,7 @@ def test_a_part_that_fails_is_the_chains_failure() -> None:
 def test_a_chain_of_one_receive_has_its_source() -> None:
     assert Chain([Chain([Done(4)])]).source() == 4
     for parts in ([], [Done(1), Done(1)], [DONE]):
-        with pytest.raises(WireFailure, match="only a receive has a source"):
+        with pytest.raises(BackendError, match="only a receive has a source"):
             Chain(parts).source()
 
 

@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
+from meshdist.errors import BackendError
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.deadlines import Deadline, wait_until
 from meshdist.wires import operations as worker_queue
@@ -344,7 +345,7 @@ def test_the_host_is_given_copies_and_writes_what_a_verb_writes_alone(staged: St
 
 def test_only_a_receive_has_a_source(staged: Staged) -> None:
     _, operation = staged.reduce(1)
-    with pytest.raises(WireFailure, match="only a receive has a source"):
+    with pytest.raises(BackendError, match="only a receive has a source"):
         operation.source()
 
 

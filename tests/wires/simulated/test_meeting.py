@@ -12,9 +12,8 @@ from torch.distributed import PrefixStore
 
 from meshdist.bootstrap.world import get_world
 from meshdist.checking.calls import Call, GroupFacts, Note
-from meshdist.errors import AgreementError, DeadlockError
+from meshdist.errors import AgreementError, BackendError, DeadlockError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.failures import WireFailure
 from meshdist.wires.simulated.meeting import find_mismatch
 from meshdist.worlds.simulation import simulate
 from tests.wires.direct import Direct
@@ -95,7 +94,7 @@ def test_only_a_receive_has_a_source() -> None:
         group = open_group()
         pending = Direct(group).barrier()
         pending.finish(T)
-        with pytest.raises(WireFailure, match="only a receive has a source"):
+        with pytest.raises(BackendError, match="only a receive has a source"):
             pending.source()
 
     simulate(program, 2)
