@@ -24,8 +24,6 @@ from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
 from ..reduce_ops import ReduceKind
-from ..wires.failures import WireFailure, WireTimeout
-from ..wires.operations import Operation
 from ..wires.prepared import PreparedCall
 from .announcement_table import AnnouncementTable
 from .channel import Channel
@@ -127,11 +125,11 @@ class Round:
 
     def _begin(self) -> None:
         head = len(self._data).to_bytes(_HEAD_BYTES, "little")
-        self._gathered, self._operation = self._gather(head + self._data, _NUM_BYTES)
+        self._gather = self._start(head + self._data, _NUM_BYTES)
 
     def is_ready(self) -> bool:
         """Whether it is done, or has failed."""
-        return self._operation.is_ready()
+        return self._gather.operation.is_ready()
 
     def find_left(self) -> int | None:
         """A member that has left the context, so that this is never done."""
@@ -139,7 +137,7 @@ class Round:
 
     def finish(self, timeout: timedelta = _AT_ONCE) -> list[Statement]:
         """Return what each member says, in group order; errors are as the group explains."""
-        rows = self._rows(self._gathered, self._operation, timeout)
+        rows = self._rows(self._gather, timeout)
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         said = [row[_HEAD_BYTES:][:size] for row, size in zip(rows, sizes, strict=True)]
         return self._read(sizes, said, _NUM_BYTES - _HEAD_BYTES)
@@ -148,31 +146,26 @@ class Round:
         """The statements of all, of which at most the first ``most`` bytes are there."""
         longest = max(sizes)
         if longest > most:  # all have come, and know that they do not fit
-            rows = self._rows(*self._gather(self._data, longest), self._timeout)
+            rows = self._rows(self._start(self._data, longest), self._timeout)
             said = [row[:size] for row, size in zip(rows, sizes, strict=True)]
         return [from_bytes(one) for one in said]
 
-    def _gather(self, data: bytes, num_bytes: int) -> tuple[torch.Tensor, Operation]:
+    def _start(self, data: bytes, num_bytes: int) -> PreparedCall:
+        """Start to gather ``data`` of all members, ``num_bytes`` of each."""
         channel = self._channel
         padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
-        gathered = mine.new_empty((channel.communicator.size, num_bytes))
-        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered.view(-1)], mine)
+        gathered = mine.new_empty(channel.communicator.size * num_bytes)
+        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered], mine)
         prepared.timeout = self._timeout
         channel.enter(prepared, is_guarded=False)
         channel.start_entered(prepared)
-        return gathered, prepared.operation
+        return prepared
 
-    def _rows(
-        self, gathered: torch.Tensor, operation: Operation, timeout: timedelta
-    ) -> list[bytes]:
-        try:
-            operation.finish(timeout)
-        except WireFailure as failure:
-            if isinstance(failure, WireTimeout):  # it was waited for before, all that time
-                failure = WireTimeout.after(self._timeout)
-            raise self._channel.explain(failure) from None
-        return [bytes(row) for row in gathered.cpu().numpy()]
+    def _rows(self, gather: PreparedCall, left: timedelta) -> list[bytes]:
+        self._channel.finish(gather, left)
+        rows = gather.outputs[0].view(self._channel.communicator.size, -1)
+        return [bytes(row) for row in rows.cpu().numpy()]
 
 
 class TableRound(Round):

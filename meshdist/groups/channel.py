@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Container, Sequence
+from datetime import timedelta
 from functools import partial
 from operator import itemgetter
 from threading import main_thread
@@ -232,21 +233,23 @@ class Channel:
 
     def start_together(self, messages: Sequence[PreparedCall]) -> None:
         """Start messages, which ``finish`` or a Work waits for; their order does not matter."""
-        try:
-            with self.communicator.batch():
-                for message in messages:
-                    message.timeout = self.timeout
-                    self._start_message(message)
-        except WireFailure as failure:  # of the whole batch: that of each is explained already
-            raise self.explain(failure) from None
+        with self.communicator.batch(self.explain):
+            for message in messages:
+                message.timeout = self.timeout
+                self._start_message(message)
 
-    def finish(self, prepared: PreparedCall) -> None:
-        """Wait for a call; its result lies in the caller's arrays then."""
+    def finish(self, prepared: PreparedCall, left: timedelta | None = None) -> None:
+        """Wait for a call; its result lies in the caller's arrays then.
+
+        ``left`` is what is left of its timeout, where it was waited for before.
+        """
         operation = prepared.operation
         try:
             if operation is not DONE:
-                operation.finish(prepared.timeout)
+                operation.finish(prepared.timeout if left is None else left)
         except BaseException as error:
+            if left is not None and isinstance(error, WireTimeout):
+                error = WireTimeout.after(prepared.timeout)
             raise self._failed(prepared, error) from None
         prepared.finish_here()
 

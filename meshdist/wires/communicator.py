@@ -139,10 +139,11 @@ class Communicator(ABC):
         """
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def batch(self) -> AbstractContextManager[None]:
+    def batch(self, explain: Explain) -> AbstractContextManager[None]:
         """Sends and receives started inside wait for each other in no order, whatever theirs is.
 
-        Nothing is to be done where starting one never waits.
+        Nothing is to be done where starting one never waits. ``explain`` makes the error of a
+        batch that fails as a whole.
         """
         return nullcontext()
 

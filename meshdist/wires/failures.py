@@ -15,6 +15,7 @@ __all__ = [
     "WireFailure",
     "WireRefused",
     "WireTimeout",
+    "given_up_for",
 ]
 
 
@@ -61,6 +62,11 @@ class Interrupted(WireFailure):
         super().__init__(f"{type(error).__name__}: {error}".rstrip(": "))
         self.error = error
         self.is_over = is_over
+
+
+def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
+    """The failure of a collective that this member gives up: the wire's, or Interrupted."""
+    return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
 class WireRefused(WireFailure):

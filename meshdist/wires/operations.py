@@ -178,9 +178,10 @@ _SLICE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class Job(Operation):
-    """An operation in the queue."""
+    """An operation in the queue; ``_failed``, at a failure, gives the error to raise."""
 
     _act: Callable[[], None] | None
+    _failed: Callable[[BaseException], BaseException] | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
     _failure: BaseException | None = None
 
@@ -197,14 +198,14 @@ class Job(Operation):
 
     def run(self) -> None:
         """Do it; called once."""
-        act, self._act = self._act, None
+        act, failed, self._act, self._failed = self._act, self._failed, None, None
         assert act is not None
         try:
             act()
         except BaseException as error:  # raised in the thread that waits for it
-            self._failure = error
+            self._failure = error if failed is None else failed(error)
         finally:
-            del act  # and the tensors that it keeps
+            del act, failed  # and the tensors that they keep
             self._is_over.set()
 
 
@@ -224,7 +225,11 @@ class WorkerQueue:
         """Whether nothing is under way; for the thread that starts operations."""
         return self._last is None or self._last.poll()
 
-    def start(self, act: Callable[[], None]) -> Job:
+    def start(
+        self,
+        act: Callable[[], None],
+        failed: Callable[[BaseException], BaseException] | None = None,
+    ) -> Job:
         """Let the thread do ``act`` after all that was started before."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -232,7 +237,7 @@ class WorkerQueue:
             )
             self._thread.start()
             atexit.register(self._at_exit)
-        self._last = job = Job(act)
+        self._last = job = Job(act, failed)
         self._queue.put(job)
         return job
 

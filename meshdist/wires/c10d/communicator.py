@@ -31,7 +31,7 @@ from ..built_verbs import (
     find_lack,
     reduce_scatter_by_exchange,
 )
-from ..communicator import Communicator, ways_of
+from ..communicator import Communicator, Explain, ways_of
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..messages import Mailbox
 from ..operations import DONE, Chain, Operation
@@ -321,22 +321,24 @@ class C10dCommunicator(Communicator):
         return self._mailbox.has_sent(tag)
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self, explain: Explain) -> Iterator[None]:
         if not getattr(self._group, "supports_coalescing", False):
             yield
             return
         # NCCL and its kin run what is started alone in the order of its start, so that two ranks
         # which both receive first would wait for ever; what goes out as one call has no order.
-        self._call("_start_coalescing")
+        with self._explained(explain):
+            self._group._start_coalescing()
         transfers: list[tuple[C10dTransfer, PreparedCall]] = []
         self._batch = transfers
         try:
             yield
         except BaseException:
-            with suppress(WireFailure):
+            with suppress(RuntimeError):
                 self._end_batch(transfers)
             raise
-        self._end_batch(transfers)
+        with self._explained(explain):
+            self._end_batch(transfers)
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
         """Wait for what c10d has started; raises WireFailure."""
@@ -472,6 +474,14 @@ class C10dCommunicator(Communicator):
                 raise _VerbLacking(plain_text(error)) from None
             raise self.failure(error) from None
 
+    @contextmanager
+    def _explained(self, explain: Explain) -> Iterator[None]:
+        """Explain an error of c10d's."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise explain(self.failure(error), None) from None
+
     def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
         if self._batch is None:
             return C10dTransfer(self, self._started(work, prepared), prepared.root)
@@ -482,7 +492,7 @@ class C10dCommunicator(Communicator):
     def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
         """Send the batch off; its one work is that of every transfer."""
         self._batch = None
-        work = self._call("_end_coalescing")
+        work = self._group._end_coalescing()
         for transfer, prepared in transfers:
             transfer.work = self._started(work, prepared)
 

@@ -218,9 +218,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             BoundedCall(connect, "connect").wait(self._timeout, check)
         except TimeoutError as late:
             raise WireTimeout(f"the members did not connect: {late}") from None
-        except WireFailure:
-            raise
-        except Exception as error:
+        except RuntimeError as error:
             text = plain_text(error)
             raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
         self._device = device

@@ -40,7 +40,7 @@ from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
 from ..built_verbs import BUILT, all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..communicator import Communicator
-from ..failures import Interrupted, WireAborted, WireFailure, WireTimeout
+from ..failures import WireAborted, WireFailure, WireTimeout, given_up_for
 from ..messages import TagNumbers
 from ..operations import DONE, Chain, Operation, WorkerQueue
 from ..packing import cuts, parts, write
@@ -280,10 +280,8 @@ class GlooCommunicator(C10dCommunicator):
         try:
             if prepared.waits:
                 job.finish(timeout)
-        except WireFailure:
-            raise
         except BaseException as error:
-            raise Interrupted(error, job.poll) from None
+            raise given_up_for(error, job.poll) from None
         return job
 
     def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
@@ -296,10 +294,8 @@ class GlooCommunicator(C10dCommunicator):
                 _spin_until(work.is_completed)
             self.finish_work(work, prepared.timeout)
             return DONE
-        except WireFailure:
-            raise
         except BaseException as error:  # what Gloo goes on with would write the caller's tensors
-            raise Interrupted(error, work.is_completed) from None
+            raise given_up_for(error, work.is_completed) from None
 
     def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
         self.dropped.look()

@@ -37,7 +37,7 @@ from ..failures import (
     WireRefused,
     WireTimeout,
 )
-from ..operations import DONE, Chain, Operation, WorkerQueue
+from ..operations import DONE, Chain, Job, Operation, WorkerQueue
 from ..packing import Tensors, parts
 from ..prepared import PreparedCall
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
@@ -165,39 +165,44 @@ class HierarchicalCommunicator(Communicator):
     ) -> Operation:
         """Do ``act(stages, *arguments)`` now, or in the queue behind what is under way."""
         perform = partial(self._perform, prepared, act, arguments)
-        if prepared.waits and self._queue.is_idle:
-            perform()
-            return DONE
-        return self._queue.start(perform)
+        failed = partial(self._failed, prepared)
+        if not (prepared.waits and self._queue.is_idle):
+            return self._queue.start(perform, failed)
+        job = Job(perform, failed)
+        job.run()
+        job.finish(prepared.timeout)
+        return DONE
 
     def _perform(
         self, prepared: PreparedCall, act: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
-        """Do a collective; where it fails, free those that wait."""
+        """Do a collective, unless an earlier one has failed."""
         if self._is_aborted:
             raise WireAborted("aborted before")
         if self._failure:
             raise WireFailure(f"a collective failed before: {self._failure}")
-        try:
-            with torch.inference_mode():  # it may be a parameter, or an inference tensor
-                act(Stages(self._places, self._inside, self._across, prepared.timeout), *arguments)
-        except (WireTimeout, MembersDisagree, Interrupted) as failure:  # the others will learn it
-            self._failure = str(failure)
-            if isinstance(failure, MembersDisagree):
-                failure.number = prepared.sequence
-            raise
-        except WireFailure as failure:
-            self._failure = str(failure)
-            self._release()
-            if self._is_aborted:
-                raise WireAborted(str(failure)) from None
-            if isinstance(failure, MemberLost):
-                raise MemberLost(str(failure), self._places.here[failure.member]) from None
-            if isinstance(failure, MemberGaveUp):
-                raise MemberGaveUp(str(failure), self._places.here[failure.member]) from None
-            if isinstance(failure, WireAborted):
-                raise WireFailure("a member of this host gave up in this call") from None
-            raise
+        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+            act(Stages(self._places, self._inside, self._across, prepared.timeout), *arguments)
+
+    def _failed(self, prepared: PreparedCall, failure: BaseException) -> BaseException:
+        """Free those that wait in a collective that failed; the failure as this group tells it."""
+        if self._failure or not isinstance(failure, WireFailure):
+            return failure
+        self._failure = text = str(failure)
+        if isinstance(failure, MembersDisagree):
+            failure.number = prepared.sequence
+        if isinstance(failure, (WireTimeout, MembersDisagree, Interrupted)):
+            return failure  # the others will learn it
+        self._release()
+        if self._is_aborted:
+            return WireAborted(text)
+        if isinstance(failure, MemberLost):
+            return MemberLost(text, self._places.here[failure.member])
+        if isinstance(failure, MemberGaveUp):
+            return MemberGaveUp(text, self._places.here[failure.member])
+        if isinstance(failure, WireAborted):
+            return WireFailure("a member of this host gave up in this call")
+        return failure
 
 
 class HierarchicalWire(Wire):

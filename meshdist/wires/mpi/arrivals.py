@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from ...checking.shared_words import SharedWords, make_shared_words
 from ..core import core
-from ..failures import Interrupted, WireAborted, WireFailure
+from ..failures import WireAborted, WireFailure, given_up_for
 from .link import Link
 
 __all__ = ["Arrivals", "Turnout", "milliseconds", "words_of_process"]
@@ -130,7 +130,7 @@ class Arrivals:
         if not self._are_there(number):
             self.link.say_why(number, error)
             self._write(number, _LEFT, is_even)
-            raise error if isinstance(error, WireFailure) else Interrupted(error) from None
+            raise given_up_for(error) from None
         self._write(number, _WAITS, is_even)
         self._interruption = None if isinstance(error, WireFailure) else error
         self.link.wait(partial(self._look_for_all, number), _SETTLING)

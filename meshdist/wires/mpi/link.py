@@ -23,7 +23,14 @@ from typing import Any
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
-from ..failures import Interrupted, MemberLost, MessageMisfit, WireAborted, WireFailure, WireTimeout
+from ..failures import (
+    MemberLost,
+    MessageMisfit,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    given_up_for,
+)
 from ..operations import Operation
 from ..registry import Opening
 
@@ -150,10 +157,8 @@ class Link:
         """Finish a collective whose caller waits for it as it is started."""
         try:
             operation.finish(timeout)
-        except WireFailure:
-            raise
         except BaseException as error:  # MPI takes no collective back, and may write its tensors
-            raise Interrupted(error, operation.test_quietly) from None
+            raise given_up_for(error, operation.test_quietly) from None
 
     def forget(self, operation: MpiOperation) -> None:
         """Drop an operation that is not in flight any more."""

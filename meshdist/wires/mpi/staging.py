@@ -108,8 +108,8 @@ class StagedCommunicator(Communicator):
     def has_sent_itself(self, tag: int) -> bool:
         return self.host.has_sent_itself(tag)
 
-    def batch(self) -> AbstractContextManager[None]:
-        return self.host.batch()
+    def batch(self, explain: Explain) -> AbstractContextManager[None]:
+        return self.host.batch(explain)
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
         self.host.wait_for(condition, timeout)
