@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 __all__ = [
+    "FOR_EACH",
     "OBJECT_VERBS",
     "REDUCING_VERBS",
     "ROOTED_VERBS",
@@ -32,6 +33,10 @@ class Form(Enum):
     AT_ROOT = "one for each member, on the root alone"
     PARTS = "one tensor, in a part for each member"
     IN_PLACE = "what it gets, which is written over"
+
+
+FOR_EACH = (Form.EACH, Form.AT_ROOT, Form.PARTS)
+"""Of what lies apart for each member."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ...checking.calls import GroupFacts, Note
 from ...error_text import ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import REDUCIBLE, ReduceKind
-from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
+from ...verb_table import FOR_EACH, REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import check_reducible, find_lack
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure
@@ -28,8 +28,6 @@ from .meeting import Collective, Meeting, Message, Receive, synchronize
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
-
-_OF_LISTS = (Form.EACH, Form.AT_ROOT)
 
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 """The device types that simulated ranks serve; data moves by torch's own copies."""
@@ -77,7 +75,7 @@ class SimulatedCommunicator(Communicator):
         if verb.takes is Form.PARTS:
             assert sizes is not None
             inputs, outputs = parts(inputs[0], sizes[0]), parts(outputs[0], sizes[1])
-        elif verb.takes in _OF_LISTS or verb.gives in _OF_LISTS:
+        elif verb.takes in FOR_EACH or verb.gives in FOR_EACH:
             sizes = self._sizes(inputs or outputs), self._sizes(outputs or inputs)
             if root is not None and (root != self.rank or sizes[0] == sizes[1]):
                 sizes = None  # as even as a rooted verb is

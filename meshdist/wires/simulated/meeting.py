@@ -3,9 +3,8 @@
 Calls are compared as they come; the last member of a collective moves its data. A message waits for
 its receive, or a receive for its message.
 
-Every function that moves data reads all it needs, then says what is to be written where; ``move``
-writes. Results are the same bits on every member, since all of them are given one and the same
-result.
+``_writes`` reads all that a verb needs, then says what is to be written where; ``move`` writes.
+Results are the same bits on every member, since all of them are given one and the same result.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ from ...checking.calls import Note, likeness
 from ...error_text import grouped_text, ranks_text
 from ...errors import AgreementError
 from ...reduce_ops import ReduceKind, ReduceOp
+from ...verb_table import FOR_EACH, WIRE_VERBS, Form, WireVerb
 from ..built_verbs import reduced
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
@@ -64,11 +65,11 @@ class Round:
     root: int = 0
 
 
-def move(verb: str, round_: Round) -> None:
+def move(verb: WireVerb, round_: Round) -> None:
     """Do one collective: read everything, then write each member's results."""
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with torch.inference_mode():
-        writes = _MOVES[verb](round_)
+        writes = _writes(verb, round_)
         written = {_memory_of(output) for output, _ in writes}
         ready = [
             (output, _kept(data, output, written).reshape(output.shape)) for output, data in writes
@@ -92,86 +93,41 @@ def synchronize(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-# -- one function a verb ---------------------------------------------------------------------------
+def _writes(verb: WireVerb, round_: Round) -> Writes:
+    """What a verb writes where, by its forms.
 
+    What all bring stands in columns, of which a member gets one, all, or a part of the one:
 
-def _all_reduce(round_: Round) -> Writes:
-    """Each tensor of the members' lists, reduced in group order, for everyone."""
+        scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)          member 2: x2
+        all_gather of a, b, c                  column (a b c) as one           all: abc
+        all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)         all: both
+        reduce_scatter of a, b, c              column (a+b+c)                  member 2: its third
+    """
+    size, root = len(round_.outputs), round_.root
+    columns: list[Tensors] = []
+    for parts in zip(
+        *([round_.inputs[root]] if verb.root == "from" else round_.inputs), strict=True
+    ):
+        column: Tensors = parts
+        if verb.reduces:
+            column = [reduced([part.reshape(-1) for part in parts], round_.op)]
+        elif verb.gives is Form.ONE and len(parts) > 1:
+            column = [torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])]
+        columns.append(column)
+    results: Sequence[Tensors] = columns
+    if verb.takes is Form.ONE and verb.reduces:
+        results = [[block] for block in blocks(columns[0][0], size)]
+    elif verb.takes not in FOR_EACH:
+        results = [[*chain(*columns)]] * size
+    members: Sequence[int] = range(size)
+    if verb.root == "to":
+        members = [root]
+    elif verb.root and verb.takes is Form.IN_PLACE:  # it lies there
+        members = [*range(root), *range(root + 1, size)]
     writes: Writes = []
-    for place in range(len(round_.inputs[0])):
-        total = _total(round_, place)
-        writes += [(outputs[place], total) for outputs in round_.outputs]
+    for member in members:
+        writes += zip(round_.outputs[member], results[member], strict=True)
     return writes
-
-
-def _reduce(round_: Round) -> Writes:
-    return [(round_.outputs[round_.root][0], _total(round_, 0))]
-
-
-def _broadcast(round_: Round) -> Writes:
-    (data,) = round_.inputs[round_.root]
-    others = (member for member in range(len(round_.outputs)) if member != round_.root)
-    return [(round_.outputs[member][0], data) for member in others]
-
-
-def _scatter(round_: Round) -> Writes:
-    inputs = round_.inputs[round_.root]
-    return [(output, data) for (output,), data in zip(round_.outputs, inputs, strict=True)]
-
-
-def _all_gather(round_: Round) -> Writes:
-    parts = [data.reshape(-1) for (data,) in round_.inputs]
-    whole = torch.cat([part.to(parts[0].device) for part in parts])
-    return [(output, whole) for (output,) in round_.outputs]
-
-
-def _gather(round_: Round) -> Writes:
-    """Everyone's tensor, for each member that has outputs."""
-    return [
-        (output, data)
-        for outputs in filter(None, round_.outputs)
-        for output, (data,) in zip(outputs, round_.inputs, strict=True)
-    ]
-
-
-def _reduce_scatter(round_: Round) -> Writes:
-    """Reduced as a whole, then cut."""
-    mine = blocks(_total(round_, 0), len(round_.outputs))
-    return [(output, block) for (output,), block in zip(round_.outputs, mine, strict=True)]
-
-
-def _reduce_scatter_list(round_: Round) -> Writes:
-    return [(output, _total(round_, member)) for member, (output,) in enumerate(round_.outputs)]
-
-
-def _all_to_all(round_: Round) -> Writes:
-    return [
-        (output, inputs[member])
-        for member, outputs in enumerate(round_.outputs)
-        for output, inputs in zip(outputs, round_.inputs, strict=True)
-    ]
-
-
-_MOVES: dict[str, Callable[[Round], Writes]] = {
-    "all_gather": _all_gather,
-    "all_gather_list": _gather,
-    "all_reduce": _all_reduce,
-    "all_reduce_list": _all_reduce,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all,
-    "barrier": lambda _: [],
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_list": _reduce_scatter_list,
-    "scatter": _scatter,
-}
-
-
-def _total(round_: Round, place: int) -> torch.Tensor:
-    """The reduction of the members' tensors at ``place``, flat."""
-    return reduced([inputs[place].reshape(-1) for inputs in round_.inputs], round_.op)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -368,7 +324,7 @@ class Meeting:
             parts[0].op or ReduceOp.SUM,
             parts[0].note.call.root or 0,
         )
-        failure = _attempt(lambda: move(parts[0].way, data))
+        failure = _attempt(lambda: move(WIRE_VERBS[parts[0].way], data))
         for part in parts:
             part.end(failure)
 
