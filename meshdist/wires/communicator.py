@@ -35,6 +35,7 @@ from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.memory import Scratch
+from ..verb_table import WIRE_VERBS
 from .built_verbs import BUILT
 from .failures import WireFailure, WireTimeout
 from .operations import Operation
@@ -44,7 +45,7 @@ from .prepared import PreparedCall
 if TYPE_CHECKING:
     from .native import FastPath
 
-__all__ = ["Communicator", "Explain", "ways_of"]
+__all__ = ["Communicator", "Explain"]
 
 _log = logging.getLogger("meshdist.wires")
 
@@ -61,8 +62,8 @@ class Communicator(ABC):
     """
 
     ways: ClassVar[Mapping[str, str]]
-    """Of each verb of a communicator that the wire does itself, its method: all_reduce, broadcast,
-    all_gather, barrier, send and recv at least. ``built_verbs`` has what the others do."""
+    """Of each verb that the wire does itself, its method: of the verb's name behind an underscore,
+    unless the class says otherwise. All but the rows of ``built_verbs`` are there."""
 
     wants_senders: ClassVar[bool] = False
     """Whether a receive should name its sender, where members note what they send."""
@@ -78,6 +79,11 @@ class Communicator(ABC):
 
     averages_at_once: ClassVar[bool] = False
     """Whether an average costs no more than a sum; else a division over all of the result."""
+
+    def __init_subclass__(cls) -> None:
+        if "ways" not in cls.__dict__:
+            methods = {verb: f"_{verb}" for verb in WIRE_VERBS}
+            cls.ways = {verb: own for verb, own in methods.items() if hasattr(cls, own)}
 
     def __init__(self, wire: str, rank: int, size: int) -> None:
         self.wire = wire
@@ -106,7 +112,11 @@ class Communicator(ABC):
     def start(self, prepared: PreparedCall) -> Operation:
         """Start a call in this wire's own way, or in one built from its others."""
         own = self.ways.get(prepared.way)
-        return BUILT[prepared.way](self, prepared) if own is None else getattr(self, own)(prepared)
+        return self.build(prepared) if own is None else getattr(self, own)(prepared)
+
+    def build(self, prepared: PreparedCall) -> Operation:
+        """Start a call by others of the wire's verbs."""
+        return BUILT[prepared.way](self, prepared)
 
     @abstractmethod
     def abort(self) -> None:
@@ -169,8 +179,3 @@ class Communicator(ABC):
     def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
         """The group's fast path over the native core's ``entry``; None where there is none."""
         return None
-
-
-def ways_of(*verbs: str) -> Mapping[str, str]:
-    """``ways`` of a wire whose methods bear the verbs' names, behind an underscore."""
-    return {verb: f"_{verb}" for verb in verbs}

@@ -21,9 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 from ...dtypes import DTYPES
 from ...error_text import first_line
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
-from ...verb_table import REDUCING_VERBS, ROOTED_VERBS, WIRE_VERBS
+from ...verb_table import REDUCING_VERBS, ROOTED_VERBS
 from ..built_verbs import (
-    BUILT,
     all_reduce_by_gathering,
     all_reduce_dividing,
     all_reduce_widened,
@@ -31,7 +30,7 @@ from ..built_verbs import (
     find_lack,
     reduce_scatter_by_exchange,
 )
-from ..communicator import Communicator, Explain, ways_of
+from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..messages import Mailbox
 from ..operations import DONE, Chain, Operation
@@ -129,7 +128,6 @@ class C10dTransfer(C10dOperation):
 class C10dCommunicator(Communicator):
     """One group's connection over a c10d process group that is made already."""
 
-    ways = ways_of(*WIRE_VERBS)
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None where they are not known."""
     lacking: ClassVar[frozenset[str]] = frozenset()
@@ -190,7 +188,7 @@ class C10dCommunicator(Communicator):
             options = self._options_for(c10d.ReduceOptions, prepared, substitute.op)
             views = [read_as(tensor, substitute.dtype)]
             started = self._start_if_there(prepared, "reduce", views, options)
-        return started or BUILT["reduce"](self, prepared)
+        return started or self.build(prepared)
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
         options = self._options_for(c10d.BroadcastOptions, prepared)
@@ -218,21 +216,21 @@ class C10dCommunicator(Communicator):
             started = self._start_if_there(
                 prepared, "allgather", lists, [_movable(tensor)], options
             )
-        return started or BUILT["all_gather_list"](self, prepared)
+        return started or self.build(prepared)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
         options = self._options_for(c10d.GatherOptions, prepared)
         lists = [_all_movable(prepared.outputs)] if self.rank == prepared.root else []
         mine = _all_movable(prepared.inputs)
         started = self._start_if_there(prepared, "gather", lists, mine, options)
-        return started or BUILT["gather"](self, prepared)
+        return started or self.build(prepared)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         options = self._options_for(c10d.ScatterOptions, prepared)
         lists = [_all_movable(prepared.inputs)] if self.rank == prepared.root else []
         mine = _all_movable(prepared.outputs)
         started = self._start_if_there(prepared, "scatter", mine, lists, options)
-        return started or BUILT["scatter"](self, prepared)
+        return started or self.build(prepared)
 
     def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
@@ -271,7 +269,7 @@ class C10dCommunicator(Communicator):
             return all_to_all_by_packing(self, prepared, some, data)
         options = self._options_for(c10d.AllToAllOptions, prepared)
         started = self._start_if_there(prepared, "alltoall", some, data, options)
-        return started or BUILT["all_to_all"](self, prepared)
+        return started or self.build(prepared)
 
     def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
@@ -283,7 +281,7 @@ class C10dCommunicator(Communicator):
         started = self._start_if_there(
             prepared, "alltoall_base", whole, data, takes, gives, options
         )
-        return started or BUILT["all_to_all_single"](self, prepared)
+        return started or self.build(prepared)
 
     def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
         """Wait for all members, where there is nothing to move."""
@@ -413,7 +411,7 @@ class C10dCommunicator(Communicator):
             if started is not None:
                 return started
         alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
-        return BUILT["all_reduce_list"](self, alike)
+        return self.build(alike)
 
     def _options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
         """c10d's options, made once for calls that repeat."""

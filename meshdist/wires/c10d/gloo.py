@@ -38,7 +38,7 @@ from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
-from ..built_verbs import BUILT, all_reduce_by_gathering, reduce_scatter_by_exchange
+from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout, given_up_for
 from ..messages import TagNumbers
@@ -127,7 +127,7 @@ class GlooCommunicator(C10dCommunicator):
     def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
         if prepared.outputs[0].is_cpu:
             return super()._all_reduce_list(prepared)
-        return BUILT["all_reduce_list"](self, prepared)
+        return self.build(prepared)
 
     def _reduce(self, prepared: PreparedCall) -> Operation:
         # Gloo leaves partial results on the other members.
@@ -274,7 +274,7 @@ class GlooCommunicator(C10dCommunicator):
 
         def share() -> None:
             reduced.finish(timeout)
-            BUILT["all_to_all"](self, later).finish(timeout)
+            self.build(later).finish(timeout)
 
         job = self._queue.start(share)
         try:

@@ -12,10 +12,10 @@ others, whatever level they wait on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.distributed import Store
@@ -23,10 +23,9 @@ from torch.distributed import Store
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, wait_until
 from ...verb_table import REDUCING_VERBS
-from .. import built_verbs
-from ..built_verbs import BUILT
+from ..built_verbs import BUILT, all_reduce_by_gathering
 from ..c10d.gloo import GlooCommunicator
-from ..communicator import Communicator, ways_of
+from ..communicator import Communicator
 from ..failures import (
     Interrupted,
     MemberGaveUp,
@@ -38,12 +37,11 @@ from ..failures import (
     WireTimeout,
 )
 from ..operations import DONE, Chain, Job, Operation, WorkerQueue
-from ..packing import Tensors, parts
+from ..packing import Tensors
 from ..prepared import PreparedCall
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
-from . import two_level
-from .two_level import HostPlaces, Stages
+from .two_level import STAGED, HostPlaces, Stages
 
 __all__ = ["HierarchicalCommunicator", "HierarchicalWire"]
 
@@ -60,9 +58,9 @@ class HierarchicalCommunicator(Communicator):
     """
 
     ways: ClassVar[Mapping[str, str]] = {
-        **ways_of("all_reduce", "all_reduce_list", "reduce", "reduce_scatter_list", "broadcast"),
-        **ways_of("all_gather", "all_gather_list", "all_to_all", "barrier"),
+        **dict.fromkeys(STAGED, "_stages"),
         **dict.fromkeys(_OVER_ALL, "_go_over_all"),
+        "all_to_all": "_all_to_all",
     }
 
     def __init__(
@@ -87,45 +85,23 @@ class HierarchicalCommunicator(Communicator):
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         """Native where shared memory reduces it; what goes over Gloo alone is what Gloo does."""
         if verb in REDUCING_VERBS:
-            return ShmCommunicator.support("all_reduce", "cpu", dtype, op)
+            return ShmCommunicator.support(verb, "cpu", dtype, op)
         if verb in _OVER_ALL:
             return GlooCommunicator.support(verb, device_type, dtype, op)
         return super().support(verb, device_type, dtype, op)
 
-    def _all_reduce(self, prepared: PreparedCall) -> Operation:
-        if not _reduces(prepared):
-            return built_verbs.all_reduce_by_gathering(self, prepared)
-        return self._stages(prepared, two_level.all_reduce, prepared.outputs[0], prepared.op)
-
-    def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
-        tensors = prepared.outputs
-        is_alike = len({tensor.dtype for tensor in tensors}) == 1
-        if len(tensors) == 1 or not is_alike or not _reduces(prepared):
-            return BUILT["all_reduce_list"](self, prepared)
-        return self._stages(prepared, two_level.all_reduce_together, tensors, prepared.op)
-
-    def _reduce(self, prepared: PreparedCall) -> Operation:
-        if not _reduces(prepared):
-            return BUILT["reduce"](self, prepared)
-        (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
-        return self._stages(prepared, two_level.reduce, tensor, op, root)
-
-    def _broadcast(self, prepared: PreparedCall) -> Operation:
-        return self._stages(prepared, two_level.broadcast, prepared.outputs[0], prepared.root)
-
-    def _all_gather(self, prepared: PreparedCall) -> Operation:
-        (output,), (tensor,) = prepared.outputs, prepared.inputs
-        outputs = parts(output, [tensor.numel()] * self.size)
-        return self._stages(prepared, two_level.all_gather, outputs, tensor, output)
-
-    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
-        return self._stages(prepared, two_level.all_gather, prepared.outputs, prepared.inputs[0])
-
-    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
-        if not _reduces(prepared):
-            return BUILT["reduce_scatter_list"](self, prepared)
-        (output,), inputs, op = prepared.outputs, prepared.inputs, prepared.op
-        return self._stages(prepared, two_level.reduce_scatter, output, inputs, op)
+    def _stages(self, prepared: PreparedCall) -> Operation:
+        """Do a call now, or in the queue behind what is under way."""
+        if prepared.op is not None and not _reduces(prepared):
+            return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
+        perform = partial(self._perform, prepared)
+        failed = partial(self._failed, prepared)
+        if not (prepared.waits and self._queue.is_idle):
+            return self._queue.start(perform, failed)
+        job = Job(perform, failed)
+        job.run()
+        job.finish(prepared.timeout)
+        return DONE
 
     def _go_over_all(self, prepared: PreparedCall) -> Operation:
         return self._over_all.start(prepared)
@@ -136,11 +112,8 @@ class HierarchicalCommunicator(Communicator):
         far_out, far_in = _without(outputs, here), _without(inputs, here)
         # Started without waiting: the part inside the host, which compares the calls, is first.
         far = self._over_all.start(prepared.by("all_to_all", far_in, far_out).later())
-        near = self._stages(prepared, two_level.all_to_all_here, near_out, near_in)
+        near = self._stages(prepared.by("all_to_all", near_in, near_out))
         return Chain([near, far])
-
-    def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._stages(prepared, two_level.barrier)
 
     def abort(self) -> None:
         self._is_aborted = True
@@ -160,29 +133,15 @@ class HierarchicalCommunicator(Communicator):
         for level in self._levels:
             level.abort()
 
-    def _stages(
-        self, prepared: PreparedCall, act: Callable[..., None], *arguments: Any
-    ) -> Operation:
-        """Do ``act(stages, *arguments)`` now, or in the queue behind what is under way."""
-        perform = partial(self._perform, prepared, act, arguments)
-        failed = partial(self._failed, prepared)
-        if not (prepared.waits and self._queue.is_idle):
-            return self._queue.start(perform, failed)
-        job = Job(perform, failed)
-        job.run()
-        job.finish(prepared.timeout)
-        return DONE
-
-    def _perform(
-        self, prepared: PreparedCall, act: Callable[..., None], arguments: tuple[Any, ...]
-    ) -> None:
+    def _perform(self, prepared: PreparedCall) -> None:
         """Do a collective, unless an earlier one has failed."""
         if self._is_aborted:
             raise WireAborted("aborted before")
         if self._failure:
             raise WireFailure(f"a collective failed before: {self._failure}")
+        stages = Stages(self._places, self._inside, self._across, prepared.timeout)
         with torch.inference_mode():  # it may be a parameter, or an inference tensor
-            act(Stages(self._places, self._inside, self._across, prepared.timeout), *arguments)
+            STAGED[prepared.way](stages, prepared)
 
     def _failed(self, prepared: PreparedCall, failure: BaseException) -> BaseException:
         """Free those that wait in a collective that failed; the failure as this group tells it."""
@@ -289,10 +248,10 @@ def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -
 
 def _reduces(prepared: PreparedCall) -> bool:
     """Whether shared memory reduces it as it is; what it lacks is gathered, and rounded once."""
-    op = prepared.op
+    op, dtypes = prepared.op, {output.dtype for output in prepared.outputs}
     assert op is not None
-    dtype = prepared.outputs[0].dtype
-    return ShmCommunicator.support("all_reduce", "cpu", dtype, op) == "native"
+    support = ShmCommunicator.support(prepared.way, "cpu", prepared.outputs[0].dtype, op)
+    return len(dtypes) == 1 and support == "native"
 
 
 def _without(tensors: Tensors, members: Sequence[int]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ Everything here waits, and writes into the tensors that it is given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,18 +23,7 @@ from ..communicator import Communicator
 from ..packing import Tensors, cuts, packed, parts, parts_like, write, write_all
 from ..prepared import PreparedCall
 
-__all__ = [
-    "HostPlaces",
-    "Stages",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_together",
-    "all_to_all_here",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-]
+__all__ = ["STAGED", "HostPlaces", "Stages"]
 
 
 @dataclass(frozen=True)
@@ -197,8 +186,7 @@ class Stages:
         level.start(call).finish(call.timeout)
 
 
-def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
-    """Reduce inside to the owners, then across, and spread."""
+def _all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     whole, local = _summable(tensor, op), stages.places.local
     num_parts = stages.num_parts(whole)
     parts = stages.parts(whole, num_parts)
@@ -212,17 +200,24 @@ def all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     stages.spread(result, num_parts)
 
 
-def all_reduce_together(stages: Stages, tensors: Tensors, op: ReduceKind) -> None:
+def all_reduce(stages: Stages, prepared: PreparedCall) -> None:
+    """Reduce inside to the owners, then across, and spread."""
+    _all_reduce(stages, prepared.outputs[0], _op(prepared))
+
+
+def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
     """Reduce tensors of one dtype as one."""
-    whole = packed(tensors)
-    all_reduce(stages, whole, op)
-    write_all(tensors, parts_like(whole, tensors))
+    tensors = prepared.outputs
+    whole = tensors[0] if len(tensors) == 1 else packed(tensors)
+    _all_reduce(stages, whole, _op(prepared))
+    if whole is not tensors[0]:
+        write_all(tensors, parts_like(whole, tensors))
 
 
-def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> None:
+def reduce(stages: Stages, prepared: PreparedCall) -> None:
     """Reduce inside to the owners, then across to those on the root's host, and gather there."""
-    places = stages.places
-    root_host, root_local = places.find(root)
+    (tensor,), op, places = prepared.outputs, _op(prepared), stages.places
+    root_host, root_local = places.find(prepared.root or 0)
     is_root = places.host == root_host and places.local == root_local
     whole = _summable(tensor, op)
     num_parts = stages.num_parts(whole)
@@ -251,10 +246,10 @@ def reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind, root: int) -> N
         _round_into(tensor, whole)
 
 
-def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
+def broadcast(stages: Stages, prepared: PreparedCall) -> None:
     """Broadcast on the root's host, then across by the owners, and spread on the other hosts."""
-    places, whole = stages.places, tensor.view(-1)
-    root_host, root_local = places.find(root)
+    places, whole = stages.places, prepared.outputs[0].view(-1)
+    root_host, root_local = places.find(prepared.root or 0)
     num_parts = stages.num_parts(whole)
     if places.host == root_host:
         stages.inside("broadcast", [whole], [whole], root=root_local)
@@ -265,14 +260,21 @@ def broadcast(stages: Stages, tensor: torch.Tensor, root: int) -> None:
         stages.spread(whole, num_parts)
 
 
-def all_gather(
+def all_gather(stages: Stages, prepared: PreparedCall) -> None:
+    """Gather inside, exchange each host's part, and spread it."""
+    (output,), (tensor,) = prepared.outputs, prepared.inputs
+    _all_gather(stages, parts(output, [tensor.numel()] * stages.size), tensor, output)
+
+
+def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
+    """Gather inside, exchange each host's part, and spread it, where sizes may differ."""
+    _all_gather(stages, prepared.outputs, prepared.inputs[0])
+
+
+def _all_gather(
     stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
 ) -> None:
-    """Gather inside, exchange each host's part, and spread it.
-
-    Args:
-        together: the tensor that ``outputs`` are consecutive parts of, if there is one.
-    """
+    """Gather into ``outputs``; ``together`` is what they are consecutive parts of, if anything."""
     places, order = stages.places, stages.places.by_host
     in_order = [outputs[member] for member in order]
     is_in_place = together is not None and list(order) == sorted(order)
@@ -297,11 +299,11 @@ def all_gather(
         write_all(in_order, parts_like(whole, in_order))
 
 
-def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: ReduceKind) -> None:
+def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
     """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
-    places = stages.places
+    (output,), op, places = prepared.outputs, _op(prepared), stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
-    whole, inputs = _summable(output, op), [_summable(part, op) for part in inputs]
+    whole, inputs = _summable(output, op), [_summable(part, op) for part in prepared.inputs]
     nothing = whole.new_empty(0)
     piles = [places.pile(owner) for owner in range(num_owners)]
     packs = [packed([inputs[k] for members in pile for k in members]) for pile in piles]
@@ -327,20 +329,43 @@ def reduce_scatter(stages: Stages, output: torch.Tensor, inputs: Tensors, op: Re
     _round_into(output, whole)
 
 
-def all_to_all_here(stages: Stages, outputs: Tensors, inputs: Tensors) -> None:
+def all_to_all(stages: Stages, prepared: PreparedCall) -> None:
     """An all-to-all among this host's members alone."""
+    outputs, inputs = prepared.outputs, prepared.inputs
     if len(outputs) == 1:
         outputs[0].view(-1).copy_(inputs[0].view(-1))
     else:
         stages.inside("all_to_all", inputs, outputs)
 
 
-def barrier(stages: Stages) -> None:
+def barrier(stages: Stages, _: PreparedCall) -> None:
     """Meet inside each host, then across hosts, then inside each host again."""
     stages.inside("barrier", (), ())
     if stages.places.local == 0:
         stages.across("barrier", (), ())
     stages.inside("barrier", (), ())
+
+
+STAGED: dict[str, Callable[[Stages, PreparedCall], None]] = {
+    act.__name__: act
+    for act in (
+        all_reduce,
+        all_reduce_list,
+        reduce,
+        broadcast,
+        all_gather,
+        all_gather_list,
+        reduce_scatter_list,
+        all_to_all,
+        barrier,
+    )
+}
+"""The verbs of a communicator that are done in stages."""
+
+
+def _op(prepared: PreparedCall) -> ReduceKind:
+    assert prepared.op is not None
+    return prepared.op
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:

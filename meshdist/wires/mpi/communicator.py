@@ -17,9 +17,9 @@ import torch
 from ...arrays import apart
 from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
-from ...verb_table import REDUCING_VERBS, WIRE_VERBS
-from ..built_verbs import BUILT, reduce_scatter_by_exchange
-from ..communicator import Communicator, Explain, ways_of
+from ...verb_table import REDUCING_VERBS
+from ..built_verbs import reduce_scatter_by_exchange
+from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure
 from ..messages import Mailbox, TagNumbers
 from ..operations import DONE, Chain, Operation
@@ -56,7 +56,6 @@ _EVEN = Turnout.EVEN
 class MpiCommunicator(Communicator):
     """One member's part of a group over MPI; ``arrivals`` is None where members cannot be seen."""
 
-    ways = ways_of(*WIRE_VERBS.keys() - {"all_reduce_list"})
     wants_senders = True
     posts_at_once = True
 
@@ -109,7 +108,7 @@ class MpiCommunicator(Communicator):
         plan = plan_of(op, tensor.dtype, self.size)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
-            return BUILT["reduce"](self, prepared)
+            return self.build(prepared)
         kept, op_and_root = (tensor, data), (self._op(plan), root)
         numbers = self._numbers(data)
         if self.rank != root:
@@ -168,7 +167,7 @@ class MpiCommunicator(Communicator):
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         sizes = [output.numel() for output in outputs]
         if sum(sizes) * tensor.itemsize > self._buffers.most:
-            return BUILT["all_gather_list"](self, prepared)
+            return self.build(prepared)
         whole, unpack = unpacked(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
@@ -224,7 +223,7 @@ class MpiCommunicator(Communicator):
         gives, takes = sizes
         if max(*takes, *gives) <= self._most_for_one(tensor):
             return self._exchange(prepared, output, apart(tensor, output), takes, gives)
-        return BUILT["all_to_all_single"](self, prepared)
+        return self.build(prepared)
 
     def _exchange(
         self,

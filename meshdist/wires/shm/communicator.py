@@ -367,15 +367,11 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, in
 
 def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
     """Of each collective the core's number, and the forms in which the core takes tensors."""
-    names = {
-        "all_gather_list": "all_gather_v",
-        "reduce_scatter_list": "reduce_scatter_v",
-        "all_to_all_single": "all_to_all",
-    }
     found = {}
     for way, verb in WIRE_VERBS.items():
-        name, forms = names.get(way, way), [verb.takes, verb.gives]
-        if Form.EACH in forms:
+        name, forms = way.removesuffix("_single"), [verb.takes, verb.gives]
+        if Form.EACH in forms:  # sizes may vary, as the core says
+            name = way.replace("_list", "_v")
             forms = [Form.EACH if form is Form.ONE else form for form in forms]
         if _core is not None and name in _core.VERBS:
             found[way] = (_core.VERBS[name], *forms)

@@ -105,10 +105,29 @@ def test_what_nccl_is_asked_for(nccl: None) -> None:
     assert asked(group) == ("alltoall_base", [two, two, [3, 5], [6, 2]], {})
 
 
+def explained(failure: WireFailure, note: int | None) -> Exception:
+    return ValueError(f"{note}: {failure}")
+
+
+@pytest.mark.parametrize("when", ["_start_coalescing", "_end_coalescing"])
+def test_a_batch_that_fails_as_a_whole_is_explained(nccl: None, when: str) -> None:
+    communicator = find_wire("nccl").open(opening(size=3))
+
+    def fail() -> None:
+        raise RuntimeError("the network is down")
+
+    setattr(communicator._group, when, fail)
+    with (
+        pytest.raises(ValueError, match=r"^None: the network is down$"),
+        communicator.batch(explained),
+    ):
+        Direct(communicator, SECONDS).send(torch.ones(2), 1, 0)
+
+
 def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
     x, y = torch.ones(2), torch.zeros(2)
-    with communicator.batch():
+    with communicator.batch(explained):
         sent = Direct(communicator, SECONDS).send(x, 1, 0)
         received = Direct(communicator, SECONDS).recv(y, 2, 0)
         to_myself = Direct(communicator, SECONDS).send(x, 0, 0)
@@ -122,7 +141,7 @@ def test_a_batch_goes_out_as_one_call_on_nccl(nccl: None) -> None:
 
 def test_a_batch_that_fails_midway_is_ended(nccl: None) -> None:
     communicator = find_wire("nccl").open(opening(size=3))
-    with pytest.raises(KeyError), communicator.batch():
+    with pytest.raises(KeyError), communicator.batch(explained):
         raise KeyError
     Direct(communicator, SECONDS).send(torch.ones(2), 1, 0)
     names = [name for name, *_ in communicator._group.calls]
