@@ -258,7 +258,8 @@ def read_url(url: str) -> None:
         patch.setattr(file_records, "enter", refuse)
         for rank, size in ((-1, -1), (0, 2), (1, 2)):
             with contextlib.suppress(MeshdistError):
-                init_methods.meet(url, rank=rank, world_size=size, timeout=timedelta(seconds=1))
+                terms = init_methods.Terms(url, rank, size, timeout=timedelta(seconds=1))
+                init_methods.meet(terms)
 
 
 def read_command_line(words: str) -> object:

@@ -49,7 +49,7 @@ from .stores import (
     serve_store,
 )
 
-__all__ = ["meet", "register_rendezvous_handler", "rendezvous"]
+__all__ = ["Terms", "meet", "register_rendezvous_handler", "rendezvous"]
 
 
 _IN_QUERY = ("rank", "world_size")
@@ -57,28 +57,8 @@ _IN_QUERY = ("rank", "world_size")
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """The world that a process asks for, whichever way it comes to it."""
-
-    group_name: str
-    timeout: timedelta
-    wires: Collection[str] = ()
-
-
-def meet(
-    init_method: str | None = None,
-    *,
-    rank: int = -1,
-    world_size: int = -1,
-    store: Store | None = None,
-    group_name: str = "",
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    wires: Collection[str] = (),
-    is_mpi_asked: bool = False,
-    origin: str = "a given store",
-    handler_arguments: Mapping[str, Any] | None = None,
-) -> Joined:
-    """Meet the other ranks; return when all have joined.
+class Terms:
+    """The world that a process asks for, whichever way it comes to it.
 
     Args:
         init_method: the URL; None is ``env://``, unless there is a store.
@@ -89,6 +69,27 @@ def meet(
         group_name: worlds of different names may meet at one address.
         timeout: how long to wait for the others.
         wires: what this process could use, for the ranks to learn what all of them can.
+    """
+
+    init_method: str | None = None
+    rank: int = -1
+    world_size: int = -1
+    store: Store | None = None
+    group_name: str = ""
+    timeout: timedelta = DEFAULT_TIMEOUT
+    wires: Collection[str] = ()
+
+
+def meet(
+    terms: Terms,
+    *,
+    is_mpi_asked: bool = False,
+    origin: str = "a given store",
+    handler_arguments: Mapping[str, Any] | None = None,
+) -> Joined:
+    """Meet the other ranks; return when all have joined.
+
+    Args:
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
         handler_arguments: what the handler of a scheme of your own is called with besides.
@@ -97,12 +98,13 @@ def meet(
         ArgumentError: the arguments contradict each other.
         RendezvousError: the ranks did not find each other; the text says which and why.
     """
+    init_method, store = terms.init_method, terms.store
+    rank, world_size = terms.rank, terms.world_size
     if store is not None and is_mpi_asked:
         surroundings = read_surroundings(os.environ, is_mpi_asked=True)
         rank, world_size = surroundings.rank, surroundings.size
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
-    terms = _Terms(group_name, timeout, wires)
     if store is not None:
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
         is_served_by_0 = isinstance(root_of(store), TCPStore)
@@ -151,9 +153,8 @@ def rendezvous(
 def _meetings(
     url: str, rank: int, world_size: int, timeout: timedelta, arguments: dict[str, Any]
 ) -> Iterator[tuple[Store, int, int]]:
-    joined = meet(
-        url, rank=rank, world_size=world_size, timeout=timeout, handler_arguments=arguments
-    )
+    terms = Terms(url, rank, world_size, timeout=timeout)
+    joined = meet(terms, handler_arguments=arguments)
     yield joined.make_torch_store(), joined.rank, joined.size
     raise RendezvousError(
         "a rendezvous gives one world",
@@ -286,7 +287,7 @@ def _meet_in(
     rank: int,
     size: int,
     origin: str,
-    terms: _Terms,
+    terms: Terms,
     *,
     attempt: str = "",
     is_served_by_0: bool = False,
@@ -310,7 +311,7 @@ def _meet_in(
         raise
 
 
-def _meet_by_environment(surroundings: Surroundings, terms: _Terms) -> Joined:
+def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Joined:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
     rank, size, local_rank = surroundings.rank, surroundings.size, surroundings.local_rank
@@ -385,7 +386,7 @@ def _listener_at(address: str, port: int) -> Any:
     return bind_listener(address, port) if is_safe else None
 
 
-def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joined:
+def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Joined:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
@@ -436,7 +437,7 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     return address, port
 
 
-def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Joined:
+def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Joined:
     if url.netloc not in ("", "localhost") or not url.path:
         raise ArgumentError(
             "file:// needs an absolute path",
@@ -449,7 +450,7 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: _Terms) -> Join
 
 
 def _meet_in_file(
-    path: str, rank: int, size: int, origin: str, terms: _Terms, **known: Any
+    path: str, rank: int, size: int, origin: str, terms: Terms, **known: Any
 ) -> Joined:
     given = rank if rank >= 0 else None
     entry = file_records.enter(path, given, size, terms.group_name, terms.timeout)
@@ -474,7 +475,7 @@ def _meet_in_file(
 
 
 def _meet_by_handler(
-    url: SplitResult, rank: int, size: int, terms: _Terms, more: Mapping[str, Any]
+    url: SplitResult, rank: int, size: int, terms: Terms, more: Mapping[str, Any]
 ) -> Joined:
     rest = [(name, text) for name, text in parse_qsl(url.query, True) if name not in _IN_QUERY]
     plain = url._replace(query=urlencode(rest)).geturl()  # torch adds rank and size itself

@@ -13,7 +13,7 @@ import signal
 from functools import partial
 from typing import Any
 
-from ..launching.launcher import LaunchError
+from ..launching.launcher import JobPlace, LaunchError
 from ..launching.streams import Output
 from ..runtime.hosts import num_cores
 
@@ -153,11 +153,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
     names = arguments.signals_to_handle
     return {
         "nprocs": number_of_processes(arguments.nproc_per_node),
-        "nnodes": nnodes,
-        "node_rank": arguments.node_rank,
-        "master_addr": address,
-        "master_port": port,
-        "role": arguments.role,
+        "place": JobPlace(nnodes, arguments.node_rank, address, port, arguments.role),
         "output": _output(arguments, output),
         "signals": None if names is None else [_signal(name) for name in names.split(",")],
         "stopping_s": arguments.shutdown_timeout,

@@ -6,6 +6,7 @@ A bucket of one gradient, dense or sparse, sends it as autograd has made it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -258,7 +259,11 @@ class BucketList:
             delayed_behind=options.delayed_behind,
         )
 
-        def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        def allocate(indices: Sequence[int], num_behind: int) -> torch.Tensor:
+            """Memory for the gradients of some parameters, and for numbers behind them."""
+            first = self._parameters[indices[0]]
+            dtype, device = options.dtype or first.dtype, first.device
+            count = sum(self._parameters[index].numel() for index in indices) + num_behind
             if is_learned:
                 return flat_memory(count, dtype, device, group)
             return torch.empty(count, dtype=dtype, device=device)
@@ -274,14 +279,11 @@ class BucketList:
                 else InPlaceBucket(first, *where, is_trailing=is_trailing, scale=scale)
                 if scale is not None and first in in_place
                 else Bucket(
-                    one.indices,
+                    replace(one, is_trailing=is_trailing),
                     self._parameters,
-                    is_trailing=is_trailing,
-                    num_behind=self._num_behind if is_last else 0,
-                    allocate=allocate,
-                    dtype=options.dtype,
+                    options,
+                    sent=allocate(one.indices, self._num_behind if is_last else 0),
                     scale=scale,
-                    as_views=options.as_views,
                     hooked=arrivals.by_count if is_learned else None,
                     reports=self._reports,
                 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Protocol, TypeAlias, cast
 
 import torch
 
-from .buckets import assign_buckets, views_into
+from .buckets import LaidBucket, ReductionOptions, assign_buckets, views_into
 from .graph_tasks import is_in_task
 from .reports import Reports
 from .streams import streams_for
@@ -46,14 +46,12 @@ class Bucket:
     another tensor than when the backward began, or has another version.
 
     Args:
-        indices: which parameters, in the order in which their gradients are expected.
+        laid: which parameters, in the order in which their gradients are expected, and whether it
+            is sent at the end of the backward, whatever has come before.
         parameters: all of them.
-        is_trailing: whether it is sent at the end of the backward, whatever has come before.
-        num_behind: how many numbers follow the gradients.
-        allocate: memory for so many numbers, of a dtype, on a device.
-        dtype: in which gradients are sent; None for the parameters' own.
+        options: how gradients are sent, and whether ``.grad`` becomes the view.
+        sent: memory for the gradients, and for the numbers that follow them.
         scale: by what gradients are multiplied on their way into the bucket, or None.
-        as_views: whether ``.grad`` becomes the view, or stays apart from the bucket.
         hooked: the indices that need a hook whatever their size; None where all do.
         reports: makes the error for a gradient that cannot lie here.
 
@@ -77,35 +75,32 @@ class Bucket:
 
     def __init__(
         self,
-        indices: Sequence[int],
+        laid: LaidBucket,
         parameters: Sequence[torch.nn.Parameter],
+        options: ReductionOptions,
         *,
-        is_trailing: bool,
-        num_behind: int,
-        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor],
-        dtype: torch.dtype | None,
+        sent: torch.Tensor,
         scale: float | None,
-        as_views: bool,
         hooked: Collection[int] | None,
         reports: Reports,
     ) -> None:
+        indices, dtype = laid.indices, sent.dtype
         first = parameters[indices[0]]
-        dtype = dtype or first.dtype
         self.streams = streams_for(first.device)
         sizes = {index: parameters[index].numel() * dtype.itemsize for index in indices}
         large = [index for index in indices if sizes[index] >= _AT_ONCE_BYTES]
         small = [index for index in indices if sizes[index] < _AT_ONCE_BYTES]
         self.indices = (*large, *small)  # equal on every rank, whatever has a hook on this one
         self.members = [parameters[index] for index in self.indices]
-        self.is_trailing = is_trailing
+        self.is_trailing = laid.is_trailing
         counts = [member.numel() for member in self.members]
         self.device = first.device
-        self.sent = allocate(sum(counts) + num_behind, dtype, first.device).zero_()
-        self.flat, self.behind = self.sent.split([sum(counts), num_behind])
+        self.sent = sent.zero_()
+        self.flat, self.behind = sent[: sum(counts)], sent[sum(counts) :]
         # A view taken through ``.data`` has a version counter of its own.
         self.views = [view.data for view in views_into(self.flat, self.members)]
         self.at_once = [True] * len(large) + [False] * len(small)
-        self.as_views = as_views and dtype == first.dtype
+        self.as_views = options.as_views and dtype == first.dtype
         self.work: Pending | None = None
         self._scale = scale
         self.taken: set[int] = set()

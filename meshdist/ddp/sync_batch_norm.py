@@ -127,9 +127,7 @@ class SyncBatchNorm(_BatchNorm):
             return F.batch_norm(
                 input, mean, var, self.weight, self.bias, is_by_batch, momentum or 0.0, self.eps
             )
-        return _normalize(
-            input, self.weight, self.bias, mean, var, self.eps, momentum or 0.0, group
-        )
+        return _normalize(input, self, momentum or 0.0, group)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -226,29 +224,26 @@ class SyncBatchNorm(_BatchNorm):
 @leave_untraced
 def _normalize(
     x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    eps: float,
+    module: SyncBatchNorm,
     momentum: float,
     group: ProcessGroup,
 ) -> torch.Tensor:
     """Normalize by the group's statistics, and move the running estimates towards them."""
+    weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
         one is not None and one.requires_grad for one in (x, weight, bias)
     )
     y, count, mean, squares = _Normalization.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, eps, has_backward, group
+        x, weight, bias, module.eps, has_backward, group
     )
     made_equal(group, count, mean, squares)
     with torch.no_grad():
         # What has no value keeps its estimate: no mean of none, no unbiased variance of one.
         for running, new, least in (
-            (running_mean, mean, 1),
-            (running_var, squares / (count - 1).clamp(min=1), 2),
+            (module.running_mean, mean, 1),
+            (module.running_var, squares / (count - 1).clamp(min=1), 2),
         ):
-            if running is not None:
+            if tracks and running is not None:
                 old = running.to(new.dtype)
                 running.copy_(torch.where(count >= least, old.lerp(new, momentum), old))
     return y  # type: ignore[no-any-return]

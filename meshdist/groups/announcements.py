@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..checking.calls import Call, Data, Tensors, calls, get_call, is_list
+from ..checking.calls import Call, Data, calls, get_call, is_list
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
-from ..reduce_ops import ReduceKind
 from ..wires.prepared import PreparedCall
 from .announcement_table import AnnouncementTable
 from .channel import Channel
@@ -73,20 +72,11 @@ class Statement(NamedTuple):
     sees_all: bool = False
 
     @classmethod
-    def of(
-        cls,
-        verb: str,
-        tensor: Tensors,
-        op: ReduceKind | None = None,
-        root: int | None = None,
-        sent: Sequence[int] = (),
-        taken: Sequence[int] = (),
-        *,
-        title: str = "",
-        owner: str = "",
-    ) -> Statement:
-        """That of a call, from what ``Channel.enter`` is given, and its owner."""
-        call = get_call(verb, tensor, op, root, title, bool(sent), owner=owner)
+    def of(cls, prepared: PreparedCall, owner: str = "") -> Statement:
+        """That of a call, as ``Channel.enter`` is given it, and its owner."""
+        asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, prepared.title
+        sent, taken = prepared.sizes or ((), ())
+        call = get_call(*asked, bool(sent), owner=owner)
         return cls(call, (tuple(sent), tuple(taken)) if sent else ())
 
 

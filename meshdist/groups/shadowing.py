@@ -196,9 +196,7 @@ class Shadowing(CallGuard):
         """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
         place = self._places.find(channel.opened)
         assert place is not None  # it is covered
-        asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root
-        sizes = prepared.sizes or ((), ())
-        mine = Statement.of(*asked, *sizes, title=prepared.title, owner=self.owner)
+        mine = Statement.of(prepared, self.owner)
         self._agree(place, channel, mine, waits=has_source(mine.call))
         try:
             channel.enter(prepared, is_guarded=False)

@@ -20,11 +20,11 @@ from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Ending, Launch
-from .rank_environment import LaunchError, rank_environment, reserve_port
+from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
 from .reports import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
 from .streams import LOOK_S, Console, Output, Sink, Stream, open_terminal, show
 
-__all__ = ["DEFAULT_PORT", "LaunchError", "run_processes"]
+__all__ = ["DEFAULT_PORT", "JobPlace", "LaunchError", "run_processes"]
 
 DEFAULT_PORT = 29500
 """The port of rank 0's store where several hosts must agree on one in advance; torch's."""
@@ -82,9 +82,8 @@ _ON_INTERRUPT = ((signal.SIGINT, 2.0), (signal.SIGTERM, 1.5))
 # -- the launch ---------------------------------------------------------------------------------
 
 
-def _check(
-    command: object, nprocs: int, nnodes: int, node_rank: int, address: str | None, port: int | None
-) -> None:
+def _check(command: object, nprocs: int, place: JobPlace) -> None:
+    nnodes, node_rank, port = place.nnodes, place.node_rank, place.master_port
     if not command:
         raise LaunchError(
             "there is no command to start",
@@ -107,7 +106,7 @@ def _check(
             found=str(node_rank),
             fix="give each host its own number, from 0",
         )
-    if nnodes > 1 and not address:
+    if nnodes > 1 and not place.master_addr:
         raise LaunchError(
             f"a job on {nnodes} hosts needs the address of host 0",
             where="--master-addr",
@@ -145,11 +144,7 @@ def run_processes(
     nprocs: int,
     *,
     env: Mapping[str, str] | None = None,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str | None = None,
-    master_port: int | None = None,
-    role: str = "default",
+    place: JobPlace = JobPlace(),  # noqa: B008 - it is frozen
     output: Output = Output(),  # noqa: B008 - it is frozen
     signals: Sequence[int] | None = None,
     stopping_s: float | None = None,
@@ -166,11 +161,7 @@ def run_processes(
         command: program and arguments; or a function that gives them for a local rank.
         nprocs: how many ranks this host, and every other one of the job, starts.
         env: the environment to start from (default: this process's).
-        nnodes: how many hosts take part, each with a launcher of its own.
-        node_rank: the number of this host, from 0.
-        master_addr: where every host reaches host 0; not needed on a single host.
-        master_port: the port there; a free one is chosen on a single host, else 29500.
-        role: the name of what the ranks do, in their ROLE_NAME.
+        place: of this host in the job; a free port is chosen on a single host, else 29500.
         output: what of the ranks' output is shown, and what is kept in files.
         signals: those that end the job; SIGINT, SIGTERM and, unless it is ignored, SIGHUP if None.
         stopping_s: how long ranks that were asked to end may take before they are killed; if None,
@@ -184,15 +175,16 @@ def run_processes(
     Raises:
         LaunchError: the job cannot be started as asked; nothing is left running.
     """
-    _check(command, nprocs, nnodes, node_rank, master_addr, master_port)
+    _check(command, nprocs, place)
+    nnodes = place.nnodes
     output.check_ranks(nprocs * nnodes)
     per_rank = 5 if output.tee or output.redirects else 3  # two pipes, a handle, and two files
     if lack := make_descriptor_room(_DESCRIPTORS + nprocs * per_rank):
         raise LaunchError(f"cannot start {nprocs} processes: {lack}", fix=MORE_DESCRIPTORS)
-    address = master_addr or "127.0.0.1"
+    address = place.master_addr or "127.0.0.1"
     # Port 0 asks for a free one, as it does everywhere.
-    port = master_port or None
-    meets_here = nnodes == 1 and master_addr is None and port is None
+    port = place.master_port or None
+    meets_here = nnodes == 1 and place.master_addr is None and port is None
     with contextlib.ExitStack() as stack:
         reservation = None
         if nnodes == 1:
@@ -200,8 +192,9 @@ def run_processes(
             port = reservation.port
         elif port is None:
             port = DEFAULT_PORT
-        if node_rank == 0:
+        if place.node_rank == 0:
             _say_where_the_store_listens(address, port, nnodes)
+        place = replace(place, master_addr=address, master_port=port)
         launch = stack.enter_context(contextlib.closing(Launch()))
         asked = _Signals(launch)
         stack.enter_context(asked.noted(signals))
@@ -212,14 +205,10 @@ def run_processes(
             listener = reservation.listener if reservation and local_rank == 0 else None
             environment = rank_environment(
                 os.environ if env is None else env,
+                place,
                 local_rank=local_rank,
                 nprocs=nprocs,
-                nnodes=nnodes,
-                node_rank=node_rank,
-                master_addr=address,
-                master_port=port,
                 mark=launch.mark,
-                role=role,
                 listen_fd=None if listener is None else listener.fileno(),
                 directory=launch.directory if meets_here else None,
             )

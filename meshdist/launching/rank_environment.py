@@ -37,6 +37,7 @@ from .guard import MARK, mark_value
 
 __all__ = [
     "HUGE_PAGES",
+    "JobPlace",
     "LaunchError",
     "Reservation",
     "find_mpiexec",
@@ -93,30 +94,46 @@ def foreign_rank_variables(
     return sorted(names)
 
 
+@dataclass(frozen=True)
+class JobPlace:
+    """A job, as the launcher of one host sees it.
+
+    Args:
+        nnodes: how many hosts take part, each with a launcher of its own.
+        node_rank: the number of this host, from 0.
+        master_addr: where every host reaches host 0; not needed on a single host.
+        master_port: the port there; None where one is to be chosen.
+        role: the name of what the ranks do, in their ROLE_NAME.
+    """
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    role: str = "default"
+
+
 def rank_environment(
     base: Mapping[str, str],
+    place_in_job: JobPlace,
     *,
     local_rank: int,
     nprocs: int,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str,
-    master_port: int,
     mark: str,
-    role: str = "default",
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
     """Return the environment of one rank: base, with its place in the job."""
+    nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
     environment = {name: value for name, value in base.items() if name not in foreign}
     place = (node_rank * nprocs + local_rank, nnodes * nprocs, local_rank, nprocs, node_rank)
     environment.update(zip(_AGREED, map(str, place), strict=True))
     environment["GROUP_WORLD_SIZE"] = str(nnodes)
-    environment["ROLE_NAME"] = role
+    environment["ROLE_NAME"] = place_in_job.role
     environment["ROLE_RANK"], environment["ROLE_WORLD_SIZE"] = map(str, place[:2])
-    environment["MASTER_ADDR"] = master_addr
-    environment["MASTER_PORT"] = str(master_port)
+    environment["MASTER_ADDR"] = str(place_in_job.master_addr)
+    environment["MASTER_PORT"] = str(place_in_job.master_port)
     environment[MARK] = mark_value(base.get(MARK), mark)
     if nnodes == 1:
         # Launchers on several hosts have nothing by which to agree on a random number.

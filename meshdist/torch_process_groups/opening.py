@@ -17,7 +17,7 @@ from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.bounded_store import BoundedStore, within
 from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Joined
-from ..bootstrap.init_methods import meet
+from ..bootstrap.init_methods import Terms, meet
 from ..bootstrap.stores import cloned, root_of
 from ..checking.program import never_nested
 from ..runtime.deadlines import Deadline
@@ -103,7 +103,7 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
 @cache
 def _joined_under_mpi() -> Joined:
     """The ranks that one mpiexec has started, met once in a process."""
-    return meet(is_mpi_asked=True, group_name="torch's mpi")
+    return meet(Terms(group_name="torch's mpi"), is_mpi_asked=True)
 
 
 def _store_of(options: Any) -> Store:

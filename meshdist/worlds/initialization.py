@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..bootstrap.environments import read_local_rank
 from ..bootstrap.generations import Joined
-from ..bootstrap.init_methods import meet
+from ..bootstrap.init_methods import Terms, meet
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
@@ -115,6 +115,8 @@ def init_process_group(
             "assigns both"
         )
         rank = world_size = -1
+    limit = timeout or DEFAULT_TIMEOUT
+    terms = Terms(init_method, rank, world_size, store, group_name, limit, usable_defaults())
     found = find_world()
     if found is not None and found.is_simulated:
         _adopt_simulated(found, rank, world_size)
@@ -126,12 +128,8 @@ def init_process_group(
         take_over(
             found,
             None if backend is None else backends,
-            rank=rank,
-            world_size=world_size,
+            terms,
             timeout=timeout,
-            init_method=init_method,
-            store=store,
-            group_name=group_name,
             options=pg_options,
             device=_checked_device(device_id),
         )
@@ -140,20 +138,11 @@ def init_process_group(
         get_wire(name)
     device = _checked_device(device_id)
     if store is None and torch_distributed.is_initialized():
-        joined = _meet_in_torch_world(rank, world_size, group_name, timeout)
+        joined = _meet_in_torch_world(terms)
         named = parse_backends(torch_distributed.get_backend_config())
         common = _available(named) or backends
     else:
-        joined = meet(
-            init_method,
-            rank=rank,
-            world_size=world_size,
-            store=store,
-            group_name=group_name,
-            timeout=timeout or DEFAULT_TIMEOUT,
-            wires=usable_defaults(),
-            is_mpi_asked=is_mpi,
-        )
+        joined = meet(terms, is_mpi_asked=is_mpi)
         common = _available(default_wires(joined.wires))
     chosen = common if backend is None else backends
     world = _make_world(joined, store, chosen, timeout, pg_options, device)
@@ -432,25 +421,19 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
     world.is_adopted = True
 
 
-def _meet_in_torch_world(
-    rank: int, world_size: int, group_name: str, timeout: timedelta | None
-) -> Joined:
+def _meet_in_torch_world(terms: Terms) -> Joined:
+    asked = terms.rank, terms.world_size
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
-    for name, given, there in zip(("rank", "world_size"), (rank, world_size), real, strict=True):
+    for name, given, there in zip(("rank", "world_size"), asked, real, strict=True):
         if given not in (-1, there):
             raise ArgumentError(
                 f"torch.distributed has a world already, with {name} {there}, not {given}",
                 expected="to adopt that world",
                 fix=f"leave {name} out, or call torch.distributed.destroy_process_group() before",
             )
-    return meet(
-        rank=real[0],
-        world_size=real[1],
-        store=distributed_c10d._get_default_store(),
-        group_name=group_name,
-        timeout=timeout or DEFAULT_TIMEOUT,
-        origin="the world of torch.distributed",
-    )
+    store = distributed_c10d._get_default_store()
+    known = Terms(None, *real, store, terms.group_name, terms.timeout)
+    return meet(known, origin="the world of torch.distributed")
 
 
 def _make_world(

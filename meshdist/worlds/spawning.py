@@ -39,7 +39,7 @@ from ..errors import (
     WorldError,
 )
 from ..launching.child_processes import Ending, Launch
-from ..launching.rank_environment import rank_environment, reserve_port
+from ..launching.rank_environment import JobPlace, rank_environment, reserve_port
 from ..launching.reports import places_text
 from ..launching.streams import show
 from ..runtime.deadlines import Deadline, Grace
@@ -103,14 +103,14 @@ def spawn(
         launch = stack.enter_context(contextlib.closing(Launch()))
         team = stack.enter_context(contextlib.closing(_Team(launch)))
         reservation = stack.enter_context(contextlib.closing(reserve_port()))
+        place = JobPlace(master_addr=reservation.address, master_port=reservation.port)
         for rank in range(nprocs):
             listener = reservation.listener if rank == 0 else None
             environment = rank_environment(
                 os.environ,
+                place,
                 local_rank=rank,
                 nprocs=nprocs,
-                master_addr=reservation.address,
-                master_port=reservation.port,
                 mark=launch.mark,
                 listen_fd=None if listener is None else listener.fileno(),
                 directory=launch.directory,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..bootstrap.stores import Store
+from ..bootstrap.init_methods import Terms
 from ..bootstrap.world import World
 from ..errors import WorldError
 from ..wires.names import backends_text
@@ -20,23 +20,23 @@ __all__ = ["take_over"]
 def take_over(
     world: World,
     backends: Mapping[str, str] | None,
+    terms: Terms,
     *,
-    rank: int,
-    world_size: int,
     timeout: timedelta | None,
-    init_method: str | None,
-    store: Store | None,
-    group_name: str,
     options: Any,
     device: torch.device | None,
 ) -> None:
     """Let the program have ``world`` as if it had made it with these arguments.
+
+    ``timeout`` stands in place of that of ``terms``: None where the program has named none.
 
     Raises:
         WorldError: an argument disagrees with the world; the text shows both.
     """
     default = timeout is not None and _is_default(world, timeout)
     kept = world.timeout or "the wire's default"
+    rank, world_size, store = terms.rank, terms.world_size, terms.store
+    init_method, group_name = terms.init_method, terms.group_name
     # What is said, whether it agrees, what it says, and what the world has.
     table = (
         ("backend", *_compared_backends(world, backends)),

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.init_methods import meet
+from meshdist.bootstrap import init_methods
+from meshdist.bootstrap.generations import Joined
 from meshdist.bootstrap.world import get_world
 from tests.few_files import room_for
 from tests.pool import Pool
@@ -24,6 +25,10 @@ from tests.pool import Pool
 ROOT = Path(__file__).resolve().parents[2]
 LONG = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.3)
+
+
+def meet(init_method: str | None = None, **given: Any) -> Joined:
+    return init_methods.meet(init_methods.Terms(init_method, **given))
 
 
 @pytest.fixture
@@ -332,13 +337,13 @@ def test_a_store_needs_rank_and_size(given: Mapping[str, int]) -> None:
 
 def test_kinds_of_arguments() -> None:
     with pytest.raises(md.KindError, match="rank must be an int"):
-        meet(rank="0")  # type: ignore[arg-type]
+        meet(rank="0")
     with pytest.raises(md.KindError, match="timeout must be a"):
         next(md.rendezvous("tcp://127.0.0.1:1", 0, 1, timeout=5))
     with pytest.raises(md.KindError, match="init_method must be a str"):
         meet(29500)  # type: ignore[arg-type]
     with pytest.raises(md.KindError, match="store must be a store"):
-        meet(store={}, rank=0, world_size=1)  # type: ignore[arg-type]
+        meet(store={}, rank=0, world_size=1)
 
 
 def test_missing_ranks_at_a_tcp_address(port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 import pytest
 
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 )
 def test_what_means_the_same_is_served(words: str, setting: tuple[str, object]) -> None:
     settings = launch_settings(parser().parse_args(words.split()))
-    assert settings[setting[0]] == setting[1]
+    assert {**settings, **asdict(settings["place"])}[setting[0]] == setting[1]
 
 
 def test_what_is_not_given_changes_nothing() -> None:

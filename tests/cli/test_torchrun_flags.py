@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(*words: str) -> dict[str, Any]:
-    return launch_settings(parser().parse_args(words))
+    settings = launch_settings(parser().parse_args(words))
+    place = asdict(settings.pop("place"))
+    return {**settings, **place}
 
 
 def changed(*words: str) -> dict[str, Any]:
@@ -98,7 +101,7 @@ def test_variables_of_torchrun_are_defaults(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PET_NO_PYTHON", "0")
     arguments = parser().parse_args(["--node-rank=2"])
     settings = launch_settings(arguments)
-    assert (settings["nprocs"], settings["node_rank"]) == (3, 2)
+    assert (settings["nprocs"], settings["place"].node_rank) == (3, 2)
     assert (arguments.module, arguments.no_python) == (True, False)
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
     with pytest.raises(LaunchError, match="--max-restarts=3 is not served"):

@@ -11,28 +11,32 @@ from torch.nn import Parameter
 
 import meshdist as md
 from meshdist.ddp import flat_bucket
+from meshdist.ddp.buckets import LaidBucket, ReductionOptions
 from meshdist.ddp.flat_bucket import Bucket
 from meshdist.ddp.reports import Reports
 
 LARGE = 40_000  # moves in at once
 
 
-def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, dtype=dtype, device=device)
-
-
-def bucket_of(parameters: list[Parameter], indices: Sequence[int], **changes: Any) -> Bucket:
-    options: dict[str, Any] = {
-        "is_trailing": False,
-        "num_behind": 0,
-        "allocate": allocate,
-        "dtype": None,
-        "scale": None,
-        "as_views": True,
-        "hooked": (),
-        "reports": None,
-    }
-    return Bucket(indices, parameters, **{**options, **changes})
+def bucket_of(
+    parameters: list[Parameter],
+    indices: Sequence[int],
+    *,
+    num_behind: int = 0,
+    is_trailing: bool = False,
+    as_views: bool = True,
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> Bucket:
+    first = parameters[indices[0]]
+    count = sum(parameters[index].numel() for index in indices) + num_behind
+    return Bucket(
+        LaidBucket(tuple(indices), is_trailing),
+        parameters,
+        ReductionOptions((1,), as_views=as_views),
+        sent=torch.empty(count, dtype=dtype or first.dtype, device=first.device),
+        **{"scale": None, "hooked": (), "reports": None, **changes},
+    )
 
 
 def zeros(*sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> list[Parameter]:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -244,9 +245,12 @@ def test_the_backward_is_the_gradient() -> None:
 
     def program() -> bool:
         group = md.new_group([0])
+        module: Any = SimpleNamespace(eps=1e-3, track_running_stats=False)
+        module.running_mean = module.running_var = None
 
         def normalized(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            return sync_batch_norm._normalize(x, weight, bias, None, None, 1e-3, 0.1, group)
+            module.weight, module.bias = weight, bias
+            return sync_batch_norm._normalize(x, module, 0.1, group)
 
         x = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
         ends = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import meshdist as md
 from meshdist.checking.calls import Call, get_call
 from meshdist.groups.announcements import Round, Statement, from_bytes, to_bytes
 from meshdist.groups.channel import Channel
+from meshdist.wires.prepared import PreparedCall
 from tests.pool import Pool
 
 TEXTS = st.text(max_size=5)
@@ -47,6 +49,14 @@ def test_what_is_said_arrives(said: Statement) -> None:
     assert from_bytes(to_bytes(said)) == said
 
 
+def said_of(
+    verb: str, tensor: Any, op: Any = None, sizes: Any = None, *, title: str = "", owner: str = ""
+) -> Statement:
+    prepared = PreparedCall(verb, "", (), (), tensor, sizes=sizes)
+    prepared.noted_op, prepared.title = op, title
+    return Statement.of(prepared, owner)
+
+
 @pytest.mark.parametrize("num_tensors", [1, 3, 40])
 def test_a_round_of_any_length(num_tensors: int) -> None:
     """Members differ in length; those that are short take part in the second step, too."""
@@ -54,7 +64,7 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
     def program() -> list[int]:
         mine = [torch.ones(2)] * (num_tensors if md.get_rank() else 1)
         channel = md.group.WORLD.open_channel("cpu")
-        said = Statement.of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
+        said = said_of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
         begun = Round(channel, said, channel.timeout)
         return [len(one.call.parts) for one in begun.finish(channel.timeout)]
 
@@ -64,18 +74,17 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
 def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
     x, summed = torch.ones(2, 3), md.ReduceOp.SUM
     uneven, longer, wider = (
-        Statement.of("all_gather", one, sent=[6, 6], taken=[6, 5])
-        for one in (x, torch.ones(5), x.double())
+        said_of("all_gather", one, sizes=([6, 6], [6, 5])) for one in (x, torch.ones(5), x.double())
     )
     assert uneven.call.header == longer.call.header != wider.call.header
-    said = Statement.of("all_reduce", x, summed, owner="0:backward").call
+    said = said_of("all_reduce", x, summed, owner="0:backward").call
     assert said.header == get_call("all_reduce", x.view(6), summed, owner="0:backward").header
     assert said.text == "all_reduce((2, 3) float32, SUM)"
     others = [
-        Statement.of("all_reduce", x, summed, title="a plan", owner="0:backward"),
-        Statement.of("all_reduce", x, summed),
-        Statement.of("all_reduce", x, md.ReduceOp.AVG, owner="0:backward"),
-        Statement.of("all_reduce", torch.ones(4), summed, owner="0:backward"),
+        said_of("all_reduce", x, summed, title="a plan", owner="0:backward"),
+        said_of("all_reduce", x, summed),
+        said_of("all_reduce", x, md.ReduceOp.AVG, owner="0:backward"),
+        said_of("all_reduce", torch.ones(4), summed, owner="0:backward"),
         Statement(),
     ]
     assert said.header not in [other.call.header for other in others]

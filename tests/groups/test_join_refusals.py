@@ -16,12 +16,12 @@ from meshdist.groups.whereabouts import find_call, has_source, message_refusal
 
 CHANNEL: Any = SimpleNamespace(group=GroupFacts("the pair", (4, 7), 1))
 X = torch.ones(3)
-SUM = Statement.of("all_reduce", X, md.ReduceOp.SUM)
+SUM = Statement(get_call("all_reduce", X, md.ReduceOp.SUM))
 GONE = Statement(has_joined=True)
 
 
 def broadcast(root: int) -> Statement:
-    return Statement.of("broadcast", X, root=root)
+    return Statement(get_call("broadcast", X, root=root))
 
 
 def test_verbs_whose_root_gives_have_a_source() -> None:

@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshdist.launching import streams
-from meshdist.launching.launcher import LaunchError, run_processes
+from meshdist.launching.launcher import JobPlace, LaunchError, run_processes
 from meshdist.launching.streams import Output
 from meshdist.runtime.hosts import MORE_DESCRIPTORS
 from tests.few_files import room_for
 
 PYTHON = [sys.executable, "-S", "-c"]
+NODE_RANK = "--node-rank"
 SLEEP = [*PYTHON, "import time; time.sleep(60)"]
 
 
@@ -237,11 +239,19 @@ def test_a_launcher_that_may_open_too_few_files_raises_its_limit_or_says_so(
     [
         ({"command": []}, "there is no command to start", None),
         ({"nprocs": 0}, "cannot start 0 processes", "-n (nprocs)"),
-        ({"nnodes": 0}, "a job cannot run on 0 hosts", "--nnodes"),
-        ({"node_rank": 1}, "host number 1 does not exist in a job on 1 host(s)", "--node-rank"),
-        ({"node_rank": -1}, "host number -1 does not exist in a job on 1 host(s)", "--node-rank"),
-        ({"nnodes": 2}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
-        ({"master_port": 65536}, "65536 is no port", "--master-port"),
+        ({"place": JobPlace(0)}, "a job cannot run on 0 hosts", "--nnodes"),
+        (
+            {"place": JobPlace(1, 1)},
+            "host number 1 does not exist in a job on 1 host(s)",
+            NODE_RANK,
+        ),
+        (
+            {"place": JobPlace(1, -1)},
+            "host number -1 does not exist in a job on 1 host(s)",
+            NODE_RANK,
+        ),
+        ({"place": JobPlace(2)}, "a job on 2 hosts needs the address of host 0", "--master-addr"),
+        ({"place": JobPlace(master_port=65536)}, "65536 is no port", "--master-port"),
     ],
 )
 def test_what_cannot_be_started_is_refused(
@@ -261,19 +271,17 @@ def test_the_launcher_says_where_the_store_can_be_reached(
 ) -> None:
     nothing = [*PYTHON, ""]
 
-    def said(**arguments: object) -> str:
-        assert run_processes(nothing, 1, **arguments) == 0  # type: ignore[arg-type]
+    def said(*place: Any) -> str:  # nnodes, node_rank, master_addr, master_port
+        assert run_processes(nothing, 1, place=JobPlace(*place)) == 0
         return capfd.readouterr().err
 
-    assert said() == said(master_addr="localhost") == ""
-    two = said(nnodes=2, master_addr="host0")
+    assert said() == said(1, 0, "localhost") == ""
+    two = said(2, 0, "host0")
     assert "listens on every interface of this host, port 29500, for the others to reach" in two
     assert "as host0" in two
     assert "it asks for no password" in two
-    assert "listens on 127.0.0.1, port 1234;" in said(
-        nnodes=2, master_addr="127.0.0.1", master_port=1234
-    )
-    assert said(nnodes=2, node_rank=1, master_addr="host0") == ""
+    assert "listens on 127.0.0.1, port 1234;" in said(2, 0, "127.0.0.1", 1234)
+    assert said(2, 1, "host0") == ""
 
 
 EQUAL = """

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from meshdist.launching.rank_environment import (
+    JobPlace,
     LaunchError,
     foreign_rank_variables,
     mpiexec_environment,
@@ -25,12 +26,9 @@ def test_every_rank_is_told_its_place(nnodes: int, nprocs: int) -> None:
         for local in range(nprocs):
             env = rank_environment(
                 {"PATH": "/bin"},
+                JobPlace(nnodes, node, "host0", 1234),
                 local_rank=local,
                 nprocs=nprocs,
-                nnodes=nnodes,
-                node_rank=node,
-                master_addr="host0",
-                master_port=1234,
                 mark="abc",
             )
             assert env["PATH"] == "/bin"
@@ -48,10 +46,9 @@ def test_every_rank_is_told_its_place(nnodes: int, nprocs: int) -> None:
 def place_of(base: dict[str, str], listen_fd: int | None = None) -> dict[str, str]:
     return rank_environment(
         base,
+        JobPlace(master_addr="127.0.0.1", master_port=1),
         local_rank=0,
         nprocs=2,
-        master_addr="127.0.0.1",
-        master_port=1,
         mark="new",
         listen_fd=listen_fd,
     )

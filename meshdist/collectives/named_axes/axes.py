@@ -48,8 +48,7 @@ def on_leaves(
     verb: str,
     on_tensor: OnTensor,
     x: T,
-    axis_name: AxisName,
-    mesh: DeviceMesh | None,
+    axes: DeviceMesh,
     *,
     on_number: Callable[[Any], Any] | None = None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
@@ -64,7 +63,6 @@ def on_leaves(
         to: the kind of result that the call asks for, where the verb leaves that open.
     """
     result: T  # of the form of `x`, which no checker can see
-    axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
     if typed is None and isinstance(x, torch.Tensor):  # by far the most frequent; needs no tree
         plain = as_tensor(x, argument="x", verb=verb, writable=False)

@@ -81,8 +81,7 @@ def all_gather(
         "all_gather",
         partial(functional.all_gather, axis=axis, tiled=tiled, to=to),
         x,
-        axis_name,
-        mesh,
+        get_axes("all_gather", axis_name, mesh),
         check=lambda leaf, _: get_dim(axis, leaf.dim() + (not tiled), "axis", "all_gather"),
         to=to,
     )
@@ -140,8 +139,7 @@ def all_to_all(
             rearranging.all_to_all, split_axis=split_axis, concat_axis=concat_axis, tiled=tiled
         ),
         x,
-        axis_name,
-        mesh,
+        get_axes("all_to_all", axis_name, mesh),
         check=lambda leaf, group: rearranging.blocks_to_exchange(
             leaf, group, split_axis, concat_axis, tiled
         ),
@@ -269,8 +267,7 @@ def ppermute(
         "ppermute",
         partial(rearranging.ppermute, perm=perm),
         x,
-        axis_name,
-        mesh,
+        get_axes("ppermute", axis_name, mesh),
     )
 
 
@@ -312,8 +309,7 @@ def pshuffle(
         "pshuffle",
         partial(rearranging.pshuffle, perm=perm),
         x,
-        axis_name,
-        mesh,
+        get_axes("pshuffle", axis_name, mesh),
     )
 
 
@@ -361,8 +357,7 @@ def pswapaxes(
         "pswapaxes",
         partial(rearranging.pswapaxes, axis=axis),
         x,
-        axis_name,
-        mesh,
+        get_axes("pswapaxes", axis_name, mesh),
         check=lambda leaf, group: rearranging.blocks_to_swap(leaf, group, axis),
     )
 
@@ -406,7 +401,6 @@ def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | Non
         "pbroadcast",
         partial(rearranging.pbroadcast, source=source),
         x,
-        axis_name,
-        mesh,
+        get_axes("pbroadcast", axis_name, mesh),
         on_number=itself,
     )

@@ -11,7 +11,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...reduce_ops import ReduceOp
 from .. import functional
 from ..checks import check_reducible
-from .axes import AxisName, itself, on_leaves, refuse_groups, unsent
+from .axes import AxisName, get_axes, itself, on_leaves, refuse_groups, unsent
 
 __all__ = ["pcast", "pmax", "pmean", "pmin", "psum", "psum_scatter", "pvary"]
 
@@ -53,7 +53,9 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
         >>> md.simulate(program, 4)
         [6.0, 6.0, 6.0, 6.0]
     """
-    return on_leaves("pvary", functional.pvary, x, axis_name, mesh, on_number=unsent)
+    return on_leaves(
+        "pvary", functional.pvary, x, get_axes("pvary", axis_name, mesh), on_number=unsent
+    )
 
 
 @one_frame
@@ -100,8 +102,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
         "pcast",
         partial(functional.pcast, to=to),
         x,
-        axis_name,
-        mesh,
+        get_axes("pcast", axis_name, mesh),
         on_number=unsent,
         to=to,
     )
@@ -156,7 +157,7 @@ def psum(
         [4.0, 5.0, 6.0]
     """
     refuse_groups("psum", axis_index_groups)
-    return on_leaves("psum", functional.psum, x, axis_name, mesh, on_number=pos)
+    return on_leaves("psum", functional.psum, x, get_axes("psum", axis_name, mesh), on_number=pos)
 
 
 @overload
@@ -200,7 +201,9 @@ def pmean(
         {'loss': tensor(1.5000)}
     """
     refuse_groups("pmean", axis_index_groups)
-    return on_leaves("pmean", functional.pmean, x, axis_name, mesh, on_number=lambda n: n / 1)
+    return on_leaves(
+        "pmean", functional.pmean, x, get_axes("pmean", axis_name, mesh), on_number=lambda n: n / 1
+    )
 
 
 @one_frame
@@ -245,8 +248,7 @@ def pmax(
         "pmax",
         functional.pmax,
         x,
-        axis_name,
-        mesh,
+        get_axes("pmax", axis_name, mesh),
         on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MAX, leaf, "pmax"),
     )
@@ -291,8 +293,7 @@ def pmin(
         "pmin",
         functional.pmin,
         x,
-        axis_name,
-        mesh,
+        get_axes("pmin", axis_name, mesh),
         on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MIN, leaf, "pmin"),
     )
@@ -346,8 +347,7 @@ def psum_scatter(
         "psum_scatter",
         partial(functional.psum_scatter, scatter_dimension=scatter_dimension, tiled=tiled),
         x,
-        axis_name,
-        mesh,
+        get_axes("psum_scatter", axis_name, mesh),
         check=lambda leaf, group: functional.blocks_to_scatter(
             leaf, group, scatter_dimension, tiled
         ),
