@@ -34,7 +34,7 @@ from ..wires.failures import (
     WireFailure,
     WireTimeout,
 )
-from ..wires.operations import DONE, Chain, Operation
+from ..wires.operations import DONE, Operation, followed
 from ..wires.packing import ROW_MAJOR, Layout, Sizes, find_layout, flat
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
@@ -225,11 +225,10 @@ class Channel:
             prepared.begin_here()
         prepared.recorder = self.recorder
         try:
-            operation = self.communicator.start(prepared)
+            operation, then = self.communicator.start(prepared), prepared.then
+            prepared.operation = operation if then is None else followed(operation, then)
         except BaseException as error:
             raise self._failed(prepared, error) from None
-        then = prepared.then
-        prepared.operation = operation if then is None else Chain([operation], then)
 
     def start_together(self, messages: Sequence[PreparedCall]) -> None:
         """Start messages, which ``finish`` or a Work waits for; their order does not matter."""

@@ -110,7 +110,7 @@ class Deadline:
     @property
     def left(self) -> timedelta:
         """The time that is left, 0 at least."""
-        return timedelta(seconds=self.left_s)
+        return timedelta(seconds=max(0.0, self._end - self._now()))
 
     @property
     def is_over(self) -> bool:

@@ -14,8 +14,18 @@ from ..dtypes import DTYPES, IN_ORDER, SIGNED, dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from ..runtime.memory import Scratch
-from .operations import Chain, Operation
-from .packing import Sizes, Tensors, blocks, packed, parts, write, write_all, write_blocks
+from .operations import Chain, Operation, followed
+from .packing import (
+    Sizes,
+    Tensors,
+    blocks,
+    packed,
+    parts,
+    write,
+    write_all,
+    write_blocks,
+    writing,
+)
 from .prepared import EXCHANGE_TAG, PreparedCall
 
 __all__ = [
@@ -119,7 +129,7 @@ def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 def divide(total: torch.Tensor, num: int) -> None:
     """Make a mean of the sum of ``num`` parts, in place; of whole numbers rounded toward zero."""
     facts = DTYPES[total.dtype]
-    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+    with writing():
         if not facts.is_whole:
             total.div_(num)
         elif total.dtype is torch.uint64:
@@ -134,20 +144,25 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
     """Flat floats, turned where they lie into whole numbers in their order; NaN is ``op``'s end."""
     bits = x.view(IN_ORDER[x.dtype])
     info = torch.iinfo(bits.dtype)
-    with torch.inference_mode():  # it may be a parameter, or an inference tensor
-        for numbers, some in zip(x.split(_PIECE), bits.split(_PIECE), strict=True):
+    end = info.max if op == ReduceOp.MAX else info.min
+    with writing():
+        for numbers, some in zip(x.unsafe_split(_PIECE), bits.unsafe_split(_PIECE), strict=True):
             is_nan = numbers.isnan()
-            flip(some).masked_fill_(is_nan, info.max if op == ReduceOp.MAX else info.min)
+            _flip(some, info).masked_fill_(is_nan, end)
     return bits
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
     """Turn bits of floats into places in the order, or back: behind a sign, which counts down."""
     info = torch.iinfo(bits.dtype)
-    with torch.inference_mode():
-        for some in bits.split(_PIECE):
-            some.bitwise_xor_((some >> (info.bits - 1)).bitwise_and_(info.max))
+    with writing():
+        for some in bits.unsafe_split(_PIECE):
+            _flip(some, info)
     return bits
+
+
+def _flip(bits: torch.Tensor, info: torch.iinfo) -> torch.Tensor:
+    return bits.bitwise_xor_((bits >> (info.bits - 1)).bitwise_and_(info.max))
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
@@ -178,7 +193,7 @@ def all_reduce_by_gathering(wire: Carrier, prepared: PreparedCall) -> Operation:
     check_reducible(wire.wire, op, tensor.dtype)
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
-    return Chain([gathered], lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
+    return followed(gathered, lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
 
 
 def all_reduce_dividing(wire: Carrier, prepared: PreparedCall) -> Operation:
@@ -186,7 +201,7 @@ def all_reduce_dividing(wire: Carrier, prepared: PreparedCall) -> Operation:
     (tensor,) = prepared.outputs
     check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
     summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
-    return Chain([summed], lambda: divide(tensor, wire.size))
+    return followed(summed, lambda: divide(tensor, wire.size))
 
 
 def all_reduce_widened(wire: Carrier, prepared: PreparedCall, dtype: torch.dtype) -> Operation:
@@ -202,7 +217,7 @@ def all_reduce_widened(wire: Carrier, prepared: PreparedCall, dtype: torch.dtype
     wide = tensor.to(held, copy=True)
     sent = to_order(wide.view(-1), op) if is_ordered else wide
     started = wire.start(prepared.by("all_reduce", [sent], [sent], op))
-    return Chain([started], lambda: write(tensor, flip(sent).view(held) if is_ordered else wide))
+    return followed(started, lambda: write(tensor, flip(sent).view(held) if is_ordered else wide))
 
 
 def reduce_scatter_by_exchange(
@@ -222,11 +237,11 @@ def reduce_scatter_by_exchange(
     exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
 
     def reduce_mine() -> None:
-        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        with writing():
             reduce_into(output.view(-1), blocks(mine, wire.size), op)
         wire.scratch.give(mine)
 
-    return Chain([exchanged], reduce_mine)
+    return followed(exchanged, reduce_mine)
 
 
 def all_to_all_by_packing(
@@ -237,7 +252,7 @@ def all_to_all_by_packing(
     sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
     whole = together.new_empty(sum(sizes[1]))
     exchanged = wire.start(prepared.by("all_to_all_single", [together], [whole], sizes=sizes))
-    return Chain([exchanged], lambda: write_all(outputs, parts(whole, sizes[1])))
+    return followed(exchanged, lambda: write_all(outputs, parts(whole, sizes[1])))
 
 
 # -- a verb that a wire has no way of its own for ------------------------------------------------
@@ -261,7 +276,7 @@ def gather(wire: Carrier, prepared: PreparedCall) -> Operation:
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
-    return Chain([gathered], lambda: write_blocks(outputs, whole))
+    return followed(gathered, lambda: write_blocks(outputs, whole))
 
 
 def scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
@@ -271,7 +286,7 @@ def scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
     is_root = wire.rank == root
     whole = packed(prepared.inputs) if is_root else tensor.new_empty(wire.size * count)
     sent = wire.start(prepared.by("broadcast", [whole], [whole], root=root))
-    return Chain([sent], lambda: write(tensor, whole[wire.rank * count :][:count]))
+    return followed(sent, lambda: write(tensor, whole[wire.rank * count :][:count]))
 
 
 def all_gather_list(wire: Carrier, prepared: PreparedCall) -> Operation:
@@ -300,7 +315,7 @@ def reduce_scatter_list(wire: Carrier, prepared: PreparedCall) -> Operation:
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: wire.rank])
     reduction = wire.start(prepared.by("all_reduce", [whole], [whole], prepared.op))
-    return Chain([reduction], lambda: write(output, whole[start:][: output.numel()]))
+    return followed(reduction, lambda: write(output, whole[start:][: output.numel()]))
 
 
 def all_to_all(wire: Carrier, prepared: PreparedCall) -> Operation:

@@ -17,6 +17,7 @@ from ..errors import AgreementError
 from ..runtime.deadlines import Deadline, wait_until
 from .failures import WireAborted, WireTimeout
 from .operations import Operation
+from .packing import writing
 
 __all__ = ["Mailbox", "SelfTransfer", "TagNumbers"]
 
@@ -114,7 +115,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, tag: int) -> None:
             f"received: {shape_text(target.shape)} {dtype_name(target.dtype)}",
             fix="receive into a tensor like the one that is sent",
         )
-    with torch.inference_mode():  # it may be a parameter, or an inference tensor
+    with writing():
         target.copy_(source.reshape(target.shape))
 
 

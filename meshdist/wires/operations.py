@@ -16,7 +16,7 @@ from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 from .failures import WireTimeout
 
-__all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "WorkerQueue"]
+__all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "WorkerQueue", "followed"]
 
 
 class Operation(ABC):
@@ -101,9 +101,13 @@ class Chain(Operation):
         return self.then is not None or any(part.adds_to_stream for part in self.parts)
 
     def finish(self, timeout: timedelta) -> None:
-        deadline = Deadline(timeout)
-        for part in self.parts:
-            part.finish(deadline.left)
+        if len(self.parts) == 1:
+            self.parts[0].finish(timeout)
+        else:
+            deadline = Deadline(timeout)
+            for part in self.parts:
+                if part is not DONE:
+                    part.finish(deadline.left)
         then, self.then = self.then, None
         if then is not None:
             then()
@@ -120,6 +124,16 @@ class Chain(Operation):
 
     def source(self) -> int:
         return self.parts[0].source() if len(self.parts) == 1 else Operation.source(self)
+
+
+def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
+    """``started`` with ``then`` behind it, which is done at once where ``started`` is done."""
+    if then is None:
+        return started
+    if started is DONE:
+        then()
+        return DONE
+    return Chain([started], then)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from ..checking.recorder import Recorder
 from ..errors import GradientError
 from ..reduce_ops import Factor, ReduceKind, multiply
 from .operations import DONE, Operation
-from .packing import Sizes, Tensors
+from .packing import Sizes, Tensors, writing
 
 __all__ = ["EXCHANGE_TAG", "LARGEST_TAG", "PreparedCall", "Written"]
 
@@ -180,7 +180,7 @@ class PreparedCall:
         def copy_back() -> None:
             for _, data, buffer in elsewhere:
                 if data.data_ptr() != buffer.data_ptr() or data.stride() != buffer.stride():
-                    with torch.inference_mode():
+                    with writing():
                         data.copy_(buffer)
 
         return copy_back

@@ -33,8 +33,8 @@ from ..built_verbs import (
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure, WireTimeout
 from ..messages import Mailbox
-from ..operations import DONE, Chain, Operation
-from ..packing import Tensors, parts
+from ..operations import DONE, Chain, Operation, followed
+from ..packing import Tensors, parts, writing
 from ..prepared import PreparedCall
 from .substitutes import Arithmetic, Substitute, read_as
 
@@ -258,10 +258,10 @@ class C10dCommunicator(Communicator):
                 return started
         sizes = [part.numel() for part in inputs]
         whole = self.scratch.take(sum(sizes), output)
-        with torch.inference_mode():
+        with writing():
             torch.cat([part.view(-1) for part in inputs], out=whole)
         started = reduce_scatter_by_exchange(self, prepared, output, whole, sizes)
-        return Chain([started], lambda: self.scratch.give(whole))
+        return followed(started, lambda: self.scratch.give(whole))
 
     def _all_to_all(self, prepared: PreparedCall) -> Operation:
         some, data = _all_movable(prepared.outputs), _all_movable(prepared.inputs)
@@ -289,7 +289,7 @@ class C10dCommunicator(Communicator):
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        options = self._new_options(c10d.BarrierOptions, prepared)
+        options = self._options_for(c10d.BarrierOptions, prepared)
         return self._start(prepared, "barrier", options)
 
     def _send(self, prepared: PreparedCall) -> Operation:
@@ -390,10 +390,9 @@ class C10dCommunicator(Communicator):
     ) -> Operation:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
-        if is_whole_mean(op, tensor.dtype):
-            return all_reduce_dividing(self, prepared)
         if substitute is None:
-            return all_reduce_by_gathering(self, prepared)
+            is_divided = is_whole_mean(op, tensor.dtype)
+            return (all_reduce_dividing if is_divided else all_reduce_by_gathering)(self, prepared)
         if substitute.is_view:
             view = [read_as(tensor, substitute.dtype)]
             return self.start(prepared.by("all_reduce", view, view, substitute.op))

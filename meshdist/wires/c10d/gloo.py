@@ -33,7 +33,6 @@ import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
 from ...checking.program import is_of_handler
-from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
@@ -42,7 +41,7 @@ from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..communicator import Communicator
 from ..failures import WireAborted, WireFailure, WireTimeout, given_up_for
 from ..messages import TagNumbers
-from ..operations import DONE, Chain, Operation, WorkerQueue
+from ..operations import DONE, Operation, WorkerQueue, followed
 from ..packing import cuts, parts, write
 from ..prepared import EXCHANGE_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
@@ -137,7 +136,7 @@ class GlooCommunicator(C10dCommunicator):
         target = self.scratch.take(tensor.numel(), tensor)
         write(target, tensor)
         given = prepared.by("reduce", [target], [target], prepared.op, prepared.root)
-        return Chain([super()._reduce(given)], lambda: self.scratch.give(target))
+        return followed(super()._reduce(given), lambda: self.scratch.give(target))
 
     def _send(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
@@ -151,7 +150,7 @@ class GlooCommunicator(C10dCommunicator):
             return _known_size(super()._recv(prepared), tensor)
         host = torch.empty_like(tensor, device="cpu")
         received = super()._recv(prepared.by("recv", (), [host], root=peer, tag=tag))
-        return Chain([received], lambda: write(tensor, host))
+        return followed(received, lambda: write(tensor, host))
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
         try:
@@ -254,8 +253,12 @@ class GlooCommunicator(C10dCommunicator):
     ) -> Operation:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
-        asked = substitute or Substitute(op, tensor.dtype, True)
-        if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
+        if (
+            substitute is None
+            or substitute.is_view
+            or not (substitute.dtype.is_floating_point or substitute.dtype.is_complex)
+            or not tensor.is_cpu
+        ):
             return super()._all_reduce_otherwise(prepared, substitute)
         if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
             return all_reduce_by_gathering(self, prepared)

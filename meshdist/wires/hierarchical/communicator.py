@@ -37,7 +37,7 @@ from ..failures import (
     WireTimeout,
 )
 from ..operations import DONE, Chain, Job, Operation, WorkerQueue
-from ..packing import Tensors
+from ..packing import Tensors, writing
 from ..prepared import PreparedCall
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
@@ -140,7 +140,7 @@ class HierarchicalCommunicator(Communicator):
         if self._failure:
             raise WireFailure(f"a collective failed before: {self._failure}")
         stages = Stages(self._places, self._inside, self._across, prepared.timeout)
-        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        with writing():
             STAGED[prepared.way](stages, prepared)
 
     def _failed(self, prepared: PreparedCall, failure: BaseException) -> BaseException:

@@ -22,7 +22,7 @@ from ..built_verbs import reduce_scatter_by_exchange
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure
 from ..messages import Mailbox, TagNumbers
-from ..operations import DONE, Chain, Operation
+from ..operations import DONE, Chain, Operation, followed
 from ..packing import Sizes, Tensors
 from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
@@ -123,7 +123,7 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
         whole, give_back = packed(prepared.inputs, self.scratch)
         sizes = [part.numel() for part in prepared.inputs]
-        return Chain([self._reduce_blocks(prepared, whole, sizes)], give_back)
+        return followed(self._reduce_blocks(prepared, whole, sizes), give_back)
 
     def _reduce_blocks(
         self, prepared: PreparedCall, whole: torch.Tensor, sizes: list[int] | None
@@ -215,7 +215,7 @@ class MpiCommunicator(Communicator):
         together, give_back = packed(inputs, self.scratch)
         started = self._exchange(prepared, whole, apart(together, whole), takes, gives)
 
-        return Chain([Chain([*messages, started], unpack)], give_back)
+        return followed(Chain([*messages, started], unpack), give_back)
 
     def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes

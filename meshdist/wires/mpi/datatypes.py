@@ -28,7 +28,7 @@ from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ...runtime.memory import Scratch
 from ..built_verbs import check_reducible, divide, flip, to_order
 from ..core import core
-from ..packing import Tensors, parts_like, write_all
+from ..packing import Tensors, parts_like, write_all, writing
 
 __all__ = [
     "Buffers",
@@ -177,7 +177,7 @@ class Plan:
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
         """Write what MPI has reduced into ``output``, where it does not lie there already."""
-        with torch.inference_mode():  # it may be a parameter, or an inference tensor
+        with writing():
             if self.in_order is not None:
                 result = flip(result).view(self.wide or output.dtype)
             target, is_whole = output.view(-1), DTYPES[output.dtype].is_whole

@@ -26,7 +26,7 @@ from ...verb_table import WIRE_VERBS, Form
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure
 from ..operations import Chain, Job, Operation, WorkerQueue
-from ..packing import Tensors
+from ..packing import Tensors, writing
 from ..prepared import PreparedCall
 
 __all__ = ["StagedCommunicator"]
@@ -169,7 +169,7 @@ def _down(tensors: Tensors) -> list[torch.Tensor]:
 
 def _copy(outputs: Tensors, sources: Tensors) -> None:
     """Queue copies of each on the current streams."""
-    with torch.inference_mode():  # they may be parameters, or inference tensors
+    with writing():
         for output, source in zip(outputs, sources, strict=True):
             output.copy_(source, non_blocking=True)
             if output.is_cuda:  # this may be another thread, with another stream

@@ -29,7 +29,7 @@ from ...verb_table import FOR_EACH, WIRE_VERBS, Form, WireVerb
 from ..built_verbs import reduced
 from ..failures import WireAborted, WireFailure
 from ..operations import Operation
-from ..packing import Tensors, blocks
+from ..packing import Tensors, blocks, writing
 from .scheduler import Rank, find_rank_here
 
 __all__ = [
@@ -68,7 +68,7 @@ class Round:
 def move(verb: WireVerb, round_: Round) -> None:
     """Do one collective: read everything, then write each member's results."""
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
-    with torch.inference_mode():
+    with writing():
         writes = _writes(verb, round_)
         written = {_memory_of(output) for output, _ in writes}
         ready = [
@@ -82,7 +82,7 @@ def move(verb: WireVerb, round_: Round) -> None:
 
 def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Copy ``data`` into ``tensor``, of any shape with as many elements."""
-    with torch.inference_mode():
+    with writing():
         tensor.copy_(data.reshape(tensor.shape))
     synchronize(tensor)
 
