@@ -250,7 +250,8 @@ class Channel:
             if left is not None and isinstance(error, WireTimeout):
                 error = WireTimeout.after(prepared.timeout)
             raise self._failed(prepared, error) from None
-        prepared.finish_here()
+        if prepared.is_elsewhere or prepared.foreign:
+            prepared.finish_here()
 
     def work(self, prepared: PreparedCall) -> Work:
         """Wrap a started call for a caller that waits later."""

@@ -84,7 +84,7 @@ class ProcessState:
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
-        self.seed_notes = seed_notes()
+        self.seed_notes = _notes
         self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
         generator = self.numpy_generator = get_bit_generator()
@@ -93,14 +93,15 @@ class ProcessState:
         self.numpy_rest = np.random.get_state(legacy=False)
         self.cuda_states = (
             [one.get_state() for one in torch.cuda.default_generators]
-            if torch.cuda.is_initialized()
+            if _has_cuda() and torch.cuda.is_initialized()
             else None
         )
 
     def restore(self) -> None:
         """Put everything back, for the thread that runs now."""
-        swap_seed_notes(self.seed_notes)
-        seed_before = torch.initial_seed()
+        global _notes
+        _notes = self.seed_notes
+        seed_before = torch.default_generator.initial_seed()
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
         torch.default_generator.set_state(self.torch_state)
@@ -114,7 +115,7 @@ class ProcessState:
                 torch.cuda.default_generators, self.cuda_states, strict=True
             ):
                 generator.set_state(state)
-        else:
+        elif _has_cuda():
             _seed_cuda(seed_before)
 
 
@@ -130,7 +131,7 @@ def _seed_cuda(noted_seed: int) -> None:
     the note would be that of the rank that seeded last, which left ``noted_seed``.
     """
     seed = torch.initial_seed()
-    if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
+    if torch.cuda.is_initialized() or seed != noted_seed:
         torch.cuda.manual_seed_all(seed)
 
 
@@ -139,7 +140,8 @@ def seed_as(rank: int) -> None:
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()
     torch.default_generator.manual_seed(rank)
-    _seed_cuda(seed_before)
+    if _has_cuda():
+        _seed_cuda(seed_before)
     random.seed(rank)
     set_bit_generator(_NumpyGenerator(0))
     np.random.seed(rank)

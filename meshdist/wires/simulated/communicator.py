@@ -134,8 +134,10 @@ class SimulatedCommunicator(Communicator):
 
     def _noted(self, prepared: PreparedCall) -> Note:
         """The call's note, with the number and the name that it has in the meeting."""
-        note = prepared.note
-        assert note is not None  # a wire's own calls are those of other wires
+        recorder = prepared.recorder
+        assert recorder is not None  # a wire's own calls are those of other wires
+        note = recorder.find_note(prepared.number)
+        assert note is not None
         return Note(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:

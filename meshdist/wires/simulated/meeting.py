@@ -14,10 +14,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -70,14 +69,18 @@ def move(verb: WireVerb, round_: Round) -> None:
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with writing():
         writes = _writes(verb, round_)
-        written = {_memory_of(output) for output, _ in writes}
-        ready = [
-            (output, _kept(data, output, written).reshape(output.shape)) for output, data in writes
-        ]
+        written = {output.untyped_storage().data_ptr() for output, _ in writes}
+        ready = []
+        for output, data in writes:
+            is_own = data.data_ptr() == output.data_ptr()
+            if not is_own and data.untyped_storage().data_ptr() in written:
+                data = data.clone()  # else something might be written over it before it is read
+            ready.append((output, data.reshape(output.shape)))
         for output, data in ready:
             output.copy_(data)
     for output, _ in ready:
-        synchronize(output)
+        if not output.is_cpu:
+            synchronize(output)
 
 
 def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -130,16 +133,6 @@ def _writes(verb: WireVerb, round_: Round) -> Writes:
     return writes
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _kept(data: torch.Tensor, output: torch.Tensor, written: set[int]) -> torch.Tensor:
-    """``data``, copied where something else may be written over it before it is read."""
-    is_own = data.data_ptr() == output.data_ptr()
-    return data.clone() if not is_own and _memory_of(data) in written else data
-
-
 T = TypeVar("T")
 
 _BROKEN = "; the group is broken now"
@@ -158,8 +151,9 @@ class Step(Operation):
 
     def finish(self, timeout: timedelta) -> None:
         """Wait, while other ranks run; ``timeout`` never expires."""
-        self.rank.check_here()
-        if not self.is_done:
+        if self.is_done:
+            self.rank.check_here()
+        else:
             self.rank.wait(self)
         if self.failure is not None:
             raise copy.copy(self.failure)
@@ -196,11 +190,6 @@ class Collective(Step):
     outputs: Tensors
     op: ReduceKind | None
 
-    @cached_property
-    def header(self) -> tuple[Any, ...]:
-        """The header, which must be equal on all members."""
-        return self.way, self.note.call.header
-
     def describe(self) -> str:
         """The call in words, with the members that it waits for."""
         note, meeting = self.note, self.meeting
@@ -218,8 +207,8 @@ class Collective(Step):
 
     def end(self, failure: Exception | None = None) -> None:
         """The collective is done, or has failed; forget its tensors."""
-        super().end(failure)
-        self.inputs = self.outputs = ()
+        self.failure, self.inputs, self.outputs = failure, (), ()
+        self.is_done = True
 
 
 @dataclass(eq=False)
@@ -332,9 +321,16 @@ class Meeting:
         self, started: Collective, there: Mapping[int, Collective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
+        first, is_uneven = next(iter(there.values())), False
+        mine, other = started.note.call, first.note.call
+        fits = started.way == first.way and (mine is other or mine.header == other.header)
+        for one in there.values():
+            is_uneven |= bool(one.note.sizes)
+        if fits and not is_uneven:
+            return None
         notes = {member: one.note for member, one in there.items()}
         mismatch: str | None = None
-        if started.header != next(iter(there.values())).header:
+        if not fits:
             expected = likeness(started.note)
             fix = "make every member call the same verbs in the same order, on fitting tensors"
         elif mismatch := find_mismatch(started.member, notes, self.ranks):
@@ -402,8 +398,6 @@ def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
 
 def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
     """The sizes in which the new call of ``member`` differs from another one; None if none do."""
-    if not any(note.sizes for note in notes.values()):
-        return None
     sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
     for other in sorted(notes):
         for source, target in ((member, other), (other, member)):

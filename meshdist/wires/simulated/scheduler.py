@@ -108,7 +108,8 @@ class Rank:
             self.scheduler.switch_from(self)
         finally:
             self.waiting = None
-        self.complete_watched()
+        if self._watched:
+            self.complete_watched()
 
     def poll(self, awaited: Waiting) -> None:
         """Let others run, and go on in any case: this rank has polled ``awaited`` in vain.
@@ -152,8 +153,8 @@ class Rank:
     def take_interruption(self) -> None:
         """Raise what the scheduler left for this rank, once."""
         interruption, self.interruption = self.interruption, None
-        if interruption is not None:
-            raise interruption
+        assert interruption is not None
+        raise interruption
 
 
 _here = threading.local()
@@ -323,7 +324,8 @@ class Scheduler(Generic[T]):
         if chosen is not rank:
             rank.may_run.acquire()
             state.restore()
-        rank.take_interruption()
+        if rank.interruption is not None:
+            rank.take_interruption()
 
     def _resume(self, rank: Rank | None) -> None:
         """Let ``rank`` run; None ends the run."""
