@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = [
     "FOR_EACH",
@@ -18,6 +19,9 @@ __all__ = [
     "VERBS",
     "WIRE_VERBS",
     "Form",
+    "Parameter",
+    "Role",
+    "TorchMethod",
     "Verb",
     "WireVerb",
 ]
@@ -85,6 +89,40 @@ ROOTED_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.root)
 """Those from or to one member."""
 
 
+class Role(Enum):
+    """What a parameter of a public verb is for."""
+
+    INPUT = "read"
+    OUTPUT = "written"
+    IN_PLACE = "read, and written over"
+    OP = "the reduction"
+    ROOT = "the source or destination"
+    PEER = "the other side of a message"
+    SIZES = "how many rows go to, or come from, each member"
+    TAG = "which messages belong together"
+
+
+class Parameter(NamedTuple):
+    """One parameter of a public verb."""
+
+    name: str
+    role: Role
+
+
+class TorchMethod(NamedTuple):
+    """How torch's process groups call a verb.
+
+    Args:
+        tensors: what its method calls the tensors and their sizes, outputs first.
+        options: the fields of torch's options that may stand behind them.
+        is_listed: whether each tensor, or list of tensors, stands in a list of one.
+    """
+
+    tensors: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    is_listed: bool = False
+
+
 @dataclass(frozen=True)
 class Verb:
     """A public verb.
@@ -92,9 +130,9 @@ class Verb:
     Args:
         name: as in torch.
         wire_verbs: the verbs of a communicator that carry it.
-        writes: the parameter that it writes; "" where it writes none.
+        parameters: those that say what is called, without the group; a root comes last.
         kind: of what it writes, over its group's axes: "I" where all members get the same, or "V".
-        reads: the parameters of tensors that it reads beside what it writes.
+        torch_method: None where torch's groups have none.
         alias_of: torch's older name of the same verb, if it has one.
         is_plain: whether one call of it is one call of that verb; else it is built above the wire.
         sends: whether it sends a message; receives do not.
@@ -103,9 +141,9 @@ class Verb:
 
     name: str
     wire_verbs: tuple[str, ...]
-    writes: str = ""
+    parameters: tuple[Parameter, ...] = ()
     kind: str = ""
-    reads: tuple[str, ...] = ()
+    torch_method: TorchMethod | None = None
     alias_of: str = ""
     is_plain: bool = True
     sends: bool = False
@@ -116,57 +154,176 @@ class Verb:
         """Whether it takes an op."""
         return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
 
+    @property
+    def carrier(self) -> WireVerb:
+        """The verb of a communicator that carries a plain verb."""
+        return WIRE_VERBS[self.wire_verbs[0]]
+
+    @property
+    def writes(self) -> str:
+        """The parameter that it writes; "" where it writes none."""
+        return next(iter(self.named(Role.OUTPUT, Role.IN_PLACE)), "")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The parameters of tensors that it reads beside what it writes over."""
+        return self.named(Role.INPUT)
+
+    def named(self, *roles: Role) -> tuple[str, ...]:
+        """The parameters of some roles, one role after the other."""
+        return tuple(one.name for role in roles for one in self.parameters if one.role is role)
+
+
+def _read(name: str) -> Parameter:
+    return Parameter(name, Role.INPUT)
+
+
+def _written(name: str) -> Parameter:
+    return Parameter(name, Role.OUTPUT)
+
+
+def _in_place(name: str) -> Parameter:
+    return Parameter(name, Role.IN_PLACE)
+
 
 def _objects(
     name: str, wire_verbs: tuple[str, ...], writes: str = "", kind: str = "", sends: bool = False
 ) -> Verb:
-    return Verb(name, wire_verbs, writes, kind, is_plain=False, sends=sends, is_of_objects=True)
+    written = (_written(writes),) if writes else ()
+    return Verb(name, wire_verbs, written, kind, is_plain=False, sends=sends, is_of_objects=True)
 
 
-_GATHER, _LIST = ("all_gather",), ("input_tensor_list",)
+_OP, _TAG = Parameter("op", Role.OP), Parameter("tag", Role.TAG)
+_SRC, _DST = Parameter("src", Role.ROOT), Parameter("dst", Role.ROOT)
+_SENT = (_read("tensor"), Parameter("dst", Role.PEER), _TAG)
+_TAKEN = (_written("tensor"), Parameter("src", Role.PEER), _TAG)
+_GATHER, _SCATTER = ("all_gather",), ("reduce_scatter",)
+_GATHERED = (_written("output_tensor"), _read("input_tensor"))
+_SCATTERED = (_written("output"), _read("input"), _OP)
+_INPUTS, _LISTS = _read("input_tensor_list"), _written("output_tensor_lists")
+_SIZES = tuple(Parameter(f"{side}_split_sizes", Role.SIZES) for side in ("output", "input"))
+_PAIRS = ("output_tensors", "input_tensors")
+_REDUCED, _ROOTED, _TIMED = ("op", "timeout"), ("root", "timeout"), ("timeout",)
 
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("all_reduce", ("all_reduce",), "tensor", "I"),
-        Verb("all_reduce_coalesced", ("all_reduce_list",), "tensors", "I"),
-        Verb("reduce", ("reduce",), "tensor", "V"),
-        Verb("reduce_scatter_tensor", ("reduce_scatter",), "output", "V", ("input",)),
         Verb(
-            "reduce_scatter_single",
-            ("reduce_scatter",),
-            "output",
-            "V",
-            ("input",),
-            "reduce_scatter_tensor",
-        ),
-        Verb("reduce_scatter", ("reduce_scatter_list",), "output", "V", ("input_list",)),
-        Verb("broadcast", ("broadcast",), "tensor", "I"),
-        Verb("all_gather_into_tensor", _GATHER, "output_tensor", "I", ("input_tensor",)),
-        Verb(
-            "all_gather_single",
-            _GATHER,
-            "output_tensor",
+            "all_reduce",
+            ("all_reduce",),
+            (_in_place("tensor"), _OP),
             "I",
-            ("input_tensor",),
-            "all_gather_into_tensor",
+            TorchMethod(("tensors",), _REDUCED, is_listed=True),
         ),
-        Verb("all_gather", ("all_gather_list",), "tensor_list", "I", ("tensor",)),
-        Verb("all_gather_coalesced", _GATHER, "output_tensor_lists", "I", _LIST, is_plain=False),
-        Verb("gather", ("gather",), "gather_list", "V", ("tensor",)),
-        Verb("scatter", ("scatter",), "tensor", "V", ("tensor", "scatter_list")),
-        Verb("all_to_all", ("all_to_all",), "output_tensor_list", "V", _LIST),
-        Verb("all_to_all_single", ("all_to_all_single",), "output", "V", ("input",)),
-        Verb("barrier", ("barrier",)),
-        Verb("send", ("send",), sends=True),
-        Verb("isend", ("send",), sends=True),
-        Verb("recv", ("recv",), "tensor", "V"),
-        Verb("irecv", ("recv",), "tensor", "V"),
-        Verb("batch_isend_irecv", ("send", "recv"), "p2p_op_list", "V"),
-        Verb("all_reduce_multigpu", ("all_reduce",), "tensor_list", "I", is_plain=False),
-        Verb("reduce_multigpu", ("reduce",), "tensor_list", "V", is_plain=False),
-        Verb("broadcast_multigpu", ("broadcast",), "tensor_list", "I", is_plain=False),
-        Verb("all_gather_multigpu", _GATHER, "output_tensor_lists", "I", _LIST, is_plain=False),
+        Verb(
+            "all_reduce_coalesced",
+            ("all_reduce_list",),
+            (_in_place("tensors"), _OP),
+            "I",
+            TorchMethod(("tensors",)),
+        ),
+        Verb(
+            "reduce",
+            ("reduce",),
+            (_in_place("tensor"), _OP, _DST),
+            "V",
+            TorchMethod(("tensors",), ("root", *_REDUCED), is_listed=True),
+        ),
+        Verb(
+            "reduce_scatter_tensor",
+            _SCATTER,
+            _SCATTERED,
+            "V",
+            TorchMethod(("outputTensor", "inputTensor")),
+        ),
+        Verb("reduce_scatter_single", _SCATTER, _SCATTERED, "V", None, "reduce_scatter_tensor"),
+        Verb(
+            "reduce_scatter",
+            ("reduce_scatter_list",),
+            (_written("output"), _read("input_list"), _OP),
+            "V",
+            TorchMethod(_PAIRS, _REDUCED, is_listed=True),
+        ),
+        Verb(
+            "broadcast",
+            ("broadcast",),
+            (_in_place("tensor"), _SRC),
+            "I",
+            TorchMethod(("tensors",), _ROOTED, is_listed=True),
+        ),
+        Verb("all_gather_into_tensor", _GATHER, _GATHERED, "I", TorchMethod(("output", "input"))),
+        Verb("all_gather_single", _GATHER, _GATHERED, "I", None, "all_gather_into_tensor"),
+        Verb(
+            "all_gather",
+            ("all_gather_list",),
+            (_written("tensor_list"), _read("tensor")),
+            "I",
+            TorchMethod(_PAIRS, _TIMED, is_listed=True),
+        ),
+        Verb(
+            "all_gather_coalesced",
+            _GATHER,
+            (_LISTS, _INPUTS),
+            "I",
+            TorchMethod(("output_lists", "input_list")),
+            is_plain=False,
+        ),
+        Verb(
+            "gather",
+            ("gather",),
+            (_read("tensor"), _written("gather_list"), _DST),
+            "V",
+            TorchMethod(_PAIRS, _ROOTED, is_listed=True),
+        ),
+        Verb(
+            "scatter",
+            ("scatter",),
+            (_written("tensor"), _read("scatter_list"), _SRC),
+            "V",
+            TorchMethod(_PAIRS, _ROOTED, is_listed=True),
+        ),
+        Verb(
+            "all_to_all",
+            ("all_to_all",),
+            (_written("output_tensor_list"), _INPUTS),
+            "V",
+            TorchMethod(_PAIRS),
+        ),
+        Verb(
+            "all_to_all_single",
+            ("all_to_all_single",),
+            (_written("output"), _read("input"), *_SIZES),
+            "V",
+            TorchMethod(("output", "input", *(one.name for one in _SIZES)), _TIMED),
+        ),
+        Verb("barrier", ("barrier",), (), "", TorchMethod((), _TIMED)),
+        Verb("send", ("send",), _SENT, sends=True),
+        Verb("isend", ("send",), _SENT, sends=True),
+        Verb("recv", ("recv",), _TAKEN, "V"),
+        Verb("irecv", ("recv",), _TAKEN, "V"),
+        Verb("batch_isend_irecv", ("send", "recv"), (_written("p2p_op_list"),), "V"),
+        Verb(
+            "all_reduce_multigpu",
+            ("all_reduce",),
+            (_in_place("tensor_list"), _OP),
+            "I",
+            is_plain=False,
+        ),
+        Verb(
+            "reduce_multigpu",
+            ("reduce",),
+            (_in_place("tensor_list"), _OP, _DST),
+            "V",
+            is_plain=False,
+        ),
+        Verb(
+            "broadcast_multigpu",
+            ("broadcast",),
+            (_in_place("tensor_list"), _SRC),
+            "I",
+            is_plain=False,
+        ),
+        Verb("all_gather_multigpu", _GATHER, (_LISTS, _INPUTS), "I", is_plain=False),
         Verb("monitored_barrier", (), is_plain=False),  # by way of the store
         _objects("all_gather_object", ("all_gather", "all_gather_list"), "object_list", "I"),
         _objects("gather_object", ("all_gather", "all_to_all_single"), "object_gather_list", "V"),

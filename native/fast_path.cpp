@@ -25,7 +25,7 @@ const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-  // names for both. SUM comes first.
+  // names for both.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions)
       : entry_(entry), runner_(runner) {
     for (nb::handle one : reductions) {
@@ -39,13 +39,12 @@ class FastPath {
   }
 
   // Verbs of their own where there is a title: an argument that may be missing takes time to find.
-  bool all_reduce(nb::handle x) { return titled_all_reduce(x, nb::none()); }
+  bool all_reduce(nb::handle x, nb::handle op) { return titled_all_reduce(x, op, nb::none()); }
 
-  bool titled_all_reduce(nb::handle x, nb::handle title) {
-    const Reduction& sum = reductions_.front();
+  bool titled_all_reduce(nb::handle x, nb::handle op, nb::handle title) {
     Collective call{Verb::all_reduce, {names::all_reduce.object, title_of(title)}};
     Plain plain;
-    if (!is_ready() || !entry_.read(x, plain) || !reduces(sum.op, plain, call)) return false;
+    if (!is_ready() || !entry_.read(x, plain) || !reduces(op, plain, call)) return false;
     call.in = call.out = plain.address;
     call.written = tuple_of(x);
     return run(call, plain, plain);
@@ -332,8 +331,8 @@ void bind_fast_path(nb::module_& m) {
   nb::class_<FastPath>(m, "FastPath")
       .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
            "entry"_a, "runner"_a, "reductions"_a)
-      .def("all_reduce", done(&FastPath::all_reduce), any)
-      .def("all_reduce", done(&FastPath::titled_all_reduce), any, nb::arg())
+      .def("all_reduce", done(&FastPath::all_reduce), any, any)
+      .def("all_reduce", done(&FastPath::titled_all_reduce), any, any, nb::arg())
       .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
       .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
       .def("broadcast", done(&FastPath::titled_broadcast), any, nb::arg(), nb::arg())

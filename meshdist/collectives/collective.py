@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +47,6 @@ class VerbCall(PreparedCall):
         verb: str,
         group: Any,
         root: int | None = None,
-        *,
         title: str = "",
         is_elementwise: bool = False,
     ) -> None:
@@ -144,29 +143,30 @@ class Collective(VerbCall):
         self.is_scaled = True
         return tensor if self.factor is None else premultiplied(tensor, self.factor)
 
-    def run(
+    def carry(
         self,
         way: str,
         inputs: Tensors,
         outputs: Tensors,
         noted: torch.Tensor | Tensors,
-        async_op: bool = False,
-        *,
         result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
-        then: Callable[[], None] | None = None,
-    ) -> Work | None:
-        """Run the call, whose arguments were checked, as ``PreparedCall`` says."""
+    ) -> None:
+        """Let the call be carried in this way, as ``PreparedCall`` says."""
+        self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
+        self.result, self.sizes = result, sizes
+
+    def run(self, async_op: bool = False) -> Work | None:
+        """Run the call, whose arguments were checked."""
         if async_op is not False:
             check_flag(async_op, self.verb)
         if len(self.written) > 1:
             self._check_apart()
-        self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
-        self.result, self.sizes, self.then = result, sizes, then
         if self.title or self.factor is not None or self.verb in _NOT_PLAIN:
             self.shows_all = False
         if self.is_scaled:
             self.factor = None
+        noted = self.noted
         like = noted if isinstance(noted, _Tensor) else noted[0]
         channel = self.group.open_channel("cpu" if like.is_cpu else like.device.type)
         return channel.run(self, is_async=async_op)

@@ -41,7 +41,7 @@ from ..runtime.memory import new_like
 from .axis_types import CASTS, GATHERED, KINDS
 from .checks import check_reducible
 from .linear_function import LinearFunction, cut, get_dim, joined, keep_line, note_complete
-from .titled import all_gather_into_tensor, all_reduce, lax_title, reduce_scatter_tensor
+from .prepare import lax_title, run_titled
 from .torch_private import call_function
 from .value_checks import check_invariant, note_leaves
 
@@ -188,7 +188,7 @@ class _Psum(LinearFunction):
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         # Contiguous, as the wires want it: all_reduce would copy anything else once more.
         total = new_like(x).copy_(x)
-        all_reduce(total, group, title)
+        run_titled("all_reduce", group, title, total, ReduceOp.SUM)
         return total
 
     @staticmethod
@@ -232,7 +232,7 @@ class _Extreme(Function):
         x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str, title: str
     ) -> torch.Tensor:
         extreme = new_like(x).copy_(x)
-        all_reduce(extreme, group, title, op)
+        run_titled("all_reduce", group, title, extreme, op)
         return extreme
 
     @staticmethod
@@ -274,7 +274,7 @@ class _AllGather(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
-        all_gather_into_tensor(blocks, x, group, title)
+        run_titled("all_gather_into_tensor", group, title, blocks, x)
         return blocks
 
     @staticmethod
@@ -290,7 +290,7 @@ class _PsumScatter(LinearFunction):
     @staticmethod
     def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         total = new_like(blocks[0])
-        reduce_scatter_tensor(total, blocks, group, title)
+        run_titled("reduce_scatter_tensor", group, title, total, blocks, ReduceOp.SUM)
         return total
 
     @staticmethod

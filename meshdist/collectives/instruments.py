@@ -21,11 +21,11 @@ from ..checking.program import end_here, run_unnested, under_way
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import leave_untraced
-from ..verb_table import OBJECT_VERBS
+from ..verb_table import OBJECT_VERBS, VERBS, Role
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.work import Work
 
-__all__ = ["Watcher", "recorded", "verb", "watchers"]
+__all__ = ["Watcher", "num_bytes", "recorded", "verb", "watchers"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FindPeer = Callable[[ProcessGroup, "int | None", "int | None", str, str], "int | None"]
@@ -71,7 +71,7 @@ def {name}({parameters}):
 
 def verb(
     *,
-    fast: Sequence[str] | None = None,
+    has_fast_path: bool = False,
     peer: _FindPeer | None = None,
     when: Callable[[ProcessGroup], bool] | None = None,
 ) -> Callable[[_F], _F]:
@@ -83,17 +83,16 @@ def verb(
     the call as it is, and begins another graph behind it.
 
     Args:
-        fast: for a verb that ``FastPath`` has, too: what the method there is given, names of the
-            verb's own parameters and ``peer``. It is tried where all other parameters have their
-            defaults, and the verb follows where it declines. Its ``group`` is the ProcessGroup that
-            is meant.
+        has_fast_path: whether ``FastPath`` has the verb, too. The method there is given the
+            parameters of the verb's row. It is tried where all others have their defaults, and the
+            verb follows where it declines. Its ``group`` is the ProcessGroup that is meant.
         peer: finds the root or peer that the verb's parameters name, as ``get_peer`` does.
         when: whether a group's fast path may be tried.
     """
 
     def mark(function: _F) -> _F:
         """``function`` in its own name, with what the mark adds."""
-        added = _plain(function) if fast is None else _with_fast_path(function, fast, peer, when)
+        added = _with_fast_path(function, peer, when) if has_fast_path else _plain(function)
         call = wraps(function)(added)
         return cast(_F, leave_untraced(call))
 
@@ -126,7 +125,6 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_fast_path(
     function: Callable[..., Any],
-    fast: Sequence[str],
     peer: _FindPeer | None,
     when: Callable[[ProcessGroup], bool] | None,
 ) -> Callable[..., Any]:
@@ -136,8 +134,9 @@ def _with_fast_path(
     microseconds more, a tenth of the whole call. Its parameters are positional or by name.
     """
     name, parameters = function.__name__, inspect.signature(function).parameters
-    role = next((one[6:] for one in parameters if one.startswith("group_")), "")
-    passed = {"group", role, f"group_{role}", *fast}
+    given = VERBS[name].parameters
+    role = next((one.name for one in given if one.role in (Role.ROOT, Role.PEER)), "")
+    passed = {"group", f"group_{role}", *(one.name for one in given)}
     conditions = [f"{one} is default_{one}" for one in parameters if one not in passed]
     namespace: dict[str, Any] = {
         **{f"default_{one.name}": one.default for one in parameters.values()},
@@ -167,7 +166,7 @@ def _with_fast_path(
         "conditions": "".join(
             f" and {one}" for one in [*conditions, *(["when(target)"] if when else [])]
         ),
-        "given": ", ".join(found_peer if one == "peer" else one for one in fast),
+        "given": ", ".join(found_peer if one.name == role else one.name for one in given),
     }
     # A file of this package, so that the frame is none of the program's.
     file = os.path.join(os.path.dirname(__file__), f"<fast path of {name}>")
@@ -213,7 +212,7 @@ def _title(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     except (TypeError, MeshdistError):  # the call itself will say what is wrong with it
         return words[0]
     if function.__name__ not in OBJECT_VERBS:
-        words.append(f"{sum(map(_num_bytes, arguments.values()))} bytes")
+        words.append(f"{sum(map(num_bytes, arguments.values()))} bytes")
     return " ".join(words)
 
 
@@ -227,12 +226,12 @@ def _group(arguments: Mapping[str, Any]) -> Any:
     return None
 
 
-def _num_bytes(value: Any) -> int:
+def num_bytes(value: Any) -> int:
     """The bytes of a tensor, of an array of another library, or of all in a list."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, (list, tuple)):
-        return sum(map(_num_bytes, value))
+        return sum(map(num_bytes, value))
     if hasattr(value, "tensor"):  # one operation of a batch
-        return _num_bytes(value.tensor)
+        return num_bytes(value.tensor)
     return int(getattr(value, "nbytes", 0))

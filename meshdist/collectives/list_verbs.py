@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import apart
-from ..groups.process_group import GroupLike, ProcessGroup
+from ..groups.process_group import GroupLike
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.work import Work
-from . import bodies
 from .checks import get_root
-from .collective import Collective
 from .instruments import verb
+from .prepare import run
 
 __all__ = [
     "all_gather",
@@ -28,7 +26,7 @@ __all__ = [
 ]
 
 
-@verb(fast=["tensor_list", "tensor"])
+@verb(has_fast_path=True)
 def all_gather(
     tensor_list: list[Any], tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -56,15 +54,10 @@ def all_gather(
         >>> md.simulate(program, 2)
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
-    call = Collective("all_gather", group)
-    block = call.take(tensor, "tensor")
-    outputs = call.take_list(tensor_list, "tensor_list", block, "tensor", writes=True)
-    call.check_same_size(outputs[call.group.rank()], block, ("my tensor_list", "tensor"))
-    sizes = [block.numel()] * len(outputs), [output.numel() for output in outputs]
-    return call.run("all_gather_list", [block], outputs, block, async_op, sizes=sizes)
+    return run("all_gather", group, tensor_list, tensor, async_op=async_op)
 
 
-@verb(fast=["tensor", "gather_list", "peer"], peer=get_root)
+@verb(has_fast_path=True, peer=get_root)
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -99,17 +92,11 @@ def gather(
         >>> md.simulate(program, 2)
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, dst, group_dst, "gather", "dst")
-    call = Collective("gather", group, root)
-    block = call.take(tensor, "tensor")
-    outputs = call.take_list(
-        gather_list, "gather_list", block, "tensor", "destination", writes=True
-    )
-    return call.run("gather", [block], outputs, block, async_op, result=gather_list or [tensor])
+    return run("gather", group, tensor, gather_list, root, async_op=async_op)
 
 
-@verb(fast=["tensor", "scatter_list", "peer"], peer=get_root)
+@verb(has_fast_path=True, peer=get_root)
 def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
@@ -143,13 +130,8 @@ def scatter(
         >>> md.simulate(program, 2)
         [[1.0, 1.0], [5.0, 5.0]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_root(group, src, group_src, "scatter", "src")
-    call = Collective("scatter", group, root)
-    buffer = call.take(tensor, "tensor", writes=True)
-    parts = call.take_list(scatter_list, "scatter_list", buffer, "tensor", "source")
-    inputs = [apart(part, buffer) for part in parts]
-    return call.run("scatter", inputs, [buffer], buffer, async_op)
+    return run("scatter", group, tensor, scatter_list, root, async_op=async_op)
 
 
 @verb()
@@ -183,16 +165,10 @@ def reduce_scatter(
         >>> md.simulate(program, 2)
         [[2.0], [4.0, 4.0]]
     """
-    call = Collective("reduce_scatter", group)
-    buffer = call.take(output, "output", writes=True)
-    call.take_op(op, buffer)
-    inputs = call.take_list(input_list, "input_list", buffer, "output")
-    call.check_same_size(inputs[call.group.rank()], buffer, ("my input_list", "output"))
-    sent = list(map(call.scaled, inputs))
-    return call.run("reduce_scatter_list", sent, [buffer], inputs, async_op)
+    return run("reduce_scatter", group, output, input_list, op, async_op=async_op)
 
 
-@verb(fast=["output_tensor_list", "input_tensor_list"])
+@verb(has_fast_path=True)
 def all_to_all(
     output_tensor_list: list[Any],
     input_tensor_list: list[Any],
@@ -223,11 +199,10 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    return run("all_to_all", group, output_tensor_list, input_tensor_list, async_op=async_op)
 
 
-@verb(fast=["output", "input", "output_split_sizes", "input_split_sizes"])
+@verb(has_fast_path=True)
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -262,6 +237,5 @@ def all_to_all_single(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11, 12]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
     sizes = output_split_sizes, input_split_sizes
-    return bodies.all_to_all_single(output, input, *sizes, group, async_op)
+    return run("all_to_all_single", group, output, input, *sizes, async_op=async_op)

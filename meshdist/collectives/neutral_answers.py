@@ -18,11 +18,11 @@ from ..groups.announcements import Statement
 from ..groups.process_group import ProcessGroup
 from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
-from ..verb_table import VERBS, WIRE_VERBS
+from ..verb_table import VERBS, Form, Role
 from ..wires.work import Work
-from . import titled
 from .monitored import pass_by
 from .object_rounds import Rounds
+from .prepare import run_titled
 from .shared_buffers import shared_empty
 
 __all__ = ["answer", "neutral"]
@@ -40,10 +40,7 @@ def answer(
         What has been started; None where it is done.
     """
     verb = going.call.verb
-    if going.call.title:
-        make = _TITLED_ANSWERS[verb]
-    else:
-        make = _ANSWERS.get(verb) or (_objects if VERBS[verb].is_of_objects else _of_tensors)
+    make = _ANSWERS.get(verb) or (_objects if VERBS[verb].is_of_objects else _of_tensors)
     work = make(_Answer(group, device_type, said, going))
     return work if isinstance(work, Work) else None
 
@@ -136,7 +133,7 @@ class _Answer:
         gives = [0 if one.has_joined else one.sizes[1][me] for one in self._said]
         return takes, gives
 
-    def exchanged_at_once(self) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
+    def exchanged_parts(self) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
         """Output and input of an all-to-all of one tensor, and the sizes of their parts."""
         takes, gives = self.exchanged()
         return self.tensor(sum(takes)), self.tensor(sum(gives)), takes, gives
@@ -146,10 +143,11 @@ class _Answer:
         takes, gives = ([self.tensor(count) for count in counts] for counts in self.exchanged())
         return takes, gives
 
-    def gathered_at_once(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a gather into one tensor."""
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and input of a verb of which one has a block of the other for each member."""
         tensor = self.tensor()
-        return tensor.new_empty(self.size * tensor.numel()), tensor
+        is_scattered, count = VERBS[self.call.verb].reduces, tensor.numel()
+        return tensor.new_empty(count // self.size if is_scattered else self.size * count), tensor
 
     def gathered_at_root(self) -> tuple[list[torch.Tensor] | None, torch.Tensor]:
         """Outputs, on the root, and input of a gather."""
@@ -161,21 +159,36 @@ class _Answer:
         inputs = self.tensors()
         return inputs[self.group.rank()].clone(), inputs
 
-    def scattered_at_once(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a reduce-scatter of one tensor."""
-        tensor = self.tensor()
-        return tensor.new_empty(tensor.numel() // self.size), tensor
+
+_DATA: dict[tuple[Form, Form], Callable[[_Answer], tuple[Any, ...]]] = {
+    (Form.NONE, Form.NONE): lambda _: (),
+    (Form.IN_PLACE, Form.ONE): lambda it: (it.tensor(),),
+    (Form.IN_PLACE, Form.ANY): lambda it: (it.tensors(),),
+    (Form.ONE, Form.ONE): _Answer.blocks,
+    (Form.ONE, Form.EACH): _Answer.gathered,
+    (Form.ONE, Form.AT_ROOT): _Answer.gathered_at_root,
+    (Form.EACH, Form.ONE): _Answer.scattered_lists,
+    (Form.AT_ROOT, Form.ONE): lambda it: (it.tensor(), None),
+    (Form.EACH, Form.EACH): _Answer.exchanged_lists,
+    (Form.PARTS, Form.PARTS): _Answer.exchanged_parts,
+}
+"""The data that a verb of a communicator writes, reads, and cuts them by, by its forms."""
+
+_ORDER = (Role.IN_PLACE, Role.OUTPUT, Role.INPUT, Role.SIZES)
 
 
 def _of_tensors(it: _Answer) -> object:
-    """Call a verb with the data that its wire verb takes, under the names of its row."""
-    row = VERBS[it.call.verb]
-    carried, names = WIRE_VERBS[row.wire_verbs[0]], dict.fromkeys([row.writes, *row.reads])
-    named = dict(zip(names, _DATA[carried.name](it), strict=False))
-    if row.reduces:
-        named["op"] = it.op
-    if carried.root:
-        named["group_dst" if carried.root == "to" else "group_src"] = it.root
+    """Call a verb with the data that its wire verb takes, in the parameters of its row."""
+    row, root = VERBS[it.call.verb], it.root
+    forms = row.carrier.takes, row.carrier.gives
+    data = _DATA[forms](it) if row.is_plain else (it.tensors(),)
+    named = dict(zip(row.named(*_ORDER), data, strict=True))
+    named |= dict.fromkeys(row.named(Role.OP), it.op)
+    if it.call.title:
+        given = [named.get(one.name, root) for one in row.parameters]
+        return run_titled(row.name, it.group, it.call.title, *given, async_op=True)
+    if root is not None:
+        named |= dict.fromkeys(row.named(Role.ROOT), it.group.ranks[root])
     return verbs[row.name](**named, group=it.group, async_op=True)
 
 
@@ -190,12 +203,6 @@ def _all_gather_multigpu(it: _Answer) -> object:
     return verbs["all_gather_multigpu"](outputs, inputs, it.group, async_op=True)
 
 
-def _rooted_multigpu(it: _Answer) -> object:
-    assert it.root is not None
-    root, op = it.group.ranks[it.root], () if it.op is None else (it.op,)
-    return verbs[it.call.verb](it.tensors(), root, *op, group=it.group, async_op=True)
-
-
 def _objects(it: _Answer) -> object:
     rounds = Rounds(it.call.verb, it.group, it.device)
     rounds.root = it.root
@@ -203,55 +210,10 @@ def _objects(it: _Answer) -> object:
     return run_unnested(it.call.verb, rounds.answer, it.call, it.sizes, gives, takes)
 
 
-_DATA: dict[str, Callable[[_Answer], tuple[Any, ...]]] = {
-    "all_reduce": lambda it: (it.tensor(),),
-    "all_reduce_list": lambda it: (it.tensors(),),
-    "reduce": lambda it: (it.tensor(),),
-    "reduce_scatter": _Answer.scattered_at_once,
-    "reduce_scatter_list": _Answer.scattered_lists,
-    "broadcast": lambda it: (it.tensor(),),
-    "all_gather": _Answer.gathered_at_once,
-    "all_gather_list": _Answer.gathered,
-    "gather": _Answer.gathered_at_root,
-    "scatter": lambda it: (it.tensor(),),
-    "all_to_all": _Answer.exchanged_lists,
-    "barrier": lambda _: (),
-}
-"""The data that a verb of a communicator writes and reads, in this order."""
-
 _ANSWERS: dict[str, Callable[[_Answer], object]] = {
-    "all_to_all_single": lambda it: verbs["all_to_all_single"](
-        *it.exchanged_at_once(), it.group, async_op=True
-    ),
-    "all_reduce_multigpu": lambda it: verbs["all_reduce_multigpu"](
-        it.tensors(), it.op, it.group, async_op=True
-    ),
-    "reduce_multigpu": _rooted_multigpu,
-    "broadcast_multigpu": _rooted_multigpu,
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_multigpu": _all_gather_multigpu,
     "monitored_barrier": lambda it: pass_by(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
 }
 """Verbs that take something else."""
-
-_TITLED_ANSWERS: dict[str, Callable[[_Answer], object]] = {
-    "all_reduce": lambda it: titled.all_reduce(
-        it.tensor(), it.group, it.call.title, it.op, async_op=True
-    ),
-    "broadcast": lambda it: titled.broadcast(
-        it.tensor(), it.root or 0, it.group, it.call.title, async_op=True
-    ),
-    "all_gather_into_tensor": lambda it: titled.all_gather_into_tensor(
-        *it.gathered_at_once(), it.group, it.call.title, async_op=True
-    ),
-    "reduce_scatter_tensor": lambda it: titled.reduce_scatter_tensor(
-        *it.scattered_at_once(), it.group, it.call.title, async_op=True
-    ),
-    "all_to_all": lambda it: titled.all_to_all(
-        *it.exchanged_lists(), it.group, it.call.title, async_op=True
-    ),
-    "all_to_all_single": lambda it: titled.all_to_all_single(
-        *it.exchanged_at_once(), it.group, it.call.title, async_op=True
-    ),
-}

@@ -261,15 +261,16 @@ class Rounds(Collective):
         mine = torch.tensor([signed_size, length], device=self.device)
         gathered = mine.new_empty((self.group.size(), 2))
         flat = gathered.view(-1)
-        result = [flat, mine]
-        return gathered, self.run("all_gather", [mine], [flat], mine, async_op, result=result)
+        self.carry("all_gather", [mine], [flat], mine, [flat, mine])
+        return gathered, self.run(async_op)
 
     def _broadcast(
         self, tensor: torch.Tensor, async_op: bool = False
     ) -> tuple[torch.Tensor, Work | None]:
         there = tensor.to(self.device)
         sent = [there]
-        return there, self.run("broadcast", sent, sent, there, async_op, result=sent)
+        self.carry("broadcast", sent, sent, there, sent)
+        return there, self.run(async_op)
 
     def _all_gather_bytes(
         self, data: torch.Tensor, sizes: Sequence[int], async_op: bool = False
@@ -277,10 +278,8 @@ class Rounds(Collective):
         there = data.to(self.device)
         parts = [there.new_empty(size) for size in sizes]
         given = [there.numel()] * len(parts), sizes
-        result = [*parts, there]
-        return parts, self.run(
-            "all_gather_list", [there], parts, there, async_op, result=result, sizes=given
-        )
+        self.carry("all_gather_list", [there], parts, there, [*parts, there], given)
+        return parts, self.run(async_op)
 
     def _exchange(
         self,
@@ -291,7 +290,5 @@ class Rounds(Collective):
     ) -> tuple[torch.Tensor, Work | None]:
         there = data.to(self.device)
         whole = there.new_empty(sum(taken))
-        result, sizes = [whole, there], (sent, taken)
-        return whole, self.run(
-            "all_to_all_single", [there], [whole], there, async_op, result=result, sizes=sizes
-        )
+        self.carry("all_to_all_single", [there], [whole], there, [whole, there], (sent, taken))
+        return whole, self.run(async_op)

@@ -39,7 +39,7 @@ ANSWER_TAG = LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender, which no program's message has."""
 
 
-@verb(fast=["tensor", "peer", "tag"], peer=get_peer)
+@verb(has_fast_path=True, peer=get_peer)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -78,7 +78,7 @@ def send(
     open_channel(group, message).run(message)
 
 
-@verb(fast=["tensor", "peer", "tag"], peer=find_peer)
+@verb(has_fast_path=True, peer=find_peer)
 def recv(
     tensor: Any,
     src: int | None = None,

@@ -30,7 +30,7 @@ from ..runtime.memory import new_like
 from . import list_verbs
 from .functional import check_gradient
 from .linear_function import LinearFunction, cut, get_dim, joined
-from .titled import all_to_all_single, broadcast, lax_title
+from .prepare import lax_title, run_titled
 from .torch_private import call_function, outside_transforms
 from .verbs import all_gather_into_tensor
 
@@ -356,7 +356,7 @@ class _AllToAll(LinearFunction):
     @staticmethod
     def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
         arrived = new_like(blocks)
-        all_to_all_single(arrived, blocks, None, None, group, title)
+        run_titled("all_to_all_single", group, title, arrived, blocks, None, None)
         return arrived
 
     @staticmethod
@@ -377,14 +377,8 @@ class _Ppermute(LinearFunction):
         sent = [count if (me, place) in pairs else 0 for place in range(size)]
         taken = [count if (place, me) in pairs else 0 for place in range(size)]
         arrived = new_like(x)
-        all_to_all_single(
-            arrived.view(-1)[: sum(taken)],
-            x.reshape(-1)[: sum(sent)],
-            taken,
-            sent,
-            group,
-            title,
-        )
+        parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
+        run_titled("all_to_all_single", group, title, *parts, taken, sent)
         return arrived if any(me == place for _, place in pairs) else arrived.zero_()
 
     @staticmethod
@@ -402,7 +396,7 @@ class _Pbroadcast(LinearFunction):
         result = new_like(x)
         if group.rank() == source:
             result.copy_(x)
-        broadcast(result, source, group, title)
+        run_titled("broadcast", group, title, result, source)
         return result
 
     @staticmethod

@@ -26,6 +26,7 @@ from ..wires.work import Work
 from .checks import get_peer
 from .collective import Collective
 from .instruments import verb
+from .prepare import check_devices, run
 
 __all__ = [
     "all_gather_coalesced",
@@ -66,12 +67,7 @@ def all_reduce_coalesced(
         >>> md.simulate(program, 2)
         [([2.0], [1, 1]), ([2.0], [1, 1])]
     """
-    call = Collective("all_reduce_coalesced", group, is_elementwise=True)
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    buffers = [call.take(x, "tensors", writes=True) for x in call.check_list(tensors, "tensors")]
-    call.take_op(op, *buffers)
-    _check_devices(call, buffers, "tensors")
-    return call.run("all_reduce_list", buffers, buffers, buffers, async_op)
+    return run("all_reduce_coalesced", group, tensors, op, async_op=async_op)
 
 
 @verb()
@@ -111,7 +107,7 @@ def all_gather_coalesced(
     for buffer, source in zip(buffers, itertools.cycle(inputs)):
         call.check_alike(buffer, source, names)
         call.check_same_size(buffer, source, names)
-    _check_devices(call, inputs, names[1])
+    check_devices(call, inputs, names[1])
     return _gather_packed(call, buffers, inputs, async_op)
 
 
@@ -152,8 +148,9 @@ def broadcast_multigpu(
     sent = buffers[place if call.is_root else 0]
     if call.is_root:  # what is sent stays as it is
         del call.written[place]
-    one, then = [sent], partial(_spread, sent, buffers)
-    return call.run("broadcast", one, one, buffers, async_op, result=tensor_list, then=then)
+    call.then = partial(_spread, sent, buffers)
+    call.carry("broadcast", one := [sent], one, buffers, tensor_list)
+    return call.run(async_op)
 
 
 @verb()
@@ -310,10 +307,10 @@ def _reduce_as_one(
     assert kind is not None  # a verb that reduces
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
-    then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
-    one = [total]
     call.op = step
-    return call.run(way, one, one, buffers, async_op, result=result, then=then)
+    call.then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
+    call.carry(way, one := [total], one, buffers, result)
+    return call.run(async_op)
 
 
 def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:
@@ -351,11 +348,6 @@ def _gather_packed(
             for output, part in zip(outputs, itertools.cycle(parts)):
                 read_as(output, torch.uint8).copy_(part)
 
-    return call.run("all_gather", [packed], [whole], inputs, async_op, then=unpack)
-
-
-def _check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: str) -> None:
-    """Raise unless all tensors lie on one device."""
-    names = (f"an entry of {argument}", f"{argument}[0]")
-    for tensor in tensors:
-        call.check_same_device(tensor, tensors[0], names)
+    call.then = unpack
+    call.carry("all_gather", [packed], [whole], inputs)
+    return call.run(async_op)

@@ -19,7 +19,7 @@ import torch
 
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..verb_table import VERBS, Verb
+from ..verb_table import VERBS, Form, Verb
 from .axis_types import (
     ATTRIBUTE,
     INVARIANT,
@@ -72,7 +72,9 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
     else:
         collect(given.get(row.writes), written)
     read: list[torch.Tensor] = []
-    for name in row.reads:
+    # Where the source alone has a list, the others' tensors must have the types of what comes.
+    is_of_source = row.is_plain and row.carrier.takes is Form.AT_ROOT
+    for name in (*row.reads, row.writes) if is_of_source else row.reads:
         collect(given.get(name), read)
     kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
     joined = _joined(read)

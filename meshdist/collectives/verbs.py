@@ -20,14 +20,9 @@ from ..groups.process_group import GroupLike, ProcessGroup
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work, joined
-from . import bodies
-from .checks import (
-    check_flag,
-    first_cuda_device,
-    get_peer,
-)
-from .collective import Collective
+from .checks import check_flag, first_cuda_device, get_peer
 from .instruments import verb
+from .prepare import run
 
 __all__ = [
     "all_gather_into_tensor",
@@ -41,7 +36,7 @@ __all__ = [
 ]
 
 
-@verb(fast=["tensor"])
+@verb(has_fast_path=True)
 def all_reduce(
     tensor: Any, op: Reduction = ReduceOp.SUM, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -70,11 +65,10 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.all_reduce(tensor, op, group, async_op)
+    return run("all_reduce", group, tensor, op, async_op=async_op)
 
 
-@verb(fast=["tensor", "peer"], peer=get_peer)
+@verb(has_fast_path=True, peer=get_peer)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -106,12 +100,11 @@ def broadcast(
         >>> md.simulate(program, 3)
         [[1, 1], [1, 1], [1, 1]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, src, group_src, "broadcast", "src")
-    return bodies.broadcast(tensor, root, group, async_op)
+    return run("broadcast", group, tensor, root, async_op=async_op)
 
 
-@verb(fast=["tensor", "op", "peer"], peer=get_peer)
+@verb(has_fast_path=True, peer=get_peer)
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -144,17 +137,11 @@ def reduce(
         >>> md.simulate(program, 3)
         [[6, 6], [2, 2], [3, 3]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
     root = get_peer(group, dst, group_dst, "reduce", "dst")
-    call = Collective("reduce", group, root, is_elementwise=True)
-    buffer = call.take(tensor, "tensor", writes=call.is_root)
-    call.take_op(op, buffer)
-    scaled = call.scaled(buffer)
-    call.written = [(one, data, scaled) for one, data, _ in call.written]
-    return call.run("reduce", sent := [scaled], sent, scaled, async_op, result=[tensor])
+    return run("reduce", group, tensor, op, root, async_op=async_op)
 
 
-@verb(fast=["output_tensor", "input_tensor"])
+@verb(has_fast_path=True)
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
@@ -180,20 +167,18 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.all_gather("all_gather_into_tensor", output_tensor, input_tensor, group, async_op)
+    return run("all_gather_into_tensor", group, output_tensor, input_tensor, async_op=async_op)
 
 
-@verb(fast=["output_tensor", "input_tensor"])
+@verb(has_fast_path=True)
 def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.all_gather("all_gather_single", output_tensor, input_tensor, group, async_op)
+    return run("all_gather_single", group, output_tensor, input_tensor, async_op=async_op)
 
 
-@verb(fast=["output", "input", "op"])
+@verb(has_fast_path=True)
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -222,11 +207,10 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.reduce_scatter("reduce_scatter_tensor", output, input, op, group, async_op)
+    return run("reduce_scatter_tensor", group, output, input, op, async_op=async_op)
 
 
-@verb(fast=["output", "input", "op"])
+@verb(has_fast_path=True)
 def reduce_scatter_single(
     output: Any,
     input: Any,
@@ -235,11 +219,10 @@ def reduce_scatter_single(
     async_op: bool = False,
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
-    assert isinstance(group, ProcessGroup)  # the mark has found it
-    return bodies.reduce_scatter("reduce_scatter_single", output, input, op, group, async_op)
+    return run("reduce_scatter_single", group, output, input, op, async_op=async_op)
 
 
-@verb(fast=[], when=lambda group: not group.is_on_stream)
+@verb(has_fast_path=True, when=lambda group: not group.is_on_stream)
 def barrier(
     group: GroupLike = None,
     async_op: bool = False,

@@ -328,8 +328,8 @@ class ProcessGroup(VerbMethods):
         """``monitored_barrier``, which waits."""
         verbs["monitored_barrier"](self, timeout, wait_all_ranks)
 
-    def _start(self, verb: str, asked: Asked, *given: Any, **named: Any) -> Work:
-        work: Work = verbs[verb](*given, group=self, async_op=True, **named)
+    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> Work:
+        work: Work = verbs[verb](**given, group=self, async_op=True)
         if asked.timeout is not None:
             bound(work, asked.timeout)
         if not asked.is_async:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
 from typing import Any, NamedTuple
 
 from ..arguments import check_timeout
 from ..errors import ArgumentError
 from ..reduce_ops import ReduceOp
+from ..verb_table import VERBS, Form, Role
 
 __all__ = ["Asked", "VerbMethods", "only", "only_list", "read_options", "verbs"]
 
@@ -41,37 +41,57 @@ class Asked(NamedTuple):
 _NOTHING = Asked()
 
 
-def _method(*fields: str, **also: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method that can be called in every form that torch's own has.
+def _method(verb: str) -> Callable[..., Any]:
+    """Torch's method of a verb, in every form that torch's own has; all is said by the verb's row.
 
-    Args:
-        fields: those of ``Asked`` that may be given behind the tensors, in the place of options.
-        also: what another of torch's forms calls an argument, and what it is called here.
+    What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     """
+    row = VERBS[verb]
+    form = row.torch_method
+    assert form is not None
+    tensors, options = form.tensors, form.options
+    also = {short: name for name in tensors for short in (name[:-1], name.removesuffix("_tensors"))}
+    # Torch has what is written first.
+    ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+    is_read = dict.fromkeys(row.reads, row.carrier.takes)
+    sides = [is_read.get(name, row.carrier.gives) for name in ours]
+    of_root = {name for name, side in zip(ours, sides, strict=True) if side is Form.AT_ROOT}
+    lists = {
+        name for name, side in zip(ours, sides, strict=True) if side in (Form.EACH, Form.AT_ROOT)
+    }
+    num_needed, ours = len(ours), (*ours, *row.named(Role.SIZES))
+    roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
 
-    def made(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = list(inspect.signature(function).parameters.values())[2:]
-        names = [one.name for one in own]
-
-        @wraps(function)
-        def called(self: VerbMethods, *given: Any, **named: Any) -> Any:
-            if not named:  # as torch's front end calls it
-                asked = read_options(fields, *given[len(names) :])
-                return function(self, asked, *given[: len(names)])
+    def method(self: VerbMethods, *given: Any, **named: Any) -> Any:
+        values = dict(zip(ours, given, strict=False))
+        if named:
             named = {also.get(name, name): value for name, value in named.items()}
-            tensors = {name: named.pop(name) for name in names if name in named}
-            asked = read_options(fields, *given[len(names) :], **named)
-            return function(self, asked, *given[: len(names)], **tensors)
+            pairs = zip(ours, tensors, strict=True)
+            values |= {one: named.pop(theirs) for one, theirs in pairs if theirs in named}
+        asked = read_options(options, *given[len(ours) :], **named)
+        if len(values) < num_needed:
+            raise TypeError(f"{num_needed - len(values)} of {tensors[:num_needed]} missing")
+        if form.is_listed:
+            for name, x in values.items():
+                if name in of_root and asked.root != self.rank():
+                    values[name] = None
+                else:
+                    values[name] = (only_list if name in lists else only)(x, verb)
+        for name in roots:
+            values[name] = asked.root
+        for name in ops:
+            values[name] = asked.op
+        if asked.device_ids is not None:
+            values["device_ids"] = asked.device_ids
+        return self._start(verb, asked, values)
 
-        more = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-            for name in ("opts", *fields)
-        ]
-        self_alone = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
-        called.__signature__ = inspect.Signature([*self_alone, *own, *more])  # type: ignore[attr-defined]
-        return called
-
-    return made
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [inspect.Parameter(name, kind) for name in ("self", *tensors[:num_needed])]
+    rest = (*tensors[num_needed:], "opts", *options)
+    names += [inspect.Parameter(name, kind, default=None) for name in rest]
+    method.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    method.__doc__ = f"``{verb}``."
+    return method
 
 
 def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named: Any) -> Asked:
@@ -109,95 +129,20 @@ class VerbMethods:
     _send: Any
     _recv: Any
 
-    @_method("op", "timeout", tensor="tensors")
-    def allreduce(self, asked: Asked, tensors: Any) -> Any:
-        """``all_reduce``; the call of torch's comm hooks."""
-        return self._start("all_reduce", asked, only(tensors, "all_reduce"), asked.op)
-
-    @_method()
-    def allreduce_coalesced(self, asked: Asked, tensors: Any) -> Any:
-        """``all_reduce_coalesced``."""
-        return self._start("all_reduce_coalesced", asked, tensors, asked.op)
-
-    @_method("root", "op", "timeout", tensor="tensors")
-    def reduce(self, asked: Asked, tensors: Any) -> Any:
-        """``reduce``."""
-        tensor = only(tensors, "reduce")
-        return self._start("reduce", asked, tensor, op=asked.op, group_dst=asked.root)
-
-    @_method("op", "timeout", output="output_tensors", input="input_tensors")
-    def reduce_scatter(self, asked: Asked, output_tensors: Any, input_tensors: Any) -> Any:
-        """``reduce_scatter``."""
-        output = only(output_tensors, "reduce_scatter")
-        parts = only_list(input_tensors, "reduce_scatter")
-        return self._start("reduce_scatter", asked, output, parts, asked.op)
-
-    @_method()
-    def reduce_scatter_single(self, asked: Asked, outputTensor: Any, inputTensor: Any) -> Any:
-        """``reduce_scatter_tensor``."""
-        return self._start("reduce_scatter_tensor", asked, outputTensor, inputTensor, asked.op)
-
-    @_method("root", "timeout", tensor="tensors")
-    def broadcast(self, asked: Asked, tensors: Any) -> Any:
-        """``broadcast``."""
-        return self._start("broadcast", asked, only(tensors, "broadcast"), group_src=asked.root)
-
-    @_method("timeout", input_tensor="input_tensors")
-    def allgather(self, asked: Asked, output_tensors: Any, input_tensors: Any) -> Any:
-        """``all_gather``."""
-        into, tensor = only_list(output_tensors, "all_gather"), only(input_tensors, "all_gather")
-        return self._start("all_gather", asked, into, tensor)
-
-    @_method()
-    def allgather_coalesced(self, asked: Asked, output_lists: Any, input_list: Any) -> Any:
-        """``all_gather_coalesced``."""
-        return self._start("all_gather_coalesced", asked, output_lists, input_list)
-
-    @_method()
-    def all_gather_single(self, asked: Asked, output: Any, input: Any) -> Any:
-        """``all_gather_into_tensor``."""
-        return self._start("all_gather_into_tensor", asked, output, input)
-
-    @_method("root", "timeout", input_tensor="input_tensors")
-    def gather(self, asked: Asked, output_tensors: Any, input_tensors: Any) -> Any:
-        """``gather``."""
-        is_root = asked.root == self.rank()
-        into = only_list(output_tensors, "gather") if is_root else None
-        return self._start(
-            "gather", asked, only(input_tensors, "gather"), into, group_dst=asked.root
-        )
-
-    @_method("root", "timeout", output_tensor="output_tensors")
-    def scatter(self, asked: Asked, output_tensors: Any, input_tensors: Any) -> Any:
-        """``scatter``."""
-        is_root = asked.root == self.rank()
-        parts = only_list(input_tensors, "scatter") if is_root else None
-        return self._start(
-            "scatter", asked, only(output_tensors, "scatter"), parts, group_src=asked.root
-        )
-
-    @_method()
-    def alltoall(self, asked: Asked, output_tensors: Any, input_tensors: Any) -> Any:
-        """``all_to_all``."""
-        return self._start("all_to_all", asked, output_tensors, input_tensors)
-
-    @_method("timeout")
-    def all_to_all_single(
-        self,
-        asked: Asked,
-        output: Any,
-        input: Any,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-    ) -> Any:
-        """``all_to_all_single``; no sizes, or an empty list, means equal parts."""
-        sizes = output_split_sizes or None, input_split_sizes or None
-        return self._start("all_to_all_single", asked, output, input, *sizes)
-
-    @_method("timeout")
-    def barrier(self, asked: Asked) -> Any:
-        """``barrier``."""
-        return self._start("barrier", asked, device_ids=asked.device_ids)
+    allreduce = _method("all_reduce")  # the call of torch's comm hooks
+    allreduce_coalesced = _method("all_reduce_coalesced")
+    reduce = _method("reduce")
+    reduce_scatter = _method("reduce_scatter")
+    reduce_scatter_single = _method("reduce_scatter_tensor")
+    broadcast = _method("broadcast")
+    allgather = _method("all_gather")
+    allgather_coalesced = _method("all_gather_coalesced")
+    all_gather_single = _method("all_gather_into_tensor")
+    gather = _method("gather")
+    scatter = _method("scatter")
+    alltoall = _method("all_to_all")
+    all_to_all_single = _method("all_to_all_single")
+    barrier = _method("barrier")
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         """``isend`` to member ``dstRank``."""

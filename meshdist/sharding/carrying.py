@@ -15,15 +15,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..collectives.titled import (
-    all_gather_into_tensor,
-    all_reduce,
-    all_to_all_single,
-    reduce_scatter_tensor,
-)
+from ..collectives.prepare import run_titled
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.splits import Box, index_of, shape_of, volume
+from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
 from .steps import (
     AllGather,
@@ -162,6 +158,7 @@ def _is_run(box: Box, shape: Sequence[int]) -> bool:
 
 
 _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+_Call: TypeAlias = tuple[str, ProcessGroup, str]  # verb, group, title
 
 
 class Carrier:
@@ -202,13 +199,15 @@ class Carrier:
             return _AllReduce(group, title, is_in_place=self._is_fresh)
         if isinstance(step, Exchange):
             return _Exchange(step, shape, group, title)
-        rest: tuple[Any, ...] = (group, title)
+        rest = group, title
         if isinstance(step, AllGather):
-            return _Verb(all_gather_into_tensor, rest, (step.size, *step.part), None, step.unpack)
+            call: _Call = ("all_gather_into_tensor", *rest)
+            return _Verb(call, (step.size, *step.part), None, step.unpack)
         if isinstance(step, ReduceScatter):
-            return _Verb(reduce_scatter_tensor, rest, step.shape, step.pack, None)
-        rest = (None, None, *rest)
-        return _Verb(all_to_all_single, rest, step.pack.shape, step.pack, step.unpack)
+            call = ("reduce_scatter_tensor", *rest)
+            return _Verb(call, step.shape, step.pack, None, ReduceOp.SUM)
+        call = ("all_to_all_single", *rest)
+        return _Verb(call, step.pack.shape, step.pack, step.unpack, None, None)
 
 
 class _Pad:
@@ -225,13 +224,12 @@ class _Pad:
 
 class _AllReduce:
     def __init__(self, group: ProcessGroup, title: str, *, is_in_place: bool) -> None:
-        self._group = group
-        self._title = title
+        self._call: _Call = ("all_reduce", group, title)
         self._is_in_place = is_in_place
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         total = x if self._is_in_place else fresh_copy(x)
-        all_reduce(total, self._group, self._title)
+        run_titled(*self._call, total, ReduceOp.SUM)
         return total
 
 
@@ -243,19 +241,19 @@ class _Verb:
 
     def __init__(
         self,
-        verb: Callable[..., Any],
-        rest: tuple[Any, ...],
+        call: _Call,
         received: tuple[int, ...],
         pack: Arrangement | None,
         unpack: Arrangement | None,
+        *rest: Any,
     ) -> None:
-        self._verb, self._rest, self._shape = verb, rest, received
+        self._call, self._rest, self._shape = call, rest, received
         self._pack = torch.Tensor.contiguous if pack is None else Rearrangement(pack)
         self._unpack = None if unpack is None else Rearrangement(unpack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         received = new_like(x, self._shape)
-        self._verb(received, self._pack(x), *self._rest)
+        run_titled(*self._call, received, self._pack(x), *self._rest)
         return received if self._unpack is None else self._unpack.of_received(received)
 
 
@@ -274,7 +272,8 @@ class _Exchange:
             for place, box in parts:
                 sizes[place] = volume(box)
         self._kept = tuple(map(index_of, step.kept or ()))  # in the array before, in the result
-        self._rest = (taken, given, group, title)
+        self._call: _Call = ("all_to_all_single", group, title)
+        self._rows = taken, given
         numbers = {place: number for number, (place, _) in enumerate(step.receives)}
         # Per box of the result, which of the received boxes are its summands; None is the own one.
         sums = step.sums if isinstance(step, SummedExchange) else ()
@@ -288,7 +287,7 @@ class _Exchange:
         landing = None if self._is_summed else self._receives.find_run(out)
         packed = self._sends.pack(x)
         received = new_like(x, (self._receives.total,)) if landing is None else landing
-        all_to_all_single(received, packed, *self._rest)
+        run_titled(*self._call, received, packed, *self._rows)
         if self._is_summed:
             self._add_up(x, self._receives.parts(received), out)
             return out

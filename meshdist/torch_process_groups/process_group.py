@@ -21,7 +21,7 @@ from ..collectives.point_to_point import open_channel, prepare_message
 from ..collectives.sparse_sums import sum_sparse
 from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
 from ..reduce_ops import ReduceOp, split_premul
-from ..verb_table import VERBS, WIRE_VERBS, Form
+from ..verb_table import VERBS, Form, Role
 from ..wires.work import Work, joined
 from .group import GroupOfWire
 from .works import TorchWork, find_tensor
@@ -47,24 +47,24 @@ def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
 class WireGroup(GroupOfWire):
     """One group of torch's over one wire. Making one is collective over its members."""
 
-    def _start(self, verb: str, asked: Asked, *given: Any, **named: Any) -> TorchWork:
+    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
         self.check_usable()
-        if verb == "all_reduce" and given[0].layout is not torch.strided:
-            kind, factor = split_premul(asked.op)
-            sum_sparse(self, given[0], kind if factor is None else ReduceOp.PREMUL_SUM)
-            return self.handed_out(TorchWork([], [given[0]], self._completer))
         form = _form_of(verb)
-        bare = [one.data if type(one) is torch.Tensor else _bare(one) for one in given]
-        if form.has_blocks:
-            bare[:2] = map(_flat, bare[:2])
+        written: Any = given.get(form.written)
+        noted = given.get(form.noted)
+        if form.is_sum and written.layout is not torch.strided:
+            kind, factor = split_premul(asked.op)
+            sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
+            return self.handed_out(TorchWork([], [written], self._completer))
+        for name in form.tensors:
+            bare = _bare(given[name])
+            given[name] = _flat(bare) if form.has_blocks else bare
         waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
-        start = partial(form.run, *bare, group=self.inner, async_op=not waits, **named)
-        written = given[form.written] if given else None
-        if not isinstance(written, torch.Tensor):
-            result = [list(written)] if written and form.is_nested else list(written or ())
-        else:
-            result = [written]
-        return self.run(verb, asked, start, given[form.read : form.read + 1], result)
+        start = partial(form.run, **given, group=self.inner, async_op=not waits)
+        result = [written] if isinstance(written, torch.Tensor) else list(written or ())
+        if result and form.is_nested:
+            result = [result]
+        return self.run(verb, asked, start, [noted], result)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> TorchWork:
         return self._message("send", "dst", tensor, peer, tag)
@@ -120,8 +120,8 @@ class WireGroup(GroupOfWire):
             else:
                 call.check_blocks(taken, sent, names)
             sent = apart(sent, taken)
-            given = row.wire_verbs[0], [call.scaled(sent)], [taken], sent
-            calls.append(partial(call.run, *given, async_op=True))
+            call.carry(row.carrier.name, [call.scaled(sent)], [taken], sent)
+            calls.append(partial(call.run, True))
 
         def start() -> Work | None:
             return joined(list(filter(None, [call() for call in calls])))
@@ -156,24 +156,30 @@ class _Form(NamedTuple):
     Args:
         run: the verb, without its marks: no fast path, which is for one thread, no record of its
             own in a profile, and nothing for typed contexts, as torch's own verbs.
+        tensors: its parameters of tensors.
+        written, noted: those that it writes, and that a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
-        read, written: the places among its arguments of what it reads, and of what it writes.
         is_nested: whether torch's result is a list of the list that it writes.
+        is_sum: whether it reduces one tensor for all members, which may be sparse.
     """
 
     run: Callable[..., Any]
+    tensors: tuple[str, ...]
+    written: str
+    noted: str
     has_blocks: bool
-    read: int
-    written: int
     is_nested: bool
+    is_sum: bool
 
 
 @cache
 def _form_of(verb: str) -> _Form:
-    row = VERBS[verb]
-    carrier = WIRE_VERBS[row.wire_verbs[0]]
+    row, run = VERBS[verb], unwrap(verbs[verb])
+    carrier = row.carrier
+    tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+    noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
     has_blocks = row.is_plain and carrier.takes is carrier.gives is Form.ONE
-    is_first = carrier.takes is Form.IN_PLACE or bool(carrier.root)
-    is_nested = row.is_plain and carrier.takes is Form.ONE
-    written = int(carrier.gives is Form.AT_ROOT)
-    return _Form(unwrap(verbs[verb]), has_blocks, 0 if is_first else 1, written, is_nested)
+    is_nested = row.is_plain and carrier.takes is Form.ONE and carrier.gives is not Form.ONE
+    is_sum = carrier.reduces and carrier.gives is Form.ONE and not carrier.root
+    is_sum = is_sum and carrier.takes is Form.IN_PLACE
+    return _Form(run, tensors, row.writes, noted, has_blocks, is_nested, is_sum)

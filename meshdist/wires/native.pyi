@@ -213,7 +213,7 @@ class FastPath:
     raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-    names of both. SUM comes first.
+    names of both.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class FastPath:
         runner: Runner,
         reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
     ) -> None: ...
-    def all_reduce(self, tensor: Any, title: str | None = None, /) -> bool | None:
-        """The sum, in place."""
+    def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> bool | None:
+        """In place."""
 
     def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
         """To member ``root``."""

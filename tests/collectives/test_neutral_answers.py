@@ -55,9 +55,11 @@ def test_every_collective_has_an_answer() -> None:
     messages |= {"send_object_list", "recv_object_list"}
     others = {*neutral_answers._ANSWERS} - {"shared_empty"}
     of_rows = [row for row in VERBS.values() if row.name not in others | messages]
-    of_tensors = [row for row in of_rows if not row.is_of_objects]
-    assert others <= {*VERBS} and all(row.is_plain for row in of_tensors)
-    assert {row.wire_verbs[0] for row in of_tensors} == neutral_answers._DATA.keys()
+    of_tensors = [row.carrier for row in of_rows if not row.is_of_objects]
+    assert others <= {*VERBS}
+    assert {
+        (carrier.takes, carrier.gives) for carrier in of_tensors
+    } == neutral_answers._DATA.keys()
 
 
 def test_verbs_of_several_devices_are_answered() -> None:

@@ -11,13 +11,14 @@ import torch
 
 import meshdist as md
 from meshdist.checking.debug_levels import DebugLevel, get_debug_level, set_debug_level
-from meshdist.collectives import titled
+from meshdist.collectives.prepare import run_titled
 from meshdist.errors import AgreementError, CollectiveTimeoutError, MeshdistError
 from meshdist.groups.process_group import ProcessGroup
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
 TITLE = "reshard 'b@dp d -> b d@dp'"
+SUM = md.ReduceOp.SUM
 OTHER = "reshard 'b@dp d -> b d'"
 VERBS = (
     "all_reduce",
@@ -35,30 +36,34 @@ def call(verb: str, title: str = "", group: ProcessGroup | None = None) -> Any:
     group = group or md.group.WORLD
     rank, size = group.rank(), group.size()
     x = torch.arange(float(size)) + 10 * rank
-    more = {"group": group, **({"title": title} if title else {})}
-    verbs: Any = titled if title else md
+
+    def run(*given: Any) -> None:
+        if title:
+            run_titled(verb, group, title, *given)
+        elif verb == "broadcast":
+            md.broadcast(x, None, group, False, size - 1)
+        else:
+            getattr(md, verb)(*given, group=group)
+
     if verb == "all_reduce":
-        verbs.all_reduce(x, **more)
+        run(x, md.ReduceOp.SUM)
         return x.tolist()
     if verb == "broadcast":
-        root = (size - 1,) if title else (None, group, False, size - 1)
-        verbs.broadcast(x, *root, **({"group": group, "title": title} if title else {}))
+        run(x, size - 1)
         return x.tolist()
     if verb == "all_gather_into_tensor":
-        whole = torch.zeros(size, size)
-        verbs.all_gather_into_tensor(whole, x, **more)
+        run(whole := torch.zeros(size, size), x)
         return whole.tolist()
     if verb == "reduce_scatter_tensor":
-        block = torch.zeros(1)
-        verbs.reduce_scatter_tensor(block, x, **more)
+        run(block := torch.zeros(1), x, md.ReduceOp.SUM)
         return block.tolist()
     given = [(rank + other) % 3 for other in range(size)]  # as many as the other gives back
     source = torch.arange(float(sum(given))) + 100 * rank
     result = torch.zeros(sum(given))
     if verb == "all_to_all_single":
-        verbs.all_to_all_single(result, source, given, given, **more)
+        run(result, source, given, given)
     else:
-        verbs.all_to_all(list(result.split(given)), list(source.split(given)), **more)
+        run(list(result.split(given)), list(source.split(given)))
     return result.tolist()
 
 
@@ -170,7 +175,7 @@ def test_the_report_of_a_call_that_is_late_names_the_title(backend: str, pool: P
         md.all_reduce(torch.ones(1), group=group)
         if md.get_rank() == 0:
             with pytest.raises(MeshdistError) as caught:
-                titled.all_reduce(torch.ones(2), group, TITLE)
+                run_titled("all_reduce", group, TITLE, torch.ones(2), SUM)
             assert isinstance(caught.value, CollectiveTimeoutError)
             md.barrier()
             return str(caught.value)
@@ -190,16 +195,17 @@ def test_ranks_that_have_joined_answer_them(backend: str | None, pool: Pool) -> 
         group = md.group.WORLD
         for _ in md.uneven(range(1 + (rank > 0))):
             x = torch.full((size,), rank + 1.0)
-            titled.all_reduce(x, group, TITLE)
+            run_titled("all_reduce", group, TITLE, x, SUM)
             largest = torch.full((size,), rank + 1.0)
-            titled.all_reduce(largest, group, TITLE, md.ReduceOp.MAX)
-            titled.broadcast(largest, 1, group, TITLE)
+            run_titled("all_reduce", group, TITLE, largest, md.ReduceOp.MAX)
+            run_titled("broadcast", group, TITLE, largest, 1)
+            mine, each = torch.ones(1) + rank, torch.ones(size) + rank
             whole, block = torch.zeros(size), torch.zeros(1)
-            titled.all_gather_into_tensor(whole, torch.ones(1) + rank, group, TITLE)
-            titled.reduce_scatter_tensor(block, torch.ones(size) + rank, group, TITLE)
+            run_titled("all_gather_into_tensor", group, TITLE, whole, mine)
+            run_titled("reduce_scatter_tensor", group, TITLE, block, each, SUM)
             parts, apart = torch.zeros(size), list(torch.zeros(size).split(1))
-            titled.all_to_all_single(parts, torch.ones(size) + rank, None, None, group, TITLE)
-            titled.all_to_all(apart, list((torch.ones(size) + rank).split(1)), group, TITLE)
+            run_titled("all_to_all_single", group, TITLE, parts, each, None, None)
+            run_titled("all_to_all", group, TITLE, apart, list(each.split(1)))
             found.append(
                 [one.tolist() for one in (x, largest, whole, block, parts, torch.cat(apart))]
             )
@@ -217,7 +223,7 @@ def test_different_titles_of_ranks_that_go_on_raise_beside_one_that_has_joined(p
         try:
             for step in md.uneven(range(1 + (rank > 0))):
                 title = TITLE if step == 0 or rank == 1 else OTHER
-                titled.all_reduce(torch.ones(2), md.group.WORLD, title)
+                run_titled("all_reduce", md.group.WORLD, title, torch.ones(2), SUM)
         except MeshdistError as error:
             texts = f"{type(error).__name__} {error}"
         return texts
@@ -263,9 +269,8 @@ def test_what_is_started_and_not_waited_for_is_compared_too(pool: Pool) -> None:
         md.all_reduce(torch.ones(1))
         x = torch.ones(2)
         try:
-            work = titled.all_reduce(
-                x, md.group.WORLD, TITLE if md.get_rank() else OTHER, async_op=True
-            )
+            title = TITLE if md.get_rank() else OTHER
+            work = run_titled("all_reduce", md.group.WORLD, title, x, SUM, async_op=True)
             assert work is not None
             work.wait()
         except AgreementError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,7 +71,7 @@ class ShmOperation(Operation):
     """
 
     ticket: Any
-    in_flight: dict[Any, Any]
+    in_flight: OrderedDict[Any, Any]
     number: int
     message: tuple[bool, int, int] | None
 
@@ -103,7 +104,7 @@ class ShmCommunicator(Communicator):
         self._num_buffers = 0
         self._core = core
         self._run = core.run
-        self._in_flight: dict[Any, Any] = {}
+        self._in_flight: OrderedDict[Any, Any] = OrderedDict()  # several threads change it
         _open.add(self)
 
     @classmethod
@@ -228,13 +229,13 @@ class ShmCommunicator(Communicator):
     ) -> Operation:
         """The operation of a ticket, whose tensors live as long, also where its Work is dropped."""
         in_flight = self._in_flight
-        for _ in range(2):  # so that tickets whose Work was dropped are freed in time
-            oldest = next(iter(in_flight), None)
-            if oldest is None:
-                break
-            tensors = in_flight.pop(oldest, None)
-            if not oldest.is_done():
-                in_flight[oldest] = tensors
+        try:
+            for _ in range(2):  # so that tickets whose Work was dropped are freed in time
+                oldest, tensors = in_flight.popitem(last=False)
+                if not oldest.is_done():
+                    in_flight[oldest] = tensors
+        except KeyError:  # there is none
+            pass
         in_flight[ticket] = kept
         return ShmOperation(ticket, in_flight, prepared.sequence, message)
 
@@ -357,7 +358,7 @@ _REDUCED: dict[tuple[torch.dtype, int], tuple[int, int]] = {
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """The core's reductions: op, its number, and its codes for each dtype. SUM comes first."""
+    """The core's reductions: op, its number, and its codes for each dtype."""
     found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
     for op in PLAIN_OPS:
         codes = {dtype: _REDUCED.get((dtype, op.value)) for dtype in _CODES}
