@@ -266,13 +266,22 @@ class FastPath {
 
   // Whether `op` reduces such tensors; fills the call in.
   bool reduces(nb::handle op, const Plain& plain, Collective& call) const {
+    const Reduction* found = find(op);
+    if (!found) return false;
+    call.header.op = found->number;
+    call.way = found->ways[plain.code];
+    return call.way.is_known;
+  }
+
+  // By its address; an op that came from another process is another object, equal to one of ours.
+  const Reduction* find(nb::handle op) const {
     for (const Reduction& one : reductions_) {
-      if (!one.op.is(op)) continue;
-      call.header.op = one.number;
-      call.way = one.ways[plain.code];
-      return call.way.is_known;
+      if (one.op.is(op)) return &one;
     }
-    return false;
+    for (const Reduction& one : reductions_) {
+      if (op.type().is(one.op.type()) && one.op.equal(op)) return &one;
+    }
+    return nullptr;
   }
 
   // Whether a list has one tensor per member, all like `like` and apart from it; keeps it in `kept`.

@@ -164,7 +164,7 @@ def sums_of_two_halves() -> list[list[float]]:
     found = []
     for dtype in (torch.float16, torch.bfloat16):
         x = torch.arange(100.0).to(dtype) + md.get_rank()
-        assert pair.fast_path.all_reduce(x) is None
+        assert pair.fast_path.all_reduce(x, md.ReduceOp.SUM) is None
         found.append(x.tolist())
     return found
 

@@ -61,7 +61,7 @@ def left_alone() -> tuple[list[str], int]:
         "an array": lambda: spy.broadcast(x.numpy(), 0),
         "nothing": lambda: spy.broadcast(None, 0),
         "16 bits": lambda: spy.reduce(x.bfloat16(), ReduceOp.PRODUCT, 0),
-        "8 bits that would wrap": lambda: spy.all_reduce(x.to(torch.uint8)),
+        "8 bits that would wrap": lambda: spy.all_reduce(x.to(torch.uint8), ReduceOp.SUM),
         "a mean": lambda: spy.reduce(x, ReduceOp.AVG, 0),
         "the largest float": lambda: spy.reduce(x, ReduceOp.MAX, 0),
         "bits of floats": lambda: spy.reduce(x, ReduceOp.BAND, 0),

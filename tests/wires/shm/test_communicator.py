@@ -703,3 +703,30 @@ def test_256_mib(size: int, pool: Pool) -> None:
         assert bool((y == (rank - 1) % size).all())
 
     on(pool, program, size, timeout_s=300.0)
+
+
+def rounds_of_several_threads() -> list[float]:
+    """Messages to itself; what each thread starts looks after what the others have in flight."""
+    found: list[float] = []
+
+    def pass_rounds(tag: int) -> None:
+        for _ in range(300):
+            x = torch.zeros(2)
+            works = [md.irecv(x, 0, tag=tag), md.isend(torch.ones(2), 0, tag=tag)]
+            for work in reversed(works):
+                work.wait()
+            found.append(x.sum().item())
+
+    md.barrier()
+    threads = [threading.Thread(target=pass_rounds, args=(tag,)) for tag in range(4)]
+    sys.setswitchinterval(1e-6)  # threads change between any two steps
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(0.005)
+    return found
+
+
+def test_threads_start_calls_beside_each_other(pool: Pool) -> None:
+    assert pool.run(rounds_of_several_threads, 1, backend="shm") == [[2.0] * 1200]

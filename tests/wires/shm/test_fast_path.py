@@ -14,7 +14,7 @@ import torch
 
 import meshdist as md
 from meshdist.groups.process_group import ProcessGroup
-from meshdist.reduce_ops import ReduceOp
+from meshdist.reduce_ops import ReduceKind, ReduceOp
 from meshdist.wires.shm.communicator import ShmWire
 from tests.pool import Pool
 from tests.wires.fast_paths import (
@@ -28,6 +28,7 @@ from tests.wires.fast_paths import (
 )
 
 pytestmark = pytest.mark.skipif(not ShmWire().is_available(), reason="no native core here")
+
 
 SHOWN = ("sequence", "call", "arguments", "where", "waits_for")
 
@@ -85,7 +86,7 @@ def answers_of_the_fast_path() -> dict[str, bool]:
         "an array": x.numpy(),
         "nothing": None,
     }
-    return {name: fast(tensor) is None for name, tensor in cases.items()}
+    return {name: fast(tensor, md.ReduceOp.SUM) is None for name, tensor in cases.items()}
 
 
 def test_it_leaves_alone_what_is_not_plain(pool: Pool) -> None:
@@ -94,10 +95,33 @@ def test_it_leaves_alone_what_is_not_plain(pool: Pool) -> None:
         assert {name for name, is_done in answers.items() if is_done} == done
 
 
+def reduces(op: ReduceKind, dtype: torch.dtype) -> list[float]:
+    x = torch.tensor([1, 6]).to(dtype) + md.get_rank()
+    md.all_reduce(torch.ones(1))
+    assert md.group.WORLD.fast_path.all_reduce(x, op) is None
+    return x.tolist()
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "expected"),
+    [
+        (md.ReduceOp.MAX, torch.float32, [2.0, 7.0]),
+        (md.ReduceOp.MIN, torch.int8, [1, 6]),
+        (md.ReduceOp.AVG, torch.bfloat16, [1.5, 6.5]),
+        (md.ReduceOp.PRODUCT, torch.int64, [2, 42]),
+        (md.ReduceOp.BXOR, torch.uint8, [3, 1]),
+    ],
+)
+def test_it_reduces_by_every_op(
+    pool: Pool, op: ReduceKind, dtype: torch.dtype, expected: list[float]
+) -> None:
+    assert pool.run(reduces, 2, op, dtype, backend="shm") == [expected] * 2
+
+
 def sums(dtype: torch.dtype) -> bool:
     x = torch.arange(5).to(dtype)
     md.all_reduce(torch.ones(1))
-    assert md.group.WORLD.fast_path.all_reduce(x) is None
+    assert md.group.WORLD.fast_path.all_reduce(x, md.ReduceOp.SUM) is None
     return torch.equal(x, torch.arange(5).to(dtype) * 2)
 
 
@@ -114,7 +138,7 @@ def sums_of_many_shapes() -> list[float]:
     for dtype in (torch.float32, torch.int32, torch.float64):
         for shape in ((2, 3), (3, 2), (6,), (1, 6), (0, 6), (), (2, 3)):
             x = torch.ones(shape, dtype=dtype)
-            assert fast(x) is None
+            assert fast(x, md.ReduceOp.SUM) is None
             assert (x == 2).all()
             found.append(group.open_channel("cpu").recorder.find_note().arguments)
     return found
@@ -131,7 +155,7 @@ def sum_of_a_lazy_copy() -> list[list[float]]:
     md.all_reduce(torch.ones(1))
     x = torch.ones(3)
     y = torch._lazy_clone(x)
-    assert md.group.WORLD.fast_path.all_reduce(y) is None
+    assert md.group.WORLD.fast_path.all_reduce(y, md.ReduceOp.SUM) is None
     return [x.tolist(), y.tolist()]
 
 
@@ -240,7 +264,7 @@ def closed_and_forked() -> list[str]:
     fast = group.fast_path.all_reduce
     reader, writer = os.pipe()
     if os.fork() == 0:
-        os.write(writer, str(fast(x)).encode())
+        os.write(writer, str(fast(x, md.ReduceOp.SUM)).encode())
         os._exit(0)
     os.wait()
     told = [os.read(reader, 9).decode()]
