@@ -107,12 +107,16 @@ class Call:
     """The numbers that must be equal on all members, or on both sides of a message."""
     fingerprint: int = field(init=False, compare=False, repr=False)
     """32 bits made of the header: the same number on every process."""
+    unseen: int = field(init=False, compare=False, repr=False)
+    """The fingerprint where more is equal than verb, data, op, root and sizes, which any wire sees;
+    else 0."""
     kind: tuple[bool, int | None, int | None] = field(init=False, compare=False, repr=False)
     """Of a message, the direction, peer and tag, among which it is numbered."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "header", _header(self))
         object.__setattr__(self, "fingerprint", fingerprint(*self.header))
+        object.__setattr__(self, "unseen", self.fingerprint if any(self.texts) else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
     @property
@@ -126,6 +130,11 @@ class Call:
         if self.data is None:
             return ()
         return self.data if is_list(self.data) else (self.data,)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts that must be equal on all members."""
+        return self.title, self.owner
 
     @property
     def is_send(self) -> bool:
@@ -306,7 +315,7 @@ def _header(call: Call) -> tuple[int, ...]:
         count = 0
     op, root = (-2 if number is None else number for number in (call.op_number, call.root))
     # Texts are not kept as codes are: a program may have any number of titles.
-    texts = [crc32(text.encode()) if text else 0 for text in (call.title, call.owner)]
+    texts = [crc32(text.encode()) if text else 0 for text in call.texts]
     layouts = [hash(call.layouts)] if call.layouts else []
     return _code(call.verb), dtype, count, op, root, *texts, *layouts
 

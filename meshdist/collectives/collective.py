@@ -162,7 +162,7 @@ class Collective(VerbCall):
             check_flag(async_op, self.verb)
         if len(self.written) > 1:
             self._check_apart()
-        if self.title or self.factor is not None or self.verb in _NOT_PLAIN:
+        if self.factor is not None or self.verb in _NOT_PLAIN:
             self.shows_all = False
         if self.is_scaled:
             self.factor = None

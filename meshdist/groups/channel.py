@@ -173,6 +173,7 @@ class Channel:
         verb, tensor, sizes = prepared.verb, prepared.noted, prepared.sizes
         op, root, title = prepared.noted_op, prepared.root, prepared.title
         call = get_call(verb, tensor, op, root, title, sizes is not None, tuple(layouts))
+        prepared.call = call
         on_stream, recorder = self.communicator.on_stream, self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts

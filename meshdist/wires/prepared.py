@@ -10,7 +10,7 @@ import torch
 from torch._C import _increment_version as increment_version
 
 from ..arrays import find_hand_back
-from ..checking.calls import Note
+from ..checking.calls import Call, Note
 from ..checking.recorder import Recorder
 from ..errors import GradientError
 from ..reduce_ops import Factor, ReduceKind, multiply
@@ -87,6 +87,8 @@ class PreparedCall:
     """Whether it is a send or a receive that is compared and noted as such."""
 
     # A channel fills these in.
+    call: Call | None = None
+    """What members compare; None for a call of a wire's own."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
     """Whether its caller waits for it at once."""
@@ -138,7 +140,7 @@ class PreparedCall:
     ) -> PreparedCall:
         """The same call carried otherwise; a wire that compares calls by itself compares this."""
         other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
-        other.shows_all = False
+        other.shows_all, other.call = False, self.call
         other.timeout, other.waits = self.timeout, self.waits
         other.sequence, other.number, other.recorder = self.sequence, self.number, self.recorder
         return other

@@ -14,7 +14,7 @@ from tests.verbs.cases import WIRES
 # several steps takes a few more where another member is late.
 AT_MOST = {
     "simulated": (60, 60, 62, 64, 64, 64, 80, 87, 105, 81, 80, 59, 114),
-    "shm": (15, 15, 17, 19, 20, 20, 33, 35, 52, 31, 30, 17, 52),
+    "shm": (16, 16, 18, 21, 21, 21, 34, 37, 53, 33, 32, 17, 52),
     "gloo": (77, 19, 28, 55, 32, 70, 62, 68, 128, 49, 48, 25, 104),
 }
 

@@ -153,8 +153,9 @@ class ShmCommunicator(Communicator):
             out, num_out, outs = _placed(gives, outputs, taken, scale)
             data, num_in, ins = _placed(takes, inputs, sent, scale)
             count = min(num_out, num_in) if num_in and num_out else num_in or num_out
-        note = None if prepared.shows_all else prepared.note
-        fingerprint = 0 if note is None else note.call.fingerprint
+        fingerprint = 0
+        if (call := prepared.call) is not None:
+            fingerprint = call.unseen if prepared.shows_all else call.fingerprint
         code, number = codes
         root, seconds = prepared.root or 0, prepared.timeout.total_seconds()
         more = data, outs, ins, fingerprint, layouts, seconds

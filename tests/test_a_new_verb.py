@@ -1,0 +1,223 @@
+"""A new verb, and a new fact of a call that members compare, take changes of few files.
+
+Both are put into a copy of the package by edits of its text, and used there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import meshdist
+from meshdist.wires.core import core
+from meshdist.wires.shm.communicator import ShmWire
+
+PACKAGE = Path(meshdist.__file__).parent
+
+BEGIN = """
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+sys.meta_path.insert(0, PathFinder)  # before what an editable install has put there
+sys.path.insert(0, str(Path(__file__).parent))
+import torch
+import meshdist as md
+assert Path(md.__file__).parent == Path(__file__).parent / "meshdist"
+"""
+
+Edits = dict[str, list[tuple[str, str]]]
+"""By file, texts and what stands in their place."""
+
+# The core has the moves of this verb already. One with moves of its own adds `native/codes.h` and a
+# file of the core: seven in all.
+VERB: Edits = {
+    "verb_table.py": [
+        (
+            '        WireVerb("barrier",',
+            '        WireVerb("total", Form.IN_PLACE, Form.ONE, reduces=True),\n'
+            '        WireVerb("barrier",',
+        ),
+        (
+            '        Verb("barrier",',
+            '        Verb("total", ("total",), (_in_place("tensor"), _OP), "I"),\n'
+            '        Verb("barrier",',
+        ),
+    ],
+    "collectives/verbs.py": [
+        ('    "barrier",\n', '    "barrier",\n    "total",\n'),
+        (
+            "@verb(has_fast_path=True, when=",
+            textwrap.dedent('''\
+                @verb()
+                def total(
+                    tensor: Any,
+                    op: Reduction = ReduceOp.SUM,
+                    group: GroupLike = None,
+                    async_op: bool = False,
+                ) -> Work | None:
+                    """As ``all_reduce``."""
+                    return run("total", group, tensor, op, async_op=async_op)
+
+
+                @verb(has_fast_path=True, when='''),
+        ),
+    ],
+    "__init__.pyi": [
+        ("    barrier as barrier,\n", "    barrier as barrier,\n    total as total,\n")
+    ],
+    "wires/built_verbs.py": [
+        (
+            "def reduce(wire: Carrier",
+            textwrap.dedent("""\
+                def total(wire: Carrier, prepared: PreparedCall) -> Operation:
+                    (x,), op = prepared.outputs, prepared.op
+                    return wire.start(prepared.by("all_reduce", [x], [x], op))
+
+
+                def reduce(wire: Carrier"""),
+        ),
+        ("        reduce,\n", "        total,\n        reduce,\n"),
+    ],
+    "wires/shm/communicator.py": [
+        (
+            "        if Form.EACH in forms:  # sizes",
+            '        name = "all_reduce" if way == "total" else name\n'
+            "        if Form.EACH in forms:  # sizes",
+        )
+    ],
+}
+
+USES_VERB = """
+from meshdist.wires.shm.communicator import ShmCommunicator
+from meshdist.wires.c10d.gloo import GlooCommunicator
+
+def program():
+    rank, found = md.get_rank(), []
+    for op in (md.ReduceOp.SUM, md.ReduceOp.MAX):
+        x = torch.full((2,), rank + 1.0)
+        md.total(x, op)
+        found += x.tolist()
+    y = torch.ones(2)
+    md.total(y, async_op=True).wait()
+    md.barrier()
+    return found + y.tolist()
+
+def uneven():
+    x = torch.ones(1)
+    for _ in md.uneven(range(1 + md.get_rank())):
+        md.total(x)
+    return x.item()
+
+if len(sys.argv) == 1:
+    assert md.simulate(program, 3) == [[6.0, 6.0, 3.0, 3.0, 3.0, 3.0]] * 3
+    assert md.simulate(uneven, 2) == [2.0, 2.0], "the one that has joined adds nothing"
+    def wrong():
+        (md.total if md.get_rank() else md.all_reduce)(torch.ones(2))
+    try:
+        md.simulate(wrong, 2)
+    except md.errors.AgreementError as error:
+        assert "total((2,) float32, SUM)" in str(error), error
+    else:
+        raise AssertionError("no error")
+    assert {"total"} <= {*ShmCommunicator.ways} - {*GlooCommunicator.ways}
+else:
+    md.init_process_group(sys.argv[1])
+    assert program() == [3.0, 3.0, 2.0, 2.0, 2.0, 2.0]
+    md.destroy_process_group()
+print("as expected")
+"""
+
+FIELD: Edits = {
+    "checking/calls.py": [
+        (
+            "    peer: int | None = None\n    tag:",
+            '    purpose: str = ""\n    peer: int | None = None\n    tag:',
+        ),
+        (
+            '    owner: str = "",\n) -> Call:',
+            '    owner: str = "",\n    purpose: str = "",\n) -> Call:',
+        ),
+        ("is_uneven, layouts, owner]", "is_uneven, layouts, owner, purpose]"),
+        ('(), "", peer, tag]', '(), "", "", peer, tag]'),
+        ("return self.title, self.owner", "return self.title, self.owner, self.purpose"),
+        (
+            "f\"{self.verb}({', '.join(arguments)}){title}\"",
+            "f\"{self.verb}({', '.join(arguments)}){title} {self.purpose}\"",
+        ),
+    ],
+    "wires/prepared.py": [
+        ('    title: str = ""\n', '    title: str = ""\n    purpose: str = ""\n')
+    ],
+    "groups/channel.py": [
+        (
+            "sizes is not None, tuple(layouts))",
+            'sizes is not None, tuple(layouts), "", prepared.purpose)',
+        )
+    ],
+    "collectives/verbs.py": [
+        (
+            '        prepared = PreparedCall("barrier", "barrier", (), ())\n',
+            '        prepared = PreparedCall("barrier", "barrier", (), ())\n'
+            "        prepared.purpose = str(device_ids or '')\n",
+        )
+    ],
+}
+
+USES_FIELD = """
+def program():
+    md.barrier()
+    try:
+        md.barrier(device_ids=[md.get_rank() + 1])
+    except md.errors.AgreementError as error:
+        return str(error)
+
+if len(sys.argv) == 1:
+    texts = md.simulate(program, 2)
+else:
+    md.init_process_group(sys.argv[1])
+    texts = [program()]
+for text in texts:
+    assert "barrier() [1]" in text and "barrier() [2]" in text, text
+print("as expected")
+"""
+
+
+def put(edits: Edits, folder: Path) -> Path:
+    """A copy of the package in which texts are edited, beside a program that uses it."""
+    kept = shutil.ignore_patterns("__pycache__", "native.*.so")
+    copy = shutil.copytree(PACKAGE, folder / "meshdist", copy_function=os.link, ignore=kept)
+    if core is not None:
+        os.symlink(core.__file__, Path(copy) / "wires" / Path(core.__file__).name)
+    for name, changes in edits.items():
+        text = (PACKAGE / name).read_text()
+        for before, after in changes:
+            assert text.count(before) == 1, (name, before)
+            text = text.replace(before, after)
+        (Path(copy) / name).unlink()  # a link
+        (Path(copy) / name).write_text(text)
+    return folder / "program.py"
+
+
+@pytest.mark.parametrize(
+    ("edits", "uses", "num_files"),
+    [(VERB, USES_VERB, 5), (FIELD, USES_FIELD, 4)],
+    ids=["verb", "field"],
+)
+def test_it_takes_few_files(tmp_path: Path, edits: Edits, uses: str, num_files: int) -> None:
+    assert len(edits) == num_files
+    program = put(edits, tmp_path)
+    program.write_text(BEGIN + uses)
+    wires = ["", "gloo", *(["shm"] if ShmWire().is_available() else [])]
+    for wire in wires:
+        command = [sys.executable, str(program)]
+        if wire:
+            command[1:1] = ["-m", "meshdist", "run", "-n", "2"]
+            command.append(wire)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert "as expected" in done.stdout, done.stdout + done.stderr
