@@ -23,6 +23,7 @@ from typing import Any
 
 from ..error_text import ExplainedError
 from ..runtime.deadlines import Grace
+from ..verb_table import VERBS
 from .worker import ADDRESS, say
 
 __all__ = ["Cell", "Entrant", "SideFailedError", "measure", "running"]
@@ -171,7 +172,7 @@ def measure(
     order = list(ranks)
     shuffler = random.Random(0)
     for verb in verbs:
-        for num_bytes in sizes if verb != "barrier" else (0,):
+        for num_bytes in sizes if VERBS[verb].parameters else (0,):
             cell = Cell(verb, num_bytes, dtype)
             for _ in range(rounds):
                 shuffler.shuffle(order)

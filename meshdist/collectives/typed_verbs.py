@@ -67,7 +67,7 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
-        written = [one.tensor for one in operations if one.op.__name__ in ("recv", "irecv")]
+        written = [one.tensor for one in operations if VERBS[one.op.__name__].writes]
         group = operations[0].group if operations else None
     else:
         collect(given.get(row.writes), written)

@@ -295,7 +295,7 @@ class Channel:
         A receive whose sender is known only later is compared then; ``finish`` raises.
         """
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
-        peer, tag, is_send = prepared.root, prepared.tag, prepared.way == "send"
+        peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.verb, prepared.noted, peer, tag)
         if self.guard is not None:
             self.guard.check_message(self, prepared.verb, prepared.noted, peer)

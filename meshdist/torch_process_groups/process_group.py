@@ -78,7 +78,7 @@ class WireGroup(GroupOfWire):
         self.check_usable()
         place = find_peer(self.inner, None, peer, verb, role)
         given = verb, self.inner, place, _bare(tensor), tag
-        message = prepare_message(*given, is_send=verb == "send")
+        message = prepare_message(*given, is_send=VERBS[verb].sends)
         channel = open_channel(self.inner, message)
         start = partial(channel.run, message, is_async=True)
         title = "recvAnySource" if peer is None else verb

@@ -117,7 +117,7 @@ class ShmCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        if verb == "all_reduce_list" and len({tensor.dtype for tensor in tensors}) > 1:
+        if WIRE_VERBS[verb].gives is Form.ANY and len({tensor.dtype for tensor in tensors}) > 1:
             return False
         return op is None or all((tensor.dtype, op.value) in _REDUCED for tensor in tensors)
 
@@ -172,7 +172,7 @@ class ShmCommunicator(Communicator):
 
     def _message(self, prepared: PreparedCall) -> Operation:
         """Do a message, or start it."""
-        is_send, peer = prepared.way == "send", prepared.root
+        is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
         number = prepared.sequence
