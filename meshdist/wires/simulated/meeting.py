@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
+from functools import partial
+from itertools import chain, islice, repeat
 from math import prod
+from operator import itemgetter
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -69,11 +71,12 @@ def move(verb: WireVerb, round_: Round) -> None:
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with writing():
         writes = _writes(verb, round_)
-        written = {output.untyped_storage().data_ptr() for output, _ in writes}
+        # A total has memory of its own.
+        written = () if verb.reduces else {x.untyped_storage().data_ptr() for x, _ in writes}
         ready = []
         for output, data in writes:
-            is_own = data.data_ptr() == output.data_ptr()
-            if not is_own and data.untyped_storage().data_ptr() in written:
+            is_kept = not written or data.data_ptr() == output.data_ptr()
+            if not is_kept and data.untyped_storage().data_ptr() in written:
                 data = data.clone()  # else something might be written over it before it is read
             ready.append((output, data.reshape(output.shape)))
         for output, data in ready:
@@ -96,6 +99,10 @@ def synchronize(tensor: torch.Tensor) -> None:
         torch.accelerator.current_stream(tensor.device).synchronize()
 
 
+_ONE, _IN_PLACE = Form.ONE, Form.IN_PLACE
+_first, _paired = itemgetter(0), partial(zip, strict=True)
+
+
 def _writes(verb: WireVerb, round_: Round) -> Writes:
     """What a verb writes where, by its forms.
 
@@ -106,31 +113,30 @@ def _writes(verb: WireVerb, round_: Round) -> Writes:
         all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)         all: both
         reduce_scatter of a, b, c              column (a+b+c)                  member 2: its third
     """
-    size, root = len(round_.outputs), round_.root
+    outputs, root, takes = round_.outputs, round_.root, verb.takes
+    if takes is verb.gives is Form.NONE:
+        return []
     columns: list[Tensors] = []
-    for parts in zip(
-        *([round_.inputs[root]] if verb.root == "from" else round_.inputs), strict=True
-    ):
+    sources = [round_.inputs[root]] if verb.root == "from" else round_.inputs
+    for parts in zip(*sources, strict=True):
         column: Tensors = parts
         if verb.reduces:
             column = [reduced([part.reshape(-1) for part in parts], round_.op)]
-        elif verb.gives is Form.ONE and len(parts) > 1:
+        elif verb.gives is _ONE and len(parts) > 1:
             column = [torch.cat([part.reshape(-1).to(parts[0].device) for part in parts])]
         columns.append(column)
-    results: Sequence[Tensors] = columns
-    if verb.takes is Form.ONE and verb.reduces:
-        results = [[block] for block in blocks(columns[0][0], size)]
-    elif verb.takes not in FOR_EACH:
-        results = [[*chain(*columns)]] * size
-    members: Sequence[int] = range(size)
+    results: Iterable[Tensors] = columns
+    if takes is _ONE and verb.reduces:
+        results = zip(blocks(columns[0][0], len(outputs)))
+    elif takes not in FOR_EACH:
+        results = repeat(columns[0] if len(columns) == 1 else [*chain(*columns)])
     if verb.root == "to":
-        members = [root]
-    elif verb.root and verb.takes is Form.IN_PLACE:  # it lies there
-        members = [*range(root), *range(root + 1, size)]
-    writes: Writes = []
-    for member in members:
-        writes += zip(round_.outputs[member], results[member], strict=True)
-    return writes
+        outputs, results = outputs[root : root + 1], islice(results, root, None)
+    elif verb.root and takes is _IN_PLACE:  # it lies there
+        outputs = [*outputs[:root], *outputs[root + 1 :]]
+    if verb.gives is _ONE:
+        return [*zip(map(_first, outputs), map(_first, results), strict=False)]
+    return [*chain(*map(_paired, outputs, results))]
 
 
 T = TypeVar("T")
