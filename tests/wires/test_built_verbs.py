@@ -10,15 +10,19 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist import verb_table
 from meshdist.reduce_ops import ReduceKind, ReduceOp
+from meshdist.verb_table import Form, WireVerb
 from meshdist.wires import built_verbs
+from meshdist.wires.built_verbs import Carrier
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.operations import Operation
-from meshdist.wires.packing import parts
+from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.packing import blocks, parts, write
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Wire
 from tests.load import is_within
 from tests.pool import Pool
+from tests.verbs.cases import WIRES
 from tests.wires.verb_table import WAITING, check_every_verb, waiting_times
 
 SECONDS = timedelta(seconds=20)
@@ -125,6 +129,39 @@ def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
         "  expected: bool, or integers, floats and complex numbers of 8 bits and more\n"
         "  fix:      use another reduction, or convert the tensor"
     )
+
+
+NEW = WireVerb("take_next", Form.ONE, Form.ONE)
+
+
+def take_next(wire: Carrier, prepared: PreparedCall) -> Operation:
+    """What the next member brings, of an all-gather."""
+    (tensor,), (output,) = prepared.inputs, prepared.outputs
+    whole = tensor.new_empty(wire.size * tensor.numel())
+    gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
+    following = blocks(whole, wire.size)[(wire.rank + 1) % wire.size]
+    return Chain([gathered], lambda: write(output, following))
+
+
+def next_of_each() -> tuple[str, list[float]]:
+    channel = md.group.WORLD.open_channel("cpu")
+    kind = type(channel.communicator)
+    verb_table.WIRE_VERBS[NEW.name], built_verbs.BUILT[NEW.name] = NEW, take_next
+    try:
+        x, y = torch.full((2,), 1.0 + md.get_rank()), torch.empty(2)
+        channel.run(PreparedCall("all_gather_into_tensor", NEW.name, [x], [y], x))
+        support = kind.support(NEW.name, "cpu", x.dtype, ReduceOp.SUM)
+        md.barrier()
+    finally:
+        for table in (verb_table.WIRE_VERBS, built_verbs.BUILT):  # simulated ranks share them
+            table.pop(NEW.name, None)
+    return support, y.tolist()
+
+
+@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm", "hierarchical", "mpi"])
+def test_a_wire_does_what_it_lacks_by_a_row_alone(wire: str, pool: Pool) -> None:
+    found = WIRES[wire](pool, next_of_each, 3)
+    assert found == [("built", [2.0, 2.0]), ("built", [3.0, 3.0]), ("built", [1.0, 1.0])]
 
 
 def test_parts_are_views() -> None:

@@ -114,6 +114,8 @@ class ShmCommunicator(Communicator):
             return ""
         if verb in REDUCING_VERBS and (dtype, op.value) not in _REDUCED:
             return "built"
+        if verb in BUILT and verb not in _CORE_VERBS:
+            return "built"
         return super().support(verb, device_type, dtype, op)
 
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
@@ -125,7 +127,7 @@ class ShmCommunicator(Communicator):
         """Do a collective or a message, or start it in the background."""
         way, op, inputs, outputs = prepared.way, prepared.op, prepared.inputs, prepared.outputs
         if way not in _CORE_VERBS:
-            return self._message(prepared)
+            return self.build(prepared) if way in BUILT else self._message(prepared)
         verb, takes, gives = _CORE_VERBS[way]
         tensors = outputs or inputs
         codes: tuple[int, int] | None = (0, 0)
