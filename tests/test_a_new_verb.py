@@ -62,7 +62,7 @@ VERB: Edits = {
                     async_op: bool = False,
                 ) -> Work | None:
                     """As ``all_reduce``."""
-                    return run("total", group, tensor, op, async_op=async_op)
+                    return prepare("total", group, tensor, op).run(async_op)
 
 
                 @verb(has_fast_path=True, when='''),

@@ -14,7 +14,7 @@ from ..reduce_ops import ReduceOp, Reduction
 from ..wires.work import Work
 from .checks import get_root
 from .instruments import verb
-from .prepare import run
+from .prepare import prepare
 
 __all__ = [
     "all_gather",
@@ -54,7 +54,7 @@ def all_gather(
         >>> md.simulate(program, 2)
         [[[0], [1, 1]], [[0], [1, 1]]]
     """
-    return run("all_gather", group, tensor_list, tensor, async_op=async_op)
+    return prepare("all_gather", group, tensor_list, tensor).run(async_op)
 
 
 @verb(has_fast_path=True, peer=get_root)
@@ -93,7 +93,7 @@ def gather(
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
     root = get_root(group, dst, group_dst, "gather", "dst")
-    return run("gather", group, tensor, gather_list, root, async_op=async_op)
+    return prepare("gather", group, tensor, gather_list, root).run(async_op)
 
 
 @verb(has_fast_path=True, peer=get_root)
@@ -131,7 +131,7 @@ def scatter(
         [[1.0, 1.0], [5.0, 5.0]]
     """
     root = get_root(group, src, group_src, "scatter", "src")
-    return run("scatter", group, tensor, scatter_list, root, async_op=async_op)
+    return prepare("scatter", group, tensor, scatter_list, root).run(async_op)
 
 
 @verb()
@@ -165,7 +165,7 @@ def reduce_scatter(
         >>> md.simulate(program, 2)
         [[2.0], [4.0, 4.0]]
     """
-    return run("reduce_scatter", group, output, input_list, op, async_op=async_op)
+    return prepare("reduce_scatter", group, output, input_list, op).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -199,7 +199,7 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]
     """
-    return run("all_to_all", group, output_tensor_list, input_tensor_list, async_op=async_op)
+    return prepare("all_to_all", group, output_tensor_list, input_tensor_list).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -238,4 +238,4 @@ def all_to_all_single(
         [[0, 10], [1, 11, 12]]
     """
     sizes = output_split_sizes, input_split_sizes
-    return run("all_to_all_single", group, output, input, *sizes, async_op=async_op)
+    return prepare("all_to_all_single", group, output, input, *sizes).run(async_op)

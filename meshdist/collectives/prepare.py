@@ -1,8 +1,9 @@
 """Calls of the plain verbs on tensors, made from their rows.
 
 A row says what a verb's parameters are for, and the verb of a communicator that carries it which
-tensors a member brings and gets. ``run`` reads the arguments by these, checks them, and runs the
-call. ``run_titled`` does so for a call that is a part of something: a plan, or a verb of ``lax``.
+tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks them; the
+call that it returns is run by its ``run``. ``run_titled`` does both for a call that is a part of
+something: a plan, or a verb of ``lax``.
 Members whose titles differ raise the AgreementError of calls that differ, as if they had called
 different verbs, and reports name the title. All else is as the verb of the same name says: a call
 waits for its result, takes the fast path where it can, takes part in join contexts, and is shown by
@@ -30,7 +31,7 @@ from ..wires.work import Work
 from .collective import Collective
 from .instruments import num_bytes, recorded
 
-__all__ = ["check_devices", "lax_title", "run", "run_titled"]
+__all__ = ["check_devices", "lax_title", "prepare", "run_titled"]
 
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
@@ -39,38 +40,39 @@ def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:
     return f"lax.{verb}({tuple(shape)} at {leaf})"
 
 
-@leave_untraced
-def run_titled(
-    verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
-) -> Work | None:
-    """Run a plain verb that is a part of ``title``, on plain tensors.
-
-    Args:
-        given: its arguments in the order of its row; a root is a place in the group.
-    """
-    if not profiler._is_profiler_enabled:
-        path = None if async_op else group.fast_path
-        if path is not None and getattr(path, verb)(*given, title) is not False:
-            return None
-        return run_unnested(verb, run, verb, group, *given, async_op=async_op, title=title)
-    count = sum(map(num_bytes, given))
-    with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):
-        return run_unnested(verb, run, verb, group, *given, async_op=async_op, title=title)
-
-
-def run(verb: str, group: Any, *given: Any, async_op: bool = False, title: str = "") -> Work | None:
-    """Run a plain verb.
+def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
+    """The call of a plain verb, whose arguments are checked.
 
     Args:
         given: its arguments in the order of its row; a root is a place in the group.
         title: what the call is a part of.
     """
     form = _FORMS[verb]
-    root = given[-1] if form.root else None
-    call = Collective(verb, group, root, title, form.is_elementwise)
+    call = Collective(verb, group, given[-1] if form.root else None, title, form.is_elementwise)
     call.way = form.way
     form.prepare(call, form, *given)
-    return call.run(async_op)
+    return call
+
+
+@leave_untraced
+def run_titled(
+    verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
+) -> Work | None:
+    """Run a plain verb that is a part of ``title``, on plain tensors; ``given`` as ``prepare``."""
+    if not profiler._is_profiler_enabled:
+        path = None if async_op else group.fast_path
+        if path is not None and getattr(path, verb)(*given, title) is not False:
+            return None
+        return run_unnested(verb, _run, verb, group, title, given, async_op)
+    count = sum(map(num_bytes, given))
+    with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):
+        return run_unnested(verb, _run, verb, group, title, given, async_op)
+
+
+def _run(
+    verb: str, group: ProcessGroup, title: str, given: Sequence[Any], async_op: bool
+) -> Work | None:
+    return prepare(verb, group, *given, title=title).run(async_op)
 
 
 class _Form(NamedTuple):

@@ -26,7 +26,7 @@ from ..wires.work import Work
 from .checks import get_peer
 from .collective import Collective
 from .instruments import verb
-from .prepare import check_devices, run
+from .prepare import check_devices, prepare
 
 __all__ = [
     "all_gather_coalesced",
@@ -67,7 +67,7 @@ def all_reduce_coalesced(
         >>> md.simulate(program, 2)
         [([2.0], [1, 1]), ([2.0], [1, 1])]
     """
-    return run("all_reduce_coalesced", group, tensors, op, async_op=async_op)
+    return prepare("all_reduce_coalesced", group, tensors, op).run(async_op)
 
 
 @verb()

@@ -22,7 +22,7 @@ from ..wires.prepared import PreparedCall
 from ..wires.work import Work, joined
 from .checks import check_flag, first_cuda_device, get_peer
 from .instruments import verb
-from .prepare import run
+from .prepare import prepare
 
 __all__ = [
     "all_gather_into_tensor",
@@ -65,7 +65,7 @@ def all_reduce(
         >>> md.simulate(program, 2)
         [[4, 6], [4, 6]]
     """
-    return run("all_reduce", group, tensor, op, async_op=async_op)
+    return prepare("all_reduce", group, tensor, op).run(async_op)
 
 
 @verb(has_fast_path=True, peer=get_peer)
@@ -101,7 +101,7 @@ def broadcast(
         [[1, 1], [1, 1], [1, 1]]
     """
     root = get_peer(group, src, group_src, "broadcast", "src")
-    return run("broadcast", group, tensor, root, async_op=async_op)
+    return prepare("broadcast", group, tensor, root).run(async_op)
 
 
 @verb(has_fast_path=True, peer=get_peer)
@@ -138,7 +138,7 @@ def reduce(
         [[6, 6], [2, 2], [3, 3]]
     """
     root = get_peer(group, dst, group_dst, "reduce", "dst")
-    return run("reduce", group, tensor, op, root, async_op=async_op)
+    return prepare("reduce", group, tensor, op, root).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -167,7 +167,7 @@ def all_gather_into_tensor(
         >>> md.simulate(program, 2)
         [[1, 2, 3, 4], [1, 2, 3, 4]]
     """
-    return run("all_gather_into_tensor", group, output_tensor, input_tensor, async_op=async_op)
+    return prepare("all_gather_into_tensor", group, output_tensor, input_tensor).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -175,7 +175,7 @@ def all_gather_single(
     output_tensor: Any, input_tensor: Any, group: GroupLike = None, async_op: bool = False
 ) -> Work | None:
     """The same as ``all_gather_into_tensor``, under its newer name."""
-    return run("all_gather_single", group, output_tensor, input_tensor, async_op=async_op)
+    return prepare("all_gather_single", group, output_tensor, input_tensor).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -207,7 +207,7 @@ def reduce_scatter_tensor(
         >>> md.simulate(program, 2)
         [[0, 2], [4, 6]]
     """
-    return run("reduce_scatter_tensor", group, output, input, op, async_op=async_op)
+    return prepare("reduce_scatter_tensor", group, output, input, op).run(async_op)
 
 
 @verb(has_fast_path=True)
@@ -219,7 +219,7 @@ def reduce_scatter_single(
     async_op: bool = False,
 ) -> Work | None:
     """The same as ``reduce_scatter_tensor``, under its newer name."""
-    return run("reduce_scatter_single", group, output, input, op, async_op=async_op)
+    return prepare("reduce_scatter_single", group, output, input, op).run(async_op)
 
 
 @verb(has_fast_path=True, when=lambda group: not group.is_on_stream)

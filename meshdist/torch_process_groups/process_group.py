@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.autograd.profiler as profiler
 
-from ..arrays import apart
 from ..collectives.checks import find_peer
 from ..collectives.collective import Collective
 from ..collectives.point_to_point import open_channel, prepare_message
+from ..collectives.prepare import prepare
 from ..collectives.sparse_sums import sum_sparse
 from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
 from ..reduce_ops import ReduceOp, split_premul
@@ -106,25 +106,16 @@ class WireGroup(GroupOfWire):
 
     def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
         self.check_usable()
-        asked, row = read_options((), opts=opts), VERBS[verb]
+        asked = read_options((), opts=opts)
+        ops = [asked.op] if VERBS[verb].reduces else []
         Collective(verb, self.inner).check_list(inputs, "inputs")
-        names, calls = ("output", "input"), []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            call = Collective(verb, self.inner)
-            taken = call.take(_flat(_bare(output)), names[0], writes=True)
-            sent = call.take(_flat(_bare(tensor)), names[1])
-            call.check_alike(taken, sent, names)
-            if row.reduces:
-                call.take_op(asked.op, taken)
-                call.check_blocks(sent, taken, names[::-1])
-            else:
-                call.check_blocks(taken, sent, names)
-            sent = apart(sent, taken)
-            call.carry(row.carrier.name, [call.scaled(sent)], [taken], sent)
-            calls.append(partial(call.run, True))
+        calls = [
+            prepare(verb, self.inner, _flat(_bare(output)), _flat(_bare(tensor)), *ops)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
 
         def start() -> Work | None:
-            return joined(list(filter(None, [call() for call in calls])))
+            return joined(list(filter(None, [call.run(True) for call in calls])))
 
         return self.run(verb, asked, start, inputs, list(outputs))
 
