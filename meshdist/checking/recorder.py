@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from types import FrameType
 from typing import Any
 
 from .calls import Call, GroupFacts, Note
@@ -59,22 +58,34 @@ class Recorder:
         return self.counts[_NUM_NOTES]
 
     def note(
-        self, group: GroupFacts, call: Call, sizes: Sequence[Sequence[int]] = ()
+        self,
+        group: GroupFacts,
+        call: Call,
+        sizes: Sequence[Sequence[int]] = (),
+        *,
+        is_numbered: bool = True,
     ) -> tuple[Any, ...]:
-        """Note a collective, the next in the members' common sequence; return the note."""
-        self.counts[_SEQUENCE] += 1
-        return self._keep(sys._getframe(2), group, call, sizes, 0)
+        """Note a call; return the note.
 
-    def note_message(
-        self, group: GroupFacts, call: Call, *, is_numbered: bool = True
-    ) -> tuple[Any, ...]:
-        """Note a send or receive; return the note.
-
-        It gets its number among those of its direction, peer and tag, except for a receive that
-        ``name_sender`` numbers later. It does not count in the sequence.
+        A collective is the next in the members' common sequence. A message does not count there: it
+        gets its number among those of its direction, peer and tag, except for a receive that
+        ``name_sender`` numbers later.
         """
-        number = self._count(call.kind) if is_numbered else 0
-        return self._keep(sys._getframe(2), group, call, (), number)
+        counts, number = self.counts, 0
+        if call.tag is None:
+            counts[_SEQUENCE] += 1
+        elif is_numbered:
+            self._num_messages[call.kind] = number = self._num_messages.get(call.kind, 0) + 1
+        counts[_MOMENT] = next(_moments)
+        caller = sys._getframe(2)
+        frame = program_frame(caller.f_back or caller)
+        stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
+        fields = counts[_SEQUENCE], group, call, sizes, number
+        note = (*fields, frame.f_code, frame.f_lasti, stack)
+        place = counts[_NUM_NOTES]
+        self._notes[place % len(self._notes)] = note
+        counts[_NUM_NOTES] = place + 1
+        return note
 
     def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
         """The core's object that notes calls just as ``note`` does; None where it may not."""
@@ -92,7 +103,8 @@ class Recorder:
 
     def name_sender(self, number: int, peer: int, tag: int) -> None:
         """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
-        among = self._count((False, peer, tag))
+        kind = False, peer, tag
+        self._num_messages[kind] = among = self._num_messages.get(kind, 0) + 1
         size = len(self._notes)
         if number > self.num_notes - size + 1:  # the oldest may be overwritten right now
             place = (number - 1) % size
@@ -134,22 +146,6 @@ class Recorder:
         if note is not None:
             return note.text
         return FORGOTTEN if is_noted else None
-
-    def _count(self, kind: tuple[Any, ...]) -> int:
-        self._num_messages[kind] = number = self._num_messages.get(kind, 0) + 1
-        return number
-
-    def _keep(self, verb_frame: FrameType, *fields: Any) -> tuple[Any, ...]:
-        """Keep a note with these fields of ``Note``, from ``group`` to ``number``."""
-        counts = self.counts
-        counts[_MOMENT] = next(_moments)
-        frame = program_frame(verb_frame.f_back or verb_frame)
-        stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
-        note = (counts[_SEQUENCE], *fields, frame.f_code, frame.f_lasti, stack)
-        number = counts[_NUM_NOTES]
-        self._notes[number % len(self._notes)] = note
-        counts[_NUM_NOTES] = number + 1
-        return note
 
     def _find(self, is_meant: Callable[[Note], bool]) -> Note | None:
         notes = (Note(*note) for note in self._notes if note)

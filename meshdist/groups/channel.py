@@ -185,8 +185,9 @@ class Channel:
         prepared.sequence, _, prepared.number = recorder.counts
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
-        self.refuse_broken()
-        header_table, sequence = self.header_table, recorder.sequence
+        if self.aborts:
+            self.refuse_broken()
+        header_table, sequence = self.header_table, prepared.sequence
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
@@ -308,7 +309,8 @@ class Channel:
             return
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
-        is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
+        is_noted_late = not is_send and communicator.posts_at_once
+        is_noted_late = is_noted_late and not (self.aborts and self.is_broken())
         if not is_noted_late:
             self._note_message(call)
         if table is None or peer is None:
@@ -366,7 +368,7 @@ class Channel:
 
         A receive whose sender is known later gets its number then.
         """
-        note = self.recorder.note_message(self.group, call, is_numbered=is_numbered)
+        note = self.recorder.note(self.group, call, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         if self.aborts:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TypeVar
 
-from .hosts import num_forks
+from .hosts import forks
 
 __all__ = ["Clock", "Deadline", "Grace", "Looks", "Timer", "clock", "first_look_s", "wait_until"]
 
@@ -214,7 +214,7 @@ class Timer:
     def __init__(self, timeout: timedelta | float, call: Callable[[], object]) -> None:
         self.deadline = Deadline(timeout)
         self.call = call
-        self._thread = _thread_of(num_forks())  # threads do not follow into a forked child
+        self._thread = _thread_of(forks[0])  # threads do not follow into a forked child
         self._thread.add(self)
 
     def cancel(self) -> bool:

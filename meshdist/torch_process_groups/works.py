@@ -38,7 +38,7 @@ class TorchWork(torch_distributed.Work):
 
     def __init__(self, works: Sequence[Work], result: list[Any], completer: WorkerQueue) -> None:
         super().__init__()
-        self._works = [may_be_dropped(work) for work in works]
+        self._works = list(map(may_be_dropped, works))
         self._result = result
         self._completer = completer
         self._future: torch.futures.Future[Any] | None = None

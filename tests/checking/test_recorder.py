@@ -30,7 +30,7 @@ def message(recorder: Recorder, *args: Any) -> None:
 
 
 def enter_message(recorder: Recorder, *args: Any) -> None:
-    recorder.note_message(WORLD, get_message(*args))
+    recorder.note(WORLD, get_message(*args))
 
 
 def noted(recorder: Recorder, number: int | None = None) -> Note:
@@ -133,7 +133,7 @@ def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
 def test_a_receive_is_numbered_when_its_sender_is_known() -> None:
     recorder = Recorder()
     message(recorder, "recv", torch.ones(1), 1, 3)
-    recorder.note_message(WORLD, get_message("irecv", torch.ones(2), None, 3), is_numbered=False)
+    recorder.note(WORLD, get_message("irecv", torch.ones(2), None, 3), is_numbered=False)
     assert (noted(recorder).call.peer, noted(recorder).number) == (None, 0)
     recorder.name_sender(2, 1, 3)
     assert (noted(recorder).call.peer, noted(recorder).number) == (1, 2)

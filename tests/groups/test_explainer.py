@@ -79,7 +79,7 @@ def explained(failure: WireFailure, verb: str = "all_reduce", **answers: Any) ->
     """The error of a call of ``verb`` that failed so, and the members after it."""
     recorder, others = Recorder(), Others(**answers)
     if verb in ("send", "recv"):
-        recorder.note_message(FACTS, get_message(verb, torch.ones(2), 1, 5))
+        recorder.note(FACTS, get_message(verb, torch.ones(2), 1, 5))
     else:
         recorder.note(FACTS, get_call(verb, torch.ones(2)))
     return Explainer(FACTS, recorder, others).explain(failure), others

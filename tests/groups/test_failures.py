@@ -590,7 +590,7 @@ def asked_too_early() -> str:
 
     def note(seconds: float) -> None:
         facts = world.open_channel("cpu").group
-        opened.recorder.note_message(facts, get_message("send", torch.ones(3), 0, 5))
+        opened.recorder.note(facts, get_message("send", torch.ones(3), 0, 5))
 
     with pytest.MonkeyPatch.context() as patch:
         slow_clock = SimpleNamespace(sleep=note, monotonic=time.monotonic)

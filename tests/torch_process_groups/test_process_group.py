@@ -550,7 +550,7 @@ def test_a_call_is_compared_as_itself_though_another_thread_notes_one(pool: Pool
         def start_late(prepared: Any) -> Any:
             if dist.get_rank() == 0:  # as a message of another thread would be
                 message = get_message("isend", torch.ones(3), 1, 7)
-                channel.recorder.note_message(channel.group, message)
+                channel.recorder.note(channel.group, message)
             return start(prepared)
 
         x = torch.ones(2)

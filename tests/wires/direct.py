@@ -102,9 +102,7 @@ class Direct:
         recorder = prepared.recorder = Recorder()
         facts = GroupFacts("direct", tuple(range(self.wire.size)), self.wire.rank)
         if prepared.is_message:
-            recorder.note_message(
-                facts, get_message(prepared.verb, noted, prepared.root, prepared.tag)
-            )
+            recorder.note(facts, get_message(prepared.verb, noted, prepared.root, prepared.tag))
         else:
             call = get_call(prepared.verb, noted, prepared.op, prepared.root)
             recorder.note(facts, call, prepared.sizes or ())

@@ -276,7 +276,9 @@ class C10dCommunicator(Communicator):
         assert sizes is not None
         whole, data = _movable(output), _movable(tensor)
         item = 1 if data.dtype is tensor.dtype else tensor.itemsize
-        gives, takes = ([n * item for n in some] for some in sizes)
+        gives, takes = sizes
+        if item > 1:
+            gives, takes = [n * item for n in gives], [n * item for n in takes]
         options = self._options_for(c10d.AllToAllOptions, prepared)
         started = self._start_if_there(
             prepared, "alltoall_base", whole, data, takes, gives, options
@@ -442,7 +444,7 @@ class C10dCommunicator(Communicator):
     ) -> Operation | None:
         """Start it, as ``_start`` does; None where the class lacks it."""
         try:
-            return self._start(prepared, verb, *arguments)
+            return self._operation(self._call(verb, *arguments), prepared)
         except _VerbLacking:
             return None
 
@@ -500,7 +502,9 @@ class C10dCommunicator(Communicator):
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
-    return read_as(tensor, tensor.dtype if tensor.dtype in _MOVED else torch.uint8)
+    if tensor.dtype not in _MOVED:
+        return read_as(tensor, torch.uint8)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _all_movable(tensors: Tensors) -> list[torch.Tensor]:

@@ -142,12 +142,12 @@ class GlooCommunicator(C10dCommunicator):
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer != self.rank and not tensor.is_cpu:  # Gloo's messages know host memory alone
             prepared = prepared.by("send", [tensor.cpu()], (), root=peer, tag=tag)
-        return _known_size(super()._send(prepared), tensor)
+        return super()._send(prepared)
 
     def _recv(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         if peer == self.rank or tensor.is_cpu:
-            return _known_size(super()._recv(prepared), tensor)
+            return super()._recv(prepared)
         host = torch.empty_like(tensor, device="cpu")
         received = super()._recv(prepared.by("recv", (), [host], root=peer, tag=tag))
         return followed(received, lambda: write(tensor, host))
@@ -302,7 +302,8 @@ class GlooCommunicator(C10dCommunicator):
 
     def _transfer(self, work: Any, prepared: PreparedCall) -> Operation:
         self.dropped.look()
-        return GlooTransfer(self, work, prepared.root, prepared.timeout)
+        is_long = (prepared.inputs or prepared.outputs)[0].nbytes >= _LONG_BYTES
+        return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
 
     def _finish_slowly(self, work: Any, timeout: timedelta) -> None:
         # The first slice is over already, unless the clock was paused.
@@ -457,12 +458,6 @@ class GlooWire(Wire):
             opening.store,
             spins=opening.num_local <= num_cores(),
         )
-
-
-def _known_size(started: Operation, tensor: torch.Tensor) -> Operation:
-    if isinstance(started, GlooTransfer):
-        started.is_long = tensor.nbytes >= _LONG_BYTES
-    return started
 
 
 def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:

@@ -177,8 +177,9 @@ class ShmCommunicator(Communicator):
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
-        number = prepared.sequence
-        call = (is_send, tensor.data_ptr(), *_amount(tensor), *message[1:], number)
+        number, code = prepared.sequence, _CODES.get(tensor.dtype)
+        amount = (tensor.nbytes, _BYTES[0]) if code is None else (tensor.numel(), code)
+        call = (is_send, tensor.data_ptr(), *amount, *message[1:], number)
         if not prepared.waits:
             return self._started(self._core.start_transfer(*call), tensor, prepared, message)
         status = self._core.run_transfer(*call, prepared.timeout.total_seconds())
@@ -405,14 +406,6 @@ def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int
         starts = accumulate([size * item for size in sizes], initial=whole.data_ptr())
         return 0, 0, [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
     return 0, 0, [(tensor.data_ptr(), tensor.numel() * scale) for tensor in tensors]
-
-
-def _amount(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many elements of which code travel in a message: a tensor's own, or its bytes."""
-    code = _CODES.get(tensor.dtype)
-    if code is None:
-        return tensor.nbytes, _BYTES[0]
-    return tensor.numel(), code
 
 
 def _layouts(tensors: Tensors) -> Sequence[Layout]:
