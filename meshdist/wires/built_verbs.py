@@ -65,6 +65,16 @@ _PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no t
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
+_TURNS = {
+    dtype: [
+        torch.tensor(number, dtype=dtype, device="cpu")
+        for number in (torch.iinfo(dtype).bits - 1, torch.iinfo(dtype).max)
+    ]
+    for dtype in IN_ORDER.values()
+}
+"""By how much to shift a number so that its sign alone is left, and all bits but the sign. As
+tensors, which take half as long on small ones as numbers do."""
+
 _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.add_,
     ReduceOp.AVG: torch.Tensor.add_,
@@ -148,21 +158,21 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
     with writing():
         for numbers, some in zip(x.unsafe_split(_PIECE), bits.unsafe_split(_PIECE), strict=True):
             is_nan = numbers.isnan()
-            _flip(some, info).masked_fill_(is_nan, end)
+            _flip(some).masked_fill_(is_nan, end)
     return bits
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
     """Turn bits of floats into places in the order, or back: behind a sign, which counts down."""
-    info = torch.iinfo(bits.dtype)
     with writing():
         for some in bits.unsafe_split(_PIECE):
-            _flip(some, info)
+            _flip(some)
     return bits
 
 
-def _flip(bits: torch.Tensor, info: torch.iinfo) -> torch.Tensor:
-    return bits.bitwise_xor_((bits >> (info.bits - 1)).bitwise_and_(info.max))
+def _flip(bits: torch.Tensor) -> torch.Tensor:
+    to_sign, magnitude = _TURNS[bits.dtype]
+    return bits.bitwise_xor_((bits >> to_sign).bitwise_and_(magnitude))
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:

@@ -157,16 +157,22 @@ class Arrivals:
 
     def _wait_for_all(self, number: int, timeout: timedelta) -> Turnout:
         word = number << _NUMBER_SHIFT | _WAITS
-        if any(theirs[number % _WINDOW] & ~_EVEN != word for theirs in self.others):
-            self.link.wait(partial(self._look_for_all, number, progress=True), timeout)
+        for theirs in self.others:
+            if theirs[number % _WINDOW] & ~_EVEN != word:
+                self.link.wait(partial(self._look_for_all, number, progress=True), timeout)
+                break
         return self._turnout(number)
 
     def _turnout(self, number: int) -> Turnout:
-        words = [words[number % _WINDOW] for words in (self.mine, *self.others)]
-        # A member that is at _LEAVES for its moment waits with all others in the end.
-        if any(word & _STATE == _GOES_ON for word in words):
-            return Turnout.APART
-        return Turnout.EVEN if all(word & _EVEN for word in words) else Turnout.TOGETHER
+        place = number % _WINDOW
+        even = self.mine[place] & _EVEN
+        for theirs in self.others:
+            word = theirs[place]
+            # A member that is at _LEAVES for its moment waits with all others in the end.
+            if word & _STATE == _GOES_ON:
+                return Turnout.APART
+            even &= word
+        return Turnout.EVEN if even else Turnout.TOGETHER
 
     def _write(self, number: int, state: int, is_even: bool = False) -> None:
         self.mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state

@@ -180,12 +180,12 @@ class Plan:
         with writing():
             if self.in_order is not None:
                 result = flip(result).view(self.wide or output.dtype)
-            target, is_whole = output.view(-1), DTYPES[output.dtype].is_whole
+            target, is_whole = output.view(-1), self.divides and DTYPES[output.dtype].is_whole
             if self.divides and not is_whole:
                 result.div_(size)
             if target.data_ptr() != result.data_ptr():
                 target.copy_(result)
-            if self.divides and is_whole:  # where the sum has wrapped in their own dtype
+            if is_whole:  # where the sum has wrapped in their own dtype
                 divide(target, size)
 
 
