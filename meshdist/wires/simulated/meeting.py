@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain, islice, repeat
 from math import prod
 from operator import itemgetter
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 
@@ -138,8 +138,6 @@ def _writes(verb: WireVerb, round_: Round) -> Writes:
         return [*zip(map(_first, outputs), map(_first, results), strict=False)]
     return [*chain(*map(_paired, outputs, results))]
 
-
-T = TypeVar("T")
 
 _BROKEN = "; the group is broken now"
 
@@ -359,21 +357,23 @@ class Meeting:
 
     def send(self, message: Message, to: int) -> None:
         """Deliver to the first receive that takes the message, or keep a copy."""
-        receive = _take(self.receives[to], lambda one: one.takes(message))
-        if receive is not None:
-            receive.accept(message)
-            return
+        waiting = self.receives[to]
+        for place, receive in enumerate(waiting):
+            if receive.takes(message):
+                waiting.pop(place).accept(message)
+                return
         message.data = message.data.clone()
         synchronize(message.data)
         self.messages[to].append(message)
 
     def receive(self, receive: Receive) -> None:
         """Take the first message that is meant, or wait for it."""
-        message = _take(self.messages[receive.member], receive.takes)
-        if message is None:
-            self.receives[receive.member].append(receive)
-        else:
-            receive.accept(message)
+        waiting = self.messages[receive.member]
+        for place, message in enumerate(waiting):
+            if receive.takes(message):
+                receive.accept(waiting.pop(place))
+                return
+        self.receives[receive.member].append(receive)
 
     def fail(self, failure: AgreementError) -> None:
         """Members disagree: fail everything that is not done, and all that follows."""
@@ -394,12 +394,6 @@ class Meeting:
         self.rounds.clear()
         self.messages = [[] for _ in self.ranks]
         self.receives = [[] for _ in self.ranks]
-
-
-def _take(waiting: list[T], fits: Callable[[T], bool]) -> T | None:
-    """Take the first one that fits out of a list."""
-    place = next((place for place, one in enumerate(waiting) if fits(one)), None)
-    return None if place is None else waiting.pop(place)
 
 
 def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
