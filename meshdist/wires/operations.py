@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from weakref import WeakMethod, finalize
@@ -192,23 +192,27 @@ _SLICE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class Job(Operation):
-    """An operation in the queue; ``_failed``, at a failure, gives the error to raise."""
+    """An operation in the queue; ``_failed``, at a failure, gives the error to raise.
+
+    Without an event it is run by the thread that finishes it.
+    """
 
     _act: Callable[[], None] | None
     _failed: Callable[[BaseException], BaseException] | None = None
-    _is_over: threading.Event = field(default_factory=threading.Event)
+    _is_over: threading.Event | None = None
     _failure: BaseException | None = None
 
     def finish(self, timeout: timedelta) -> None:
-        deadline = Deadline(timeout)
-        while not self._is_over.wait(min(deadline.left_s, _SLICE_S)):  # a debugger may pause it
-            if deadline.is_over:
-                raise WireTimeout.after(timeout)
+        if self._is_over is not None:
+            deadline = Deadline(timeout)
+            while not self._is_over.wait(min(deadline.left_s, _SLICE_S)):  # debuggers may pause it
+                if deadline.is_over:
+                    raise WireTimeout.after(timeout)
         if self._failure is not None:
             raise self._failure
 
     def poll(self) -> bool:
-        return self._is_over.is_set()
+        return self._is_over is None or self._is_over.is_set()
 
     def run(self) -> None:
         """Do it; called once."""
@@ -220,7 +224,8 @@ class Job(Operation):
             self._failure = error if failed is None else failed(error)
         finally:
             del act, failed  # and the tensors that they keep
-            self._is_over.set()
+            if self._is_over is not None:
+                self._is_over.set()
 
 
 class WorkerQueue:
@@ -251,7 +256,7 @@ class WorkerQueue:
             )
             self._thread.start()
             atexit.register(self._at_exit)
-        self._last = job = Job(act, failed)
+        self._last = job = Job(act, failed, threading.Event())
         self._queue.put(job)
         return job
 
