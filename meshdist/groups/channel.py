@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["CallGuard", "Channel"]
 
 
-_FIRST: Callable[[Any], Any] = itemgetter(0)
 _EVEN: tuple[Sizes, Sizes] = ((), ())
 _warned: set[tuple[str, int]] = set()
 
@@ -258,7 +257,7 @@ class Channel:
     def work(self, prepared: PreparedCall) -> Work:
         """Wrap a started call for a caller that waits later."""
         written, result = prepared.written, prepared.result
-        results = list(map(_FIRST, written) if result is None else result)
+        results = list(map(itemgetter(0), written) if result is None else result)
         number = self.recorder.num_notes if prepared.number is None else prepared.number
         # Where this rank only sends, those that receive may tell.
         warn_dropped = self._warn_dropped if written or not results else None
@@ -309,8 +308,7 @@ class Channel:
             return
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
-        is_noted_late = not is_send and communicator.posts_at_once
-        is_noted_late = is_noted_late and not (self.aborts and self.is_broken())
+        is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
         if not is_noted_late:
             self._note_message(call)
         if table is None or peer is None:

@@ -115,7 +115,7 @@ class ProcessState:
                 torch.cuda.default_generators, self.cuda_states, strict=True
             ):
                 generator.set_state(state)
-        elif _has_cuda():
+        else:
             _seed_cuda(seed_before)
 
 
@@ -130,8 +130,8 @@ def _seed_cuda(noted_seed: int) -> None:
     ``torch.manual_seed`` before CUDA is initialised only notes the seed for later; without this
     the note would be that of the rank that seeded last, which left ``noted_seed``.
     """
-    seed = torch.initial_seed()
-    if torch.cuda.is_initialized() or seed != noted_seed:
+    seed = torch.default_generator.initial_seed()
+    if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
         torch.cuda.manual_seed_all(seed)
 
 
@@ -140,8 +140,7 @@ def seed_as(rank: int) -> None:
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()
     torch.default_generator.manual_seed(rank)
-    if _has_cuda():
-        _seed_cuda(seed_before)
+    _seed_cuda(seed_before)
     random.seed(rank)
     set_bit_generator(_NumpyGenerator(0))
     np.random.seed(rank)

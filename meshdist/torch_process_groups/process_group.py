@@ -30,9 +30,6 @@ __all__ = ["WireGroup"]
 
 Tensors = Sequence[torch.Tensor]
 
-_IN_BACKGROUND = Asked()
-"""How messages are asked for."""
-
 
 def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
     """``method`` for tensors of the wire; others go on to torch's own group, as they were given."""
@@ -85,7 +82,7 @@ class WireGroup(GroupOfWire):
         channel = open_channel(self.inner, message)
         start = partial(channel.run, message, is_async=True)
         title = "recvAnySource" if peer is None else verb
-        return self.run(verb, _IN_BACKGROUND, start, [tensor], [tensor], title)
+        return self.run(verb, Asked(), start, [tensor], [tensor], title)
 
     # -- several pairs at once -------------------------------------------------------------------
 

@@ -66,11 +66,8 @@ _PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no t
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
 _TURNS = {
-    dtype: [
-        torch.tensor(number, dtype=dtype, device="cpu")
-        for number in (torch.iinfo(dtype).bits - 1, torch.iinfo(dtype).max)
-    ]
-    for dtype in IN_ORDER.values()
+    kind: torch.tensor([info.bits - 1, info.max], dtype=kind, device="cpu").unbind()
+    for kind, info in [(kind, torch.iinfo(kind)) for kind in IN_ORDER.values()]
 }
 """By how much to shift a number so that its sign alone is left, and all bits but the sign. As
 tensors, which take half as long on small ones as numbers do."""

@@ -101,13 +101,10 @@ class Chain(Operation):
         return self.then is not None or any(part.adds_to_stream for part in self.parts)
 
     def finish(self, timeout: timedelta) -> None:
-        if len(self.parts) == 1:
-            self.parts[0].finish(timeout)
-        else:
-            deadline = Deadline(timeout)
-            for part in self.parts:
-                if part is not DONE:
-                    part.finish(deadline.left)
+        deadline = Deadline(timeout) if len(self.parts) > 1 else None
+        for part in self.parts:
+            if part is not DONE:
+                part.finish(timeout if deadline is None else deadline.left)
         then, self.then = self.then, None
         if then is not None:
             then()

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
@@ -24,6 +24,8 @@ from .operations import Operation
 from .simulated.scheduler import find_rank_here
 
 __all__ = ["Work", "bound", "is_ready", "joined", "may_be_dropped"]
+
+_Step: TypeAlias = Callable[[timedelta], "bool | None"]
 
 _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
@@ -326,7 +328,7 @@ class Work:
         found = not self._done and self._ask(lambda _: self._operation.has_ended())
         return self._done or bool(found)
 
-    def _ask(self, step: Callable[[timedelta], bool | None]) -> bool | None:
+    def _ask(self, step: _Step) -> bool | None:
         """Let ``step``, which waits for nothing, go on with the verb, unless a thread is at it."""
         if not self._guard.acquire(blocking=False):
             return False
@@ -336,21 +338,17 @@ class Work:
             self._guard.release()
 
     def _go_on(
-        self,
-        timeout: timedelta,
-        step: Callable[[timedelta], bool | None] | None = None,
-        *,
-        is_polled: bool = False,
+        self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
     ) -> bool | None:
         """Let ``step``, or a wait, go on with the verb; return what it does: None where that ends.
 
-        What a wire raises ends the verb, too. With the guard, if it is polled.
+        What a wire raises ends the verb, too. The caller has the guard, if it is polled.
         """
         if step is None:
             is_plain = self._copy_back is None and not self._uses_streams
             step = self._operation.finish if is_plain else self._how_to_finish(timeout)
         timeout = timeout or self._timeout
-        with nullcontext() if is_polled else self._guard:
+        with threading.Lock() if is_polled else self._guard:
             try:
                 if not self._done:
                     found = step(timeout)
@@ -361,16 +359,16 @@ class Work:
                 told = WireTimeout.after(timeout) if is_late else failure
                 told.limit = timeout
                 self._fail(self._explain(told))
-            except NestedVerbError:  # of a signal's handler, and none of this verb's
-                raise
             except Exception as error:
-                # No caller waits for what is polled: wait() and exception() raise it.
-                if not is_polled and not isinstance(error, MeshdistError):
+                # No caller waits for what is polled: wait() and exception() raise it. An error of a
+                # signal's handler, such as that of a nested verb, is none of this verb's.
+                is_own = is_polled or isinstance(error, MeshdistError)
+                if not is_own or isinstance(error, NestedVerbError):
                     raise
                 self._fail(error)
         return None
 
-    def _how_to_finish(self, timeout: timedelta) -> Callable[[timedelta], bool | None]:
+    def _how_to_finish(self, timeout: timedelta) -> _Step:
         """The step that waits for a verb with a part on a device, or copies its result home."""
         if not timeout or not self._operation.on_stream:
             return self._finish

@@ -13,7 +13,7 @@ from tests.verbs.cases import WIRES
 # Of calls that the native fast path does not take, in the order of BLOCKING. Over Gloo a verb of
 # several steps takes a few more where another member is late.
 AT_MOST = {
-    "simulated": (43, 43, 43, 48, 46, 47, 56, 68, 85, 63, 62, 41, 86),
+    "simulated": (44, 44, 44, 49, 47, 48, 56, 68, 85, 64, 63, 42, 86),
     "shm": (16, 16, 18, 21, 21, 21, 31, 34, 50, 33, 32, 17, 44),
     "gloo": (36, 19, 27, 39, 28, 46, 44, 55, 88, 46, 45, 22, 86),
 }
@@ -43,7 +43,7 @@ def test_a_work_is_made_waited_for_and_dropped_in_few_frames(pool: Any) -> None:
         name: found[f"{name}, async"] - found[f"{name}, in Python"]
         for name in ("all_reduce", "broadcast", "all_gather", "barrier")
     }
-    # Making it takes two, what the wire returns two more, a wait four, and to drop it one.
+    # One checks the flag, two make the Work, two what the wire returns, four wait, one ends it.
     assert {name: number for name, number in more.items() if number > 10} == {}
 
 

@@ -276,9 +276,7 @@ class C10dCommunicator(Communicator):
         assert sizes is not None
         whole, data = _movable(output), _movable(tensor)
         item = 1 if data.dtype is tensor.dtype else tensor.itemsize
-        gives, takes = sizes
-        if item > 1:
-            gives, takes = [n * item for n in gives], [n * item for n in takes]
+        gives, takes = sizes if item == 1 else [[n * item for n in some] for some in sizes]
         options = self._options_for(c10d.AllToAllOptions, prepared)
         started = self._start_if_there(
             prepared, "alltoall_base", whole, data, takes, gives, options
@@ -291,8 +289,7 @@ class C10dCommunicator(Communicator):
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        options = self._options_for(c10d.BarrierOptions, prepared)
-        return self._start(prepared, "barrier", options)
+        return self._start(prepared, "barrier", self._options_for(c10d.BarrierOptions, prepared))
 
     def _send(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag

@@ -33,6 +33,7 @@ import torch
 from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 
 from ...checking.program import is_of_handler
+from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
@@ -253,12 +254,8 @@ class GlooCommunicator(C10dCommunicator):
     ) -> Operation:
         (tensor,), op = prepared.outputs, prepared.op
         assert op is not None
-        if (
-            substitute is None
-            or substitute.is_view
-            or not (substitute.dtype.is_floating_point or substitute.dtype.is_complex)
-            or not tensor.is_cpu
-        ):
+        asked = substitute or Substitute(op, tensor.dtype, True)
+        if asked.is_view or DTYPES[asked.dtype].is_whole or not tensor.is_cpu:
             return super()._all_reduce_otherwise(prepared, substitute)
         if self.size * tensor.numel() * tensor.itemsize <= _GATHERED_BYTES:
             return all_reduce_by_gathering(self, prepared)

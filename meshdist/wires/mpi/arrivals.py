@@ -164,15 +164,11 @@ class Arrivals:
         return self._turnout(number)
 
     def _turnout(self, number: int) -> Turnout:
-        place = number % _WINDOW
-        even = self.mine[place] & _EVEN
-        for theirs in self.others:
-            word = theirs[place]
-            # A member that is at _LEAVES for its moment waits with all others in the end.
-            if word & _STATE == _GOES_ON:
-                return Turnout.APART
-            even &= word
-        return Turnout.EVEN if even else Turnout.TOGETHER
+        words = [words[number % _WINDOW] for words in (self.mine, *self.others)]
+        # A member that is at _LEAVES for its moment waits with all others in the end.
+        if _GOES_ON in [word & _STATE for word in words]:
+            return Turnout.APART
+        return Turnout.TOGETHER if 0 in [word & _EVEN for word in words] else Turnout.EVEN
 
     def _write(self, number: int, state: int, is_even: bool = False) -> None:
         self.mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state

@@ -17,7 +17,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import chain, islice, repeat
 from math import prod
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
 import torch
@@ -100,7 +100,7 @@ def synchronize(tensor: torch.Tensor) -> None:
 
 
 _ONE, _IN_PLACE = Form.ONE, Form.IN_PLACE
-_first, _paired = itemgetter(0), partial(zip, strict=True)
+_first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, strict=True)
 
 
 def _writes(verb: WireVerb, round_: Round) -> Writes:
@@ -325,14 +325,11 @@ class Meeting:
         self, started: Collective, there: Mapping[int, Collective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
-        first, is_uneven = next(iter(there.values())), False
-        mine, other = started.note.call, first.note.call
-        fits = started.way == first.way and (mine is other or mine.header == other.header)
-        for one in there.values():
-            is_uneven |= bool(one.note.sizes)
-        if fits and not is_uneven:
-            return None
+        first = next(iter(there.values()))
+        fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
         notes = {member: one.note for member, one in there.items()}
+        if fits and not any(map(_sizes, notes.values())):
+            return None
         mismatch: str | None = None
         if not fits:
             expected = likeness(started.note)

@@ -76,12 +76,6 @@ class Rank:
     def __repr__(self) -> str:
         return f"<simulated rank {self.index} of {self.scheduler.size}>"
 
-    def can_run(self) -> bool:
-        """Whether this rank may run next."""
-        if self.is_over:
-            return False
-        return self.waiting is None or self.interruption is not None or self.waiting.is_ready()
-
     def check_here(self) -> None:
         """Raise unless called by this rank's own thread, in a run that goes on."""
         if threading.get_ident() != self.thread_id:
@@ -149,12 +143,6 @@ class Rank:
         self._watched = later
         for complete in due:
             complete()
-
-    def take_interruption(self) -> None:
-        """Raise what the scheduler left for this rank, once."""
-        interruption, self.interruption = self.interruption, None
-        assert interruption is not None
-        raise interruption
 
 
 _here = threading.local()
@@ -324,8 +312,9 @@ class Scheduler(Generic[T]):
         if chosen is not rank:
             rank.may_run.acquire()
             state.restore()
-        if rank.interruption is not None:
-            rank.take_interruption()
+        interruption, rank.interruption = rank.interruption, None
+        if interruption is not None:
+            raise interruption
 
     def _resume(self, rank: Rank | None) -> None:
         """Let ``rank`` run; None ends the run."""
@@ -340,7 +329,9 @@ class Scheduler(Generic[T]):
         """The next rank that can run; None when all are over. A deadlock interrupts all."""
         for step in range(1, self.size + 1):
             rank = self.ranks[(after + step) % self.size]
-            if rank.can_run():
+            if not rank.is_over and (
+                rank.waiting is None or rank.interruption is not None or rank.waiting.is_ready()
+            ):
                 return rank
         stuck = [rank for rank in self.ranks if not rank.is_over]
         if not stuck:
