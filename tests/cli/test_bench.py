@@ -48,6 +48,17 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
         assert min(min(times) for times in cell["seconds"].values()) > 0
 
 
+def test_what_takes_tensors_is_measured_at_every_size_whatever_its_name() -> None:
+    class Ranks:
+        def sample(self, verb: str, num_bytes: int, dtype: str) -> float:
+            return 1.0
+
+    ranks: Any = {"ours": Ranks()}
+    cells = measure(ranks, ["send_recv", "barrier"], [8, 64], 1, lambda cell: None)
+    found = [(cell.verb, cell.num_bytes) for cell in cells]
+    assert found == [("send_recv", 8), ("send_recv", 64), ("barrier", 0)]
+
+
 def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = measuring._start
     with ExitStack() as stack:
