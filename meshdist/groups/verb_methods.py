@@ -41,6 +41,32 @@ class Asked(NamedTuple):
 _NOTHING = Asked()
 
 
+def only(tensors: Any, verb: str) -> Any:
+    """The one tensor of a list that torch's interface has for several devices of one process."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors
+    if len(tensors) != 1:
+        raise ArgumentError(
+            f"{verb}: a list of {len(tensors)} tensors, one for each device of this process",
+            expected="one tensor",
+            fix="call it once for each, or the coalesced form",
+        )
+    return tensors[0]
+
+
+def only_list(lists: Any, verb: str) -> Any:
+    """The one list of tensors of a list of lists; a plain list passes for it."""
+    if not isinstance(lists, (list, tuple)) or (lists and not isinstance(lists[0], (list, tuple))):
+        return lists
+    if len(lists) != 1:
+        raise ArgumentError(
+            f"{verb}: {len(lists)} lists of tensors, one for each device of this process",
+            expected="one list",
+            fix="pass it on the root" if not lists else "call it once for each",
+        )
+    return lists[0]
+
+
 def _method(verb: str) -> Callable[..., Any]:
     """Torch's method of a verb, in every form that torch's own has; all is said by the verb's row.
 
@@ -53,12 +79,12 @@ def _method(verb: str) -> Callable[..., Any]:
     also = {short: name for name in tensors for short in (name[:-1], name.removesuffix("_tensors"))}
     # Torch has what is written first.
     ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
-    is_read = dict.fromkeys(row.reads, row.carrier.takes)
-    sides = [is_read.get(name, row.carrier.gives) for name in ours]
-    of_root = {name for name, side in zip(ours, sides, strict=True) if side is Form.AT_ROOT}
-    lists = {
-        name for name, side in zip(ours, sides, strict=True) if side in (Form.EACH, Form.AT_ROOT)
-    }
+    sides = [row.carrier.takes if name in row.reads else row.carrier.gives for name in ours]
+    readers = [
+        (name, only_list if side in (Form.EACH, Form.AT_ROOT) else only, side is Form.AT_ROOT)
+        for name, side in zip(ours, sides, strict=True)
+        if form.is_listed
+    ]
     num_needed, ours = len(ours), (*ours, *row.named(Role.SIZES))
     roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
 
@@ -71,12 +97,9 @@ def _method(verb: str) -> Callable[..., Any]:
         asked = read_options(options, *given[len(ours) :], **named)
         if len(values) < num_needed:
             raise TypeError(f"{num_needed - len(values)} of {tensors[:num_needed]} missing")
-        if form.is_listed:
-            for name, x in values.items():
-                if name in of_root and asked.root != self.rank():
-                    values[name] = None
-                else:
-                    values[name] = (only_list if name in lists else only)(x, verb)
+        for name, read, is_of_root in readers:
+            is_mine = not is_of_root or asked.root == self.rank()
+            values[name] = read(values[name], verb) if is_mine else None
         for name in roots:
             values[name] = asked.root
         for name in ops:
@@ -160,29 +183,3 @@ class VerbMethods:
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-
-def only(tensors: Any, verb: str) -> Any:
-    """The one tensor of a list that torch's interface has for several devices of one process."""
-    if not isinstance(tensors, (list, tuple)):
-        return tensors
-    if len(tensors) != 1:
-        raise ArgumentError(
-            f"{verb}: a list of {len(tensors)} tensors, one for each device of this process",
-            expected="one tensor",
-            fix="call it once for each, or the coalesced form",
-        )
-    return tensors[0]
-
-
-def only_list(lists: Any, verb: str) -> Any:
-    """The one list of tensors of a list of lists; a plain list passes for it."""
-    if not isinstance(lists, (list, tuple)) or (lists and not isinstance(lists[0], (list, tuple))):
-        return lists
-    if len(lists) != 1:
-        raise ArgumentError(
-            f"{verb}: {len(lists)} lists of tensors, one for each device of this process",
-            expected="one list",
-            fix="pass it on the root" if not lists else "call it once for each",
-        )
-    return lists[0]

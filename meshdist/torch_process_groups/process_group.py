@@ -57,7 +57,8 @@ class WireGroup(GroupOfWire):
             sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
             return self.handed_out(TorchWork([], [written], self._completer))
         for name in form.tensors:
-            bare = _bare(given[name])
+            x = given[name]
+            bare = x.data if type(x) is torch.Tensor else _bare(x)
             given[name] = _flat(bare) if form.has_blocks else bare
         waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
         start = partial(form.run, **given, group=self.inner, async_op=not waits)
