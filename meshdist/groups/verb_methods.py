@@ -91,8 +91,10 @@ def _method(verb: str) -> Callable[..., Any]:
     def method(self: VerbMethods, *given: Any, **named: Any) -> Any:
         values = dict(zip(ours, given, strict=False))
         if named:
-            named = {also.get(name, name): value for name, value in named.items()}
-            pairs = zip(ours, tensors, strict=True)
+            under = {also.get(name, name): value for name, value in named.items()}
+            if len(under) < len(named) or not under.keys().isdisjoint(tensors[: len(given)]):
+                raise TypeError(f"one of {tensors} is given twice")
+            named, pairs = under, zip(ours, tensors, strict=True)
             values |= {one: named.pop(theirs) for one, theirs in pairs if theirs in named}
         asked = read_options(options, *given[len(ours) :], **named)
         if len(values) < num_needed:
@@ -128,6 +130,8 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
             f"{len(given)} arguments where there are {len(fields)}: {', '.join(fields)}"
         )
     asked = _NOTHING
+    if not named.keys().isdisjoint(fields[: len(given)]):
+        raise TypeError(f"one of {fields} is given twice")
     if given or named:
         values = {**dict(zip(fields, given, strict=False)), **named}
         asked = Asked(**{name: x for name, x in values.items() if x is not None})

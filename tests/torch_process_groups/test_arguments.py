@@ -128,6 +128,24 @@ def test_all_pairs_are_checked_before_the_first_is_sent(pool: Pool) -> None:
     ]
 
 
+def test_what_is_given_twice_is_refused() -> None:
+    def program() -> None:
+        group, x, ops = md.group.WORLD, torch.ones(2), md.ReduceOp
+        for call in (
+            lambda: group.allreduce([x], tensors=[x]),
+            lambda: group.allreduce(tensor=x, tensors=[x]),
+            lambda: group._allgather_base(torch.zeros(2), x, output=torch.ones(2)),
+            lambda: group.reduce([x], 0, root=0),
+            lambda: group.allreduce([x], ops.MAX, op=ops.MIN),
+        ):
+            with pytest.raises(TypeError, match="is given twice"):
+                call()
+        with pytest.raises(TypeError, match=r"1 of .* missing"):
+            group.allgather([[x]])
+
+    md.simulate(program, 1)
+
+
 def test_tensors_among_arguments() -> None:
     assert find_tensor([1, [[X]]]) is X
     assert find_tensor([[], None, "text"]) is None
