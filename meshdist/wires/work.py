@@ -355,10 +355,10 @@ class Work:
                     self._done = found is None
                     return found
             except WireFailure as failure:
-                is_late = is_polled and isinstance(failure, WireTimeout)
-                told = WireTimeout.after(timeout) if is_late else failure
-                told.limit = timeout
-                self._fail(self._explain(told))
+                if is_polled and isinstance(failure, WireTimeout):  # it is late
+                    failure = WireTimeout.after(timeout)
+                failure.limit = timeout
+                self._fail(self._explain(failure))
             except Exception as error:
                 # No caller waits for what is polled: wait() and exception() raise it. An error of a
                 # signal's handler, such as that of a nested verb, is none of this verb's.

@@ -81,26 +81,27 @@ def test_nothing_to_do_gives_a_copy() -> None:
 def test_boxes_that_follow_each_other_are_received_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[tuple[bool, bool]] = []
-    exchange = carrying.all_to_all_single
+    found: list[tuple[bool, bool]] = []
+    run = carrying.run_titled
 
-    def noted(out: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> None:
+    def noted(verb: str, group: Any, title: str, *given: Any) -> None:
+        out, tensor, *_ = given
         is_in_place = out.untyped_storage().nbytes() > out.nbytes
         is_sent_as_it_lies = tensor.untyped_storage().nbytes() > tensor.nbytes
-        given.append((is_in_place, is_sent_as_it_lies))
-        exchange(out, tensor, *rest)
+        found.append((is_in_place, is_sent_as_it_lies))
+        run(verb, group, title, *given)
 
-    monkeypatch.setattr(carrying, "all_to_all_single", noted)
+    monkeypatch.setattr(carrying, "run_titled", noted)
 
     def program() -> None:
         x = torch.zeros(2 - md.get_rank(), 4)
         md.reshard(x, "s@a d -> s d", mesh_of((2,)), s=3)  # in place: whole rows
-        given.append((True, True))
+        found.append((True, True))
         md.reshard(torch.zeros(4, 2 - md.get_rank()), "s d@a -> s d", mesh_of((2,)), d=3)
 
     md.simulate(program, 2)
-    assert given.count((True, False)) == 2
-    assert given.count((False, False)) == 2
+    assert found.count((True, False)) == 2
+    assert found.count((False, False)) == 2
 
 
 def test_verbs_are_entered_under_the_title() -> None:

@@ -78,14 +78,15 @@ def test_from_one_rank_and_from_all(case: Any) -> None:
 def test_each_element_leaves_the_root_once(spec: md.P, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to the one rank that gets it, once more as the root's own part to its replicas."""
     sent: dict[int, int] = {}
-    scatter = carrying.all_to_all_single
+    run = carrying.run_titled
 
-    def counted(output: Any, input: Any, outs: Any, ins: Any, group: Any, title: str) -> Any:
-        if title.startswith("device_put"):
-            sent[group.rank()] = sum(ins) - ins[group.rank()]
-        return scatter(output, input, outs, ins, group, title)
+    def counted(verb: str, group: Any, title: str, *given: Any) -> Any:
+        if verb == "all_to_all_single" and title.startswith("device_put"):
+            *_, sizes = given
+            sent[group.rank()] = sum(sizes) - sizes[group.rank()]
+        return run(verb, group, title, *given)
 
-    monkeypatch.setattr(carrying, "all_to_all_single", counted)
+    monkeypatch.setattr(carrying, "run_titled", counted)
 
     def program(mesh: DeviceMesh) -> Any:
         x = torch.zeros(8, 4) if md.get_rank() == 1 else None
