@@ -12,7 +12,7 @@ from ..arrays import as_tensor, describe, shape_text
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, NotInGroupError
-from ..groups.process_group import GroupLike, ProcessGroup
+from ..groups.process_group import ProcessGroup
 from ..reduce_ops import (
     Factor,
     ReduceKind,
@@ -185,12 +185,12 @@ def check_flag(async_op: object, verb: str) -> None:
 
 
 def get_peer(
-    group: GroupLike, global_rank: int | None, group_rank: int | None, verb: str, role: str
+    group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """As ``find_peer``; raises ArgumentError where neither is given."""
-    assert isinstance(group, ProcessGroup)  # a verb's mark has found it
+    """As ``find_peer``, of the group that a verb's mark has found; an error where none is given."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
-        return group.ranks.index(global_rank)  # the common case, decided fast
+        place: int = group.ranks.index(global_rank)
+        return place  # the common case, decided fast
     peer = find_peer(group, global_rank, group_rank, verb, role)
     if peer is None:
         raise ArgumentError(
@@ -201,7 +201,7 @@ def get_peer(
 
 
 def get_root(
-    group: GroupLike, global_rank: int | None, group_rank: int | None, verb: str, role: str
+    group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
     """As ``find_peer``, with global rank 0 where neither is given."""
     if global_rank is None and group_rank is None:
