@@ -90,7 +90,7 @@ ROOTED_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.root)
 
 
 class Role(Enum):
-    """What a parameter of a public verb is for."""
+    """The purpose of a parameter of a public verb."""
 
     INPUT = "read"
     OUTPUT = "written"

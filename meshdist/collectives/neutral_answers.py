@@ -144,7 +144,7 @@ class _Answer:
         return takes, gives
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a verb of which one has a block of the other for each member."""
+        """Output and input of a verb, where the larger has a block for each member."""
         tensor = self.tensor()
         is_scattered, count = VERBS[self.call.verb].reduces, tensor.numel()
         return tensor.new_empty(count // self.size if is_scattered else self.size * count), tensor

@@ -4,6 +4,7 @@ A row says what a verb's parameters are for, and the verb of a communicator that
 tensors a member brings and gets. ``prepare`` reads the arguments by these, and checks them; the
 call that it returns is run by its ``run``. ``run_titled`` does both for a call that is a part of
 something: a plan, or a verb of ``lax``.
+
 Members whose titles differ raise the AgreementError of calls that differ, as if they had called
 different verbs, and reports name the title. All else is as the verb of the same name says: a call
 waits for its result, takes the fast path where it can, takes part in join contexts, and is shown by
@@ -76,7 +77,7 @@ def _run(
 
 
 class _Form(NamedTuple):
-    """What a call of a verb is made from.
+    """The facts from which a call of a verb is made.
 
     Args:
         prepare: reads the arguments of a call, and checks them.

@@ -76,7 +76,8 @@ def _method(verb: str) -> Callable[..., Any]:
     form = row.torch_method
     assert form is not None
     tensors, options = form.tensors, form.options
-    also = {short: name for name in tensors for short in (name[:-1], name.removesuffix("_tensors"))}
+    listed = [name for name in tensors if name.endswith("tensors")]
+    also = {short: name for name in listed for short in (name[:-1], name.removesuffix("_tensors"))}
     # Torch has what is written first.
     ours = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     sides = [row.carrier.takes if name in row.reads else row.carrier.gives for name in ours]
@@ -85,7 +86,7 @@ def _method(verb: str) -> Callable[..., Any]:
         for name, side in zip(ours, sides, strict=True)
         if form.is_listed
     ]
-    num_needed, ours = len(ours), (*ours, *row.named(Role.SIZES))
+    needed, ours = {*ours}, (*ours, *row.named(Role.SIZES))
     roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
 
     def method(self: VerbMethods, *given: Any, **named: Any) -> Any:
@@ -97,8 +98,8 @@ def _method(verb: str) -> Callable[..., Any]:
             named, pairs = under, zip(ours, tensors, strict=True)
             values |= {one: named.pop(theirs) for one, theirs in pairs if theirs in named}
         asked = read_options(options, *given[len(ours) :], **named)
-        if len(values) < num_needed:
-            raise TypeError(f"{num_needed - len(values)} of {tensors[:num_needed]} missing")
+        if not values.keys() >= needed:
+            raise TypeError(f"one of {tensors[: len(needed)]} is missing")
         for name, read, is_of_root in readers:
             is_mine = not is_of_root or asked.root == self.rank()
             values[name] = read(values[name], verb) if is_mine else None
@@ -111,8 +112,8 @@ def _method(verb: str) -> Callable[..., Any]:
         return self._start(verb, asked, values)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [inspect.Parameter(name, kind) for name in ("self", *tensors[:num_needed])]
-    rest = (*tensors[num_needed:], "opts", *options)
+    names = [inspect.Parameter(name, kind) for name in ("self", *tensors[: len(needed)])]
+    rest = (*tensors[len(needed) :], "opts", *options)
     names += [inspect.Parameter(name, kind, default=None) for name in rest]
     method.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
     method.__doc__ = f"``{verb}``."

@@ -88,7 +88,7 @@ class PreparedCall:
 
     # A channel fills these in.
     call: Call | None = None
-    """What members compare; None for a call of a wire's own."""
+    """The call that members compare; None for a call of a wire's own."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
     """Whether its caller waits for it at once."""

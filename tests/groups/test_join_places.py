@@ -677,11 +677,16 @@ def test_a_killed_rank_frees_the_others_wherever_they_wait(
 def test_a_round_to_which_a_rank_does_not_come_ends_at_the_timeout(pool: Pool) -> None:
     def program() -> None:
         group = md.new_group(timeout=timedelta(seconds=2))
-        for turn in md.uneven(range(3), group):
-            md.all_reduce(torch.ones(1), group=group)
-            if turn == 2 and md.get_rank() == 1:
-                time.sleep(4)
-            md.broadcast(torch.ones(2), src=0, group=group)
+        store, is_first = group.world.store, md.get_rank() == 0
+        try:
+            for turn in md.uneven(range(3), group):
+                md.all_reduce(torch.ones(1), group=group)
+                if turn == 2 and not is_first:
+                    store.wait(["it is over"])
+                md.broadcast(torch.ones(2), src=0, group=group)
+        finally:
+            if is_first:
+                store.set("it is over", "")
 
     first, second = pool.run(caught(program), 2, backend="shm")
     assert first.startswith("CollectiveTimeoutError: broadcast((2,) float32) on group of ranks 0-1")

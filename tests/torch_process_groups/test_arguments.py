@@ -140,8 +140,14 @@ def test_what_is_given_twice_is_refused() -> None:
         ):
             with pytest.raises(TypeError, match="is given twice"):
                 call()
-        with pytest.raises(TypeError, match=r"1 of .* missing"):
-            group.allgather([[x]])
+        for missing in (
+            lambda: group.allgather([[x]]),
+            lambda: group.all_to_all_single(x, input_split_sizes=[2]),
+        ):
+            with pytest.raises(TypeError, match="is missing"):
+                missing()
+        with pytest.raises(TypeError, match="outpu"):
+            group.all_gather_single(outpu=x, input=x)
 
     md.simulate(program, 1)
 

@@ -104,9 +104,9 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 
 def _writes(verb: WireVerb, round_: Round) -> Writes:
-    """What a verb writes where, by its forms.
+    """The data that a verb writes into each output, by its forms.
 
-    What all bring stands in columns, of which a member gets one, all, or a part of the one:
+    All members' tensors stand in columns; a member gets one column, all, or a part of one:
 
         scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)          member 2: x2
         all_gather of a, b, c                  column (a b c) as one           all: abc
