@@ -51,7 +51,7 @@ def planning_us(pattern: str, sizes: tuple[int, ...], edge: int) -> tuple[float,
     steps = plan.steps
     end = time.thread_time()
     gc.enable()
-    num_peers = max((getattr(step, "num_peers", 0) for step in steps), default=0)
+    num_peers = max((step.price.num_peers for step in steps), default=0)
     return (middle - start) * 1e6, (end - middle) * 1e6, num_peers
 
 

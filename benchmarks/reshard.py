@@ -158,7 +158,7 @@ def measure_transition(
     pattern = pattern_of(transition)
     for wire, mesh in ours.items():
         plan = md.plan(pattern, mesh=mesh, shape=(edge, edge))
-        verbs = ", ".join(type(step).__name__ for step in plan.steps)
+        verbs = ", ".join(step.name for step in plan.steps)
         received[f"meshdist/{wire}"] = plan.bytes_received(x.itemsize), verbs
         calls[f"meshdist/{wire}"] = partial(md.reshard, x, pattern, mesh)
     for side, call in calls.items():

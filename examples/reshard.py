@@ -111,7 +111,7 @@ def line(row: Row, rows: int, mesh: md.DeviceMesh) -> str:
     plans = [md.plan(row.pattern, mesh=mesh, a=rows, b=COLUMNS, rank=r) for r in range(mesh.size())]
     words = [row.name, row.pattern]
     for one_way in (plans, [plan.T for plan in plans]):
-        steps = dict.fromkeys(type(step).__name__ for plan in one_way for step in plan.steps)
+        steps = dict.fromkeys(step.name for plan in one_way for step in plan.steps)
         received = sum(plan.bytes_received() for plan in one_way)
         words += [" ".join(steps) or "-", f"{received:,}"]
     return LINE.format(*words)

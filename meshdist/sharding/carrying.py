@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -21,17 +21,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.splits import Box, index_of, shape_of, volume
 from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
-from .steps import (
-    AllGather,
-    AllReduce,
-    Arrangement,
-    Exchange,
-    Pad,
-    ReduceScatter,
-    Step,
-    SummedExchange,
-    Take,
-)
+from ..verb_table import VERBS, Role
+from .steps import Arrangement, Exchange, Pad, Step, Take, VerbStep
 
 __all__ = ["Boxes", "Carrier", "Rearrangement", "fresh_copy"]
 
@@ -158,7 +149,6 @@ def _is_run(box: Box, shape: Sequence[int]) -> bool:
 
 
 _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-_Call: TypeAlias = tuple[str, ProcessGroup, str]  # verb, group, title
 
 
 class Carrier:
@@ -194,20 +184,11 @@ class Carrier:
             return itemgetter(index_of(step.box))
         if isinstance(step, Pad):
             return _Pad(step)
+        assert isinstance(step, (VerbStep, Exchange)), step
         group = mesh[tuple(mesh.axis_names[axis] for axis in step.axes)].open_group()
-        if isinstance(step, AllReduce):
-            return _AllReduce(group, title, is_in_place=self._is_fresh)
-        if isinstance(step, Exchange):
-            return _Exchange(step, shape, group, title)
-        rest = group, title
-        if isinstance(step, AllGather):
-            call: _Call = ("all_gather_into_tensor", *rest)
-            return _Verb(call, (step.size, *step.part), None, step.unpack)
-        if isinstance(step, ReduceScatter):
-            call = ("reduce_scatter_tensor", *rest)
-            return _Verb(call, step.shape, step.pack, None, ReduceOp.SUM)
-        call = ("all_to_all_single", *rest)
-        return _Verb(call, step.pack.shape, step.pack, step.unpack, None, None)
+        if isinstance(step, VerbStep):
+            return _Verb(step, group, title, is_fresh=self._is_fresh)
+        return _Exchange(step, shape, group, title)
 
 
 class _Pad:
@@ -222,36 +203,23 @@ class _Pad:
         return out
 
 
-class _AllReduce:
-    def __init__(self, group: ProcessGroup, title: str, *, is_in_place: bool) -> None:
-        self._call: _Call = ("all_reduce", group, title)
-        self._is_in_place = is_in_place
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        total = x if self._is_in_place else fresh_copy(x)
-        run_titled(*self._call, total, ReduceOp.SUM)
-        return total
-
-
 class _Verb:
-    """A verb from one tensor into another, of shape ``received``; ``rest`` are its other arguments.
+    """A verb into new memory, or over ``x`` itself where that is new (``is_fresh``)."""
 
-    What is sent is packed, what has come is unpacked, where the step says how.
-    """
-
-    def __init__(
-        self,
-        call: _Call,
-        received: tuple[int, ...],
-        pack: Arrangement | None,
-        unpack: Arrangement | None,
-        *rest: Any,
-    ) -> None:
-        self._call, self._rest, self._shape = call, rest, received
-        self._pack = torch.Tensor.contiguous if pack is None else Rearrangement(pack)
-        self._unpack = None if unpack is None else Rearrangement(unpack)
+    def __init__(self, step: VerbStep, group: ProcessGroup, title: str, *, is_fresh: bool) -> None:
+        row = VERBS[step.verb]
+        self._call = step.verb, group, title
+        self._rest = (ReduceOp.SUM,) if row.reduces else (None,) * len(row.named(Role.SIZES))
+        self._is_in_place, self._is_fresh = not row.reads, is_fresh
+        self._shape = step.part if row.reduces else (step.size, *step.part)
+        self._pack = torch.Tensor.contiguous if step.pack is None else Rearrangement(step.pack)
+        self._unpack = None if step.unpack is None else Rearrangement(step.unpack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_in_place:
+            total = x if self._is_fresh else fresh_copy(x)
+            run_titled(*self._call, total, *self._rest)
+            return total
         received = new_like(x, self._shape)
         run_titled(*self._call, received, self._pack(x), *self._rest)
         return received if self._unpack is None else self._unpack.of_received(received)
@@ -272,13 +240,13 @@ class _Exchange:
             for place, box in parts:
                 sizes[place] = volume(box)
         self._kept = tuple(map(index_of, step.kept or ()))  # in the array before, in the result
-        self._call: _Call = ("all_to_all_single", group, title)
+        self._call = "all_to_all_single", group, title
         self._rows = taken, given
         numbers = {place: number for number, (place, _) in enumerate(step.receives)}
         # Per box of the result, which of the received boxes are its summands; None is the own one.
-        sums = step.sums if isinstance(step, SummedExchange) else ()
+        sums = step.sums if step.is_summed else ()
         self._sums = [(index_of(box), [*map(numbers.get, places)]) for box, places in sums]
-        self._is_summed = isinstance(step, SummedExchange)
+        self._is_summed = step.is_summed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = new_like(x, self._shape)

@@ -21,18 +21,7 @@ from typing import NamedTuple
 
 from ..mesh.splits import Box, DimSplit, place_along, shape_of
 from .changes import Change
-from .steps import (
-    AllGather,
-    AllToAll,
-    Arrangement,
-    Exchange,
-    Pad,
-    Part,
-    ReduceScatter,
-    Step,
-    SummedExchange,
-    Take,
-)
+from .steps import Arrangement, Exchange, Pad, Part, Step, Take, VerbStep
 
 __all__ = [
     "coordinates_along",
@@ -54,20 +43,19 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
         steps.append(taken)
         shape = taken.shape
     if spread:
-        axes, size, place = group_at(spread, mesh_sizes, coordinate)
+        group = group_at(spread, mesh_sizes, coordinate)
         pack = _packed(change, spread, coordinate, shape)
-        shape = pack.shape[1:]
+        part = shape = pack.shape[1:]
         if change.summed:
-            steps.append(ReduceScatter(axes, size, place, pack, shape))
+            steps.append(VerbStep(shape, *group, "reduce_scatter_tensor", part, pack))
         else:
-            unpack = _merged(change, spread, (), shape)
-            steps.append(AllToAll(axes, size, place, pack, unpack))
+            unpack = _merged(change, spread, (), part)
             shape = unpack.shape
+            steps.append(VerbStep(shape, *group, "all_to_all_single", part, pack, unpack))
     if change.gathered:
-        axes, size, place = group_at(change.gathered, mesh_sizes, coordinate)
-        unpack = _merged(change, change.gathered, spread, shape)
-        steps.append(AllGather(axes, size, place, shape, unpack))
-        shape = unpack.shape
+        group, part = group_at(change.gathered, mesh_sizes, coordinate), shape
+        unpack = _merged(change, change.gathered, spread, part)
+        steps.append(VerbStep(unpack.shape, *group, "all_gather_into_tensor", part, unpack=unpack))
     if change.padded:
         steps.append(_pad(change, coordinate))
     return tuple(steps)
@@ -76,7 +64,7 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 def group_at(
     axes: tuple[int, ...], mesh_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], int, int]:
-    """Return the first three fields of a step: the axes, how many members, this rank's place."""
+    """Return the fields of a ``GroupStep``: the axes, how many members, this rank's place."""
     size = math.prod(mesh_sizes[axis] for axis in axes)
     return axes, size, place_along(axes, mesh_sizes, coordinate)
 
@@ -88,7 +76,7 @@ def _taken(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -
         own if not dim.new or not set(dim.new).isdisjoint(spread) else kept
         for dim, own, kept in zip(change.dims, source, target, strict=True)
     )
-    return None if box == source else Take(relative(box, source))
+    return None if box == source else _take(box, source)
 
 
 def _packed(
@@ -163,17 +151,17 @@ def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, .
     kept, receives = group.receives(target)
     sends = group.sends(source)
     own = None if kept is None else (relative(kept, source), relative(kept, target))
-    step = SummedExchange if change.summed else Exchange
     return (
-        step(
+        Exchange(
+            shape_of(target),
             change.group,
             group.size,
             group.place,
             tuple(sorted((place, relative(box, source)) for place, box in sends)),
             tuple(sorted((place, relative(box, target)) for place, box in receives)),
             own,
-            shape_of(target),
             is_covered=not change.padded,
+            is_summed=bool(change.summed),
         ),
     )
 
@@ -187,10 +175,14 @@ def local_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]
         return () if source == target else (Pad(shape, None),)
     steps: list[Step] = []
     if kept != source:
-        steps.append(Take(relative(kept, source)))
+        steps.append(_take(kept, source))
     if kept != target:
         steps.append(Pad(shape, relative(kept, target)))
     return tuple(steps)
+
+
+def _take(box: Box, origin: Box) -> Take:
+    return Take(shape_of(box), relative(box, origin))
 
 
 def relative(box: Box, origin: Box) -> Box:

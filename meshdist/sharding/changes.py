@@ -174,13 +174,11 @@ def change_between(source: Placement, target: Placement) -> Change:
     return Change(source, target, tuple(map(_dim_change, source.dims, target.dims)))
 
 
-@lru_cache(maxsize=4096)
 def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
     common = _num_common(source, target)
     return DimChange(source, target, common, source.axes[common:], target.axes[common:])
 
 
-@lru_cache(maxsize=4096)
 def bare(placement: Placement) -> Placement:
     """Return a placement without what moves no values: axes of size 1, and reduced axes' name."""
     sizes = placement.mesh_sizes
@@ -192,7 +190,6 @@ def bare(placement: Placement) -> Placement:
     )
 
 
-@lru_cache(maxsize=4096)
 def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]) -> DimSplit:
     """Return ``split`` with each of its cells cut further, balanced, along more axes."""
     if not axes:
@@ -245,7 +242,6 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
     return bool((sizes == sizes[:, :1]).all())
 
 
-@lru_cache(maxsize=4096)
 def _overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -256,7 +252,6 @@ def _overlap_table(
     return overlaps.clip(min=0)
 
 
-@lru_cache(maxsize=4096)
 def _cell_tables(
     split: DimSplit, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:

@@ -12,55 +12,37 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ..mesh.layout import Layout
-from ..mesh.splits import Placement, box_text
+from ..mesh.splits import Placement
 from .changes import bare
 from .routes import DEFAULT_LINK, Link, find_route, slowest, stage_steps
-from .steps import AllGather, AllReduce, AllToAll, Exchange, Pad, ReduceScatter, Step, Take
+from .steps import GroupStep, Pad, Step
 
-__all__ = ["SENDING", "Plan", "bytes_text", "make_plan", "step_text", "step_time_s"]
-
-SENDING = (AllReduce, AllGather, ReduceScatter, AllToAll, Exchange)
-"""The steps in which ranks send."""
+__all__ = ["Plan", "bytes_text", "make_plan", "step_text", "step_time_s"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-
-_VERBS: dict[type, str] = {
-    AllReduce: "all-reduce",
-    AllGather: "all-gather",
-    ReduceScatter: "reduce-scatter",
-    AllToAll: "all-to-all",
-}
 
 
 def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
     """Return how long a step takes one rank by the constants of its axes' links."""
-    if not isinstance(step, SENDING):
+    if not isinstance(step, GroupStep):
         return 0.0
-    link = slowest(links, step.axes)
-    return link.time_s(step.num_peers, max(step.received, step.sent) * itemsize)
+    price = step.price
+    num_bytes = max(price.received, price.sent) * itemsize
+    return slowest(links, step.axes).time_s(price.num_peers, num_bytes)
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
     """Return one line: what a rank does, with whom, what shape it has then, bytes and time."""
-    if isinstance(step, Take):
-        return f"keep {box_text(step.box)}: {_shape_text(step.shape)}; nothing is sent"
-    if isinstance(step, Pad):
-        how = "zeros" if step.box is None else f"zeros around {box_text(step.box)}"
-        return f"{how}: {_shape_text(step.shape)}; nothing is sent"
-    verb = _VERBS.get(type(step), "")
-    if isinstance(step, Exchange):
-        summed = " and sum" if type(step) is not Exchange else ""
-        verb = (
-            f"exchange{summed} boxes ({_count_text(len(step.receives))} in, "
-            f"{_count_text(len(step.sends))} out)"
-        )
+    shape = _shape_text(step.shape)
+    if not isinstance(step, GroupStep):
+        return f"{step.words}: {shape}; nothing is sent"
     names = layout.names or tuple(map(str, range(layout.ndim)))
     axes = ", ".join(names[axis] for axis in step.axes)
-    time = step_time_s(step, links, itemsize)
     return (
-        f"{verb} over {axes}, {step.size} ranks: {_shape_text(step.shape)}; "
-        f"{bytes_text(step.received * itemsize)} in, "
-        f"{bytes_text(step.sent * itemsize)} out, {time * 1e6:.0f} us"
+        f"{step.words} over {axes}, {step.size} ranks: {shape}; "
+        f"{bytes_text(step.price.received * itemsize)} in, "
+        f"{bytes_text(step.price.sent * itemsize)} out, "
+        f"{step_time_s(step, links, itemsize) * 1e6:.0f} us"
     )
 
 
@@ -79,10 +61,6 @@ def bytes_text(count: int) -> str:
 
 def _shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a scalar"
-
-
-def _count_text(count: int) -> str:
-    return f"{count or 'none'}"
 
 
 # Bytes of one element where none are named: float32's.
@@ -135,16 +113,16 @@ class Plan:
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The axes of each group that the steps need, in mesh order, in the order of first use."""
-        axes = (step.axes for step in self.steps if isinstance(step, SENDING))
+        axes = (step.axes for step in self.steps if isinstance(step, GroupStep))
         return tuple(dict.fromkeys(axes))
 
     def bytes_received(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the bytes that this rank receives, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(s.received for s in self.steps if isinstance(s, SENDING))
+        return itemsize * sum(step.price.received for step in self.steps)
 
     def bytes_sent(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the bytes that this rank sends, with elements of ``itemsize`` bytes."""
-        return itemsize * sum(s.sent for s in self.steps if isinstance(s, SENDING))
+        return itemsize * sum(step.price.sent for step in self.steps)
 
     def peak_bytes(self, itemsize: int = _ITEMSIZE) -> int:
         """Return the most bytes that live at once: the source's part, a step's input and result,
@@ -153,7 +131,7 @@ class Plan:
         peak, held, is_copy = before, before, False
         for step in self.steps:
             result = math.prod(step.shape)
-            live = held + result + _num_buffered(step)
+            live = held + result + step.price.buffered
             peak = max(peak, live + before * is_copy)
             held, is_copy = result, True
         return itemsize * (peak if is_copy else 2 * before)
@@ -199,8 +177,8 @@ class Plan:
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        verbs = ", ".join(type(step).__name__ for step in self.steps)
-        return f"<Plan {self.title!r} at {self.coordinate}: {verbs or 'nothing to do'}>"
+        names = ", ".join(step.name for step in self.steps)
+        return f"<Plan {self.title!r} at {self.coordinate}: {names or 'nothing to do'}>"
 
 
 def make_plan(
@@ -262,11 +240,3 @@ def _values_alone(
         replace(target, mesh_sizes=sizes, unreduced=kept),
         any(coordinate[axis] for axis in void),
     )
-
-
-def _num_buffered(step: Step) -> int:
-    """How many elements a step packs and receives beside its input and its result."""
-    if isinstance(step, Exchange):
-        return step.sent + step.received
-    copies = (getattr(step, name, None) for name in ("pack", "unpack"))
-    return sum(math.prod(one.shape) for one in copies if one is not None and not one.is_plain)

@@ -148,15 +148,15 @@ def _exchanges(
     if mine != root:
         part = ((root, local),) if any(place == mine for place, _ in parts) else ()
         return (
-            Exchange(*group, part, (), None, (0,)),
-            Exchange(*group, (), part, None, shape, is_covered=is_covered),
+            Exchange((0,), *group, part, (), None),
+            Exchange(shape, *group, (), part, None, is_covered=is_covered),
         )
     others = tuple(part for part in parts if part[0] != root)
     is_kept = len(others) < len(parts)
     return (
-        Exchange(*group, (), others, (local, own) if is_kept else None, placement.shape),
+        Exchange(placement.shape, *group, (), others, (local, own) if is_kept else None),
         Exchange(
-            *group, others, (), (own, local) if is_kept else None, shape, is_covered=is_covered
+            shape, *group, others, (), (own, local) if is_kept else None, is_covered=is_covered
         ),
     )
 

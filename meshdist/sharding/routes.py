@@ -27,7 +27,7 @@ from ..mesh.layout import Layout
 from ..mesh.splits import DimSplit, Placement
 from .change_steps import exchange_steps, group_at, local_steps, verb_steps
 from .changes import Change, change_between, dim_of_largest_cells, extended
-from .steps import AllReduce, Step
+from .steps import Step, VerbStep
 
 __all__ = [
     "DEFAULT_LINK",
@@ -173,7 +173,8 @@ def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank that carry out a stage."""
     if isinstance(stage, Sum):
         group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
-        return (AllReduce(*group, stage.placement.local_shape(coordinate)),)
+        shape = stage.placement.local_shape(coordinate)
+        return (VerbStep(shape, *group, "all_reduce", shape),)
     if stage.num_received == 0:
         return local_steps(stage, coordinate)
     if stage.has_product_form:

@@ -1,10 +1,11 @@
 """The steps of a plan: what one rank does to its local array, one step after the other.
 
-Each step takes the local array that the step before it gave, and tells the shape that it gives.
-Boxes are (start, stop) per dim of a local array. ``axes`` are indices of the plan's mesh axes, in
-mesh order; the group of a step is the ranks along them, row-major, and a *place* is a rank's index
-in it. Every member of that group has a step of the same class at the same point of its plan, also
-where it has nothing to send. Numbers are elements: bytes are these times the size of one element.
+There are four kinds. Each says its price and its words, and ``carrying`` has an action for each. A
+step takes the local array that the step before it gave, and ``shape`` is what it gives. Boxes are
+(start, stop) per dim of a local array. ``axes`` are indices of the plan's mesh axes, in mesh order;
+the group of a step is the ranks along them, row-major, and a *place* is a rank's index in it. Every
+member of that group has a step of the same kind at the same point of its plan, also where it has
+nothing to send.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
-from ..mesh.splits import Box, shape_of, volume
+from ..mesh.splits import Box, box_text, volume
+from ..verb_table import VERBS
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
     "Arrangement",
     "Box",
     "Exchange",
+    "GroupStep",
     "Pad",
     "Part",
-    "ReduceScatter",
+    "Price",
     "Step",
-    "SummedExchange",
     "Take",
+    "VerbStep",
 ]
 
 Part = tuple[int, Box]
@@ -65,141 +66,123 @@ class Arrangement:
         return moved == sorted(moved)
 
 
-@dataclass(frozen=True)
-class Take:
-    """Keep one box of the local array. Nothing is sent."""
+class Price(NamedTuple):
+    """The cost of a step for one rank in elements: bytes are these times the size of an element.
 
-    box: Box
+    Args:
+        received, sent: a rank's own part does not travel.
+        num_peers: how many members send to this rank, one after the other.
+        buffered: elements packed and received beside the step's input and its result.
+    """
+
+    received: int = 0
+    sent: int = 0
+    num_peers: int = 0
+    buffered: int = 0
+
+
+@dataclass(frozen=True)
+class Step(ABC):
+    """One step: a kind that does not say its price and its words cannot be made."""
+
+    shape: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The local shape afterwards."""
-        return shape_of(self.box)
+    def name(self) -> str:
+        """The kind's name, or the verb's."""
+        return type(self).__name__.lower()
+
+    @property
+    @abstractmethod
+    def price(self) -> Price:
+        """The cost for this rank."""
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """A few words for reports."""
 
 
 @dataclass(frozen=True)
-class Pad:
+class Take(Step):
+    """Keep one box of the local array."""
+
+    box: Box
+    price = Price()
+
+    @property
+    def words(self) -> str:
+        """Which box is kept."""
+        return f"keep {box_text(self.box)}"
+
+
+@dataclass(frozen=True)
+class Pad(Step):
     """Put the local array into zeros, as a summand of a value that becomes unreduced.
 
     Args:
-        shape: the local shape afterwards.
         box: where the whole local array goes; None where another rank keeps the value and this
-            one has zeros alone.
+            rank has zeros alone.
     """
 
-    shape: tuple[int, ...]
     box: Box | None
+    price = Price()
+
+    @property
+    def words(self) -> str:
+        """What the zeros surround."""
+        return "zeros" if self.box is None else f"zeros around {box_text(self.box)}"
 
 
 @dataclass(frozen=True)
-class _SendingStep(ABC):
-    """A step in which a rank sends as much as it receives, to and from each other member."""
+class GroupStep(Step):
+    """A step in which the members of a group send and receive."""
 
     axes: tuple[int, ...]
     size: int
     place: int
 
-    @property
-    @abstractmethod
-    def received(self) -> int:
-        """Elements received; a rank's own part does not travel."""
-
-    @property
-    def sent(self) -> int:
-        """Elements sent."""
-        return self.received
-
-    @property
-    def num_peers(self) -> int:
-        """How many members send to this rank."""
-        return self.size - 1
-
 
 @dataclass(frozen=True)
-class AllReduce(_SendingStep):
-    """Sum the local arrays of the group; every member has the sum."""
-
-    shape: tuple[int, ...]
-
-    @property
-    def received(self) -> int:
-        """Elements received: the others' summands of this rank's part, then the others' parts."""
-        count = math.prod(self.shape)
-        share = count // self.size + (self.place < count % self.size)
-        return (self.size - 1) * share + count - share
-
-    @property
-    def num_peers(self) -> int:
-        """How many members send to this rank, counted once for each of the two halves."""
-        return 2 * (self.size - 1)
-
-
-@dataclass(frozen=True)
-class AllGather(_SendingStep):
-    """Gather the local arrays of the group, which have equal shapes, on every member.
+class VerbStep(GroupStep):
+    """A verb by which equal parts move between all members.
 
     Args:
-        part: the local shape before.
-        unpack: from the gathered buffer, the members' arrays in group order, to the result.
+        verb: a name in ``VERBS``.
+        part: the shape of what goes to, or comes from, each member.
+        pack: from the local array to a part per member, which are sent; None sends it as it lies.
+        unpack: from the received parts, in group order, to the result; None where they are that.
     """
 
+    verb: str
     part: tuple[int, ...]
-    unpack: Arrangement
+    pack: Arrangement | None = None
+    unpack: Arrangement | None = None
+
+    @cached_property
+    def price(self) -> Price:
+        """A part to and from each other member; twice that for a sum which all shall have."""
+        others, count = self.size - 1, math.prod(self.part)
+        copies = (how for how in (self.pack, self.unpack) if how is not None and not how.is_plain)
+        buffered = sum(math.prod(how.shape) for how in copies)
+        if VERBS[self.verb].kind == "I" and VERBS[self.verb].reduces:
+            # 10 elements on 4 ranks: place 0 receives 3 summands of its 3 elements, then the
+            # other 7 sums
+            share = count // self.size + (self.place < count % self.size)
+            moved = others * share + count - share
+            return Price(moved, moved, 2 * others, buffered)
+        return Price(others * count, others * count, others, buffered)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The local shape afterwards."""
-        return self.unpack.shape
+    def name(self) -> str:
+        """The verb, as reports call it."""
+        return VERBS[self.verb].carrier.name.removesuffix("_single").replace("_", "-")
 
-    @property
-    def received(self) -> int:
-        """Elements received."""
-        return (self.size - 1) * math.prod(self.part)
+    words = name
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_SendingStep):
-    """Sum the local arrays of the group; each member has an equal part of the sum.
-
-    Args:
-        pack: from the local array to the buffer, whose first dim is the group: a part per member.
-        shape: the local shape afterwards: one part.
-    """
-
-    pack: Arrangement
-    shape: tuple[int, ...]
-
-    @property
-    def received(self) -> int:
-        """Elements received."""
-        return (self.size - 1) * math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class AllToAll(_SendingStep):
-    """Exchange equal parts between all members of the group, this rank's own part included.
-
-    Args:
-        pack: from the local array to the buffer, whose first dim is the group: a part per member.
-        unpack: from the received buffer, laid out alike, to the result.
-    """
-
-    pack: Arrangement
-    unpack: Arrangement
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The local shape afterwards."""
-        return self.unpack.shape
-
-    @property
-    def received(self) -> int:
-        """Elements received."""
-        return math.prod(self.pack.shape[1:]) * (self.size - 1)
-
-
-@dataclass(frozen=True)
-class Exchange(_SendingStep):
+class Exchange(GroupStep):
     """Send boxes to members of the group and receive boxes from them.
 
     Args:
@@ -207,38 +190,29 @@ class Exchange(_SendingStep):
             place; at most one box each.
         receives: per member that sends something its place and the box of the result, by place.
         kept: the box of the local array, and the box of the result, that stay on this rank.
-        shape: the local shape afterwards.
         is_covered: whether boxes and ``kept`` fill the result; else the rest of it is zeros.
+        is_summed: whether received boxes are summands: equal boxes of the result are added. Two of
+            them are equal or disjoint, ``kept`` among them.
     """
 
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
     kept: tuple[Box, Box] | None
-    shape: tuple[int, ...]
     is_covered: bool = field(default=True, kw_only=True)
+    is_summed: bool = field(default=False, kw_only=True)
 
     @cached_property
-    def received(self) -> int:
-        """Elements received."""
-        return sum(volume(box) for _, box in self.receives)
-
-    @cached_property
-    def sent(self) -> int:
-        """Elements sent."""
-        return sum(volume(box) for _, box in self.sends)
+    def price(self) -> Price:
+        """All boxes; each is packed or unpacked."""
+        received, sent = (sum(volume(box) for _, box in x) for x in (self.receives, self.sends))
+        return Price(received, sent, len(self.receives), received + sent)
 
     @property
-    def num_peers(self) -> int:
-        """How many members send to this rank."""
-        return len(self.receives)
-
-
-@dataclass(frozen=True)
-class SummedExchange(Exchange):
-    """An exchange whose received boxes are summands: equal boxes of the result are added.
-
-    Two boxes of the result are equal or disjoint, ``kept`` among them.
-    """
+    def words(self) -> str:
+        """How many boxes come and go."""
+        summed = " and sum" if self.is_summed else ""
+        receives, sends = len(self.receives) or "none", len(self.sends) or "none"
+        return f"exchange{summed} boxes ({receives} in, {sends} out)"
 
     @cached_property
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
@@ -251,6 +225,3 @@ class SummedExchange(Exchange):
         for place, box in sorted([*self.receives, *kept]):
             places.setdefault(box, []).append(place)
         return tuple((box, tuple(found)) for box, found in places.items())
-
-
-Step = Take | Pad | AllReduce | AllGather | ReduceScatter | AllToAll | Exchange | SummedExchange

@@ -26,12 +26,12 @@ def test_it_checks_itself(pool: Pool) -> None:
     shown = {line[:28].strip(): line[58:].split() for line in lines}
     # 96 x 48 float32 over (dp=2, tp=2): each of four ranks lacks half of it.
     half = f"{4 * 96 * 48 * 4 // 2:,}"
-    assert shown["all-gather"] == ["AllGather", half, "Take", "0"]
-    assert shown["all-gather, used in p ways"] == ["AllGather", half, "ReduceScatter", half]
-    assert shown["all-reduce"][0] == "AllReduce"
+    assert shown["all-gather"] == ["all-gather", half, "take", "0"]
+    assert shown["all-gather, used in p ways"] == ["all-gather", half, "reduce-scatter", half]
+    assert shown["all-reduce"][0] == "all-reduce"
     assert shown["all-reduce"][2:] == ["-", "0"]
-    assert shown["all-to-all"][::2] == ["AllToAll", "AllToAll"]
-    assert shown["slice"][:2] == ["Take", "0"]
+    assert shown["all-to-all"][::2] == ["all-to-all", "all-to-all"]
+    assert shown["slice"][:2] == ["take", "0"]
 
 
 @pytest.mark.parametrize(("dp", "tp"), [(4, 1), (2, 3)])

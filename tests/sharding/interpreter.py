@@ -10,21 +10,16 @@ import numpy as np
 
 from meshdist.mesh.splits import Box
 from meshdist.sharding.steps import (
-    AllGather,
-    AllReduce,
-    AllToAll,
     Arrangement,
     Exchange,
+    GroupStep,
     Pad,
-    ReduceScatter,
     Step,
-    SummedExchange,
     Take,
 )
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Coordinate = tuple[int, ...]
-SENDING = (AllReduce, AllGather, ReduceScatter, AllToAll, Exchange)
 
 
 def coordinates(sizes: tuple[int, ...]) -> Iterator[Coordinate]:
@@ -50,7 +45,7 @@ def run(
     at = dict.fromkeys(plans, 0)
     while True:
         for rank, steps in plans.items():
-            while at[rank] < len(steps) and not isinstance(steps[at[rank]], SENDING):
+            while at[rank] < len(steps) and not isinstance(steps[at[rank]], GroupStep):
                 state[rank] = alone(steps[at[rank]], state[rank])
                 at[rank] += 1
         waiting = [rank for rank, steps in plans.items() if at[rank] < len(steps)]
@@ -61,11 +56,12 @@ def run(
             if at[rank] == len(plans[rank]):
                 continue
             step = plans[rank][at[rank]]
-            if not isinstance(step, SENDING):
+            if not isinstance(step, GroupStep):
                 continue
             members = group(rank, step.axes, sizes)
             theirs = [plans[m][at[m]] if at[m] < len(plans[m]) else None for m in members]
-            if any(type(other) is not type(step) or other.axes != step.axes for other in theirs):
+            kind = step.name, step.axes
+            if any(not isinstance(s, GroupStep) or (s.name, s.axes) != kind for s in theirs):
                 continue
             assert members.index(rank) == step.place
             assert step.size == len(members)
@@ -76,6 +72,11 @@ def run(
                 at[member] += 1
             met = True
         assert met, "ranks wait for each other"
+
+
+def kinds_of(steps: tuple[Step, ...]) -> tuple[str, ...]:
+    """The name of each step; a sum of boxes is told from their exchange."""
+    return tuple("summed " * getattr(step, "is_summed", False) + step.name for step in steps)
 
 
 def group(rank: Coordinate, axes: tuple[int, ...], sizes: tuple[int, ...]) -> list[Coordinate]:
@@ -97,21 +98,29 @@ def alone(step: Step, local: Array) -> Array:
 
 
 def together(steps: list[Any], arrays: list[Array]) -> list[Array]:
-    kind = type(steps[0])
-    if kind is AllReduce:
-        total = sum(arrays[1:], arrays[0])
-        return [total.copy() for _ in steps]
-    if kind is AllGather:
-        assert {a.shape for a in arrays} == {step.part for step in steps}
-        return [arranged(np.stack(arrays), step.unpack) for step in steps]
-    if kind is ReduceScatter:
-        packed = [arranged(a, step.pack) for a, step in zip(arrays, steps, strict=True)]
-        return [sum(p[step.place] for p in packed).reshape(step.shape) for step in steps]
-    if kind is AllToAll:
-        packed = [arranged(a, step.pack) for a, step in zip(arrays, steps, strict=True)]
-        return [arranged(np.stack([p[step.place] for p in packed]), step.unpack) for step in steps]
-    assert kind in (Exchange, SummedExchange)
-    return [exchanged(step, steps, arrays) for step in steps]
+    if isinstance(steps[0], Exchange):
+        assert len({step.is_summed for step in steps}) == 1
+        return [exchanged(step, steps, arrays) for step in steps]
+    packed = [
+        array if step.pack is None else arranged(array, step.pack)
+        for array, step in zip(arrays, steps, strict=True)
+    ]
+    match steps[0].name:
+        case "all-reduce":
+            received = [sum(packed[1:], packed[0])] * len(steps)
+        case "all-gather":
+            received = [np.stack(packed)] * len(steps)
+        case "reduce-scatter":
+            received = [sum(p[step.place] for p in packed) for step in steps]
+        case "all-to-all":
+            received = [np.stack([p[step.place] for p in packed]) for step in steps]
+    for array, step in zip(received, steps, strict=True):
+        own = array if step.name in ("all-reduce", "reduce-scatter") else array[step.place]
+        assert own.shape == step.part
+    return [
+        (array if step.unpack is None else arranged(array, step.unpack)).reshape(step.shape)
+        for array, step in zip(received, steps, strict=True)
+    ]
 
 
 def exchanged(step: Exchange, steps: list[Exchange], arrays: list[Array]) -> Array:
@@ -134,11 +143,11 @@ def exchanged(step: Exchange, steps: list[Exchange], arrays: list[Array]) -> Arr
         here, there = step.kept
         times[index_of(there)] += 1
         result[index_of(there)] += arrays[step.place][index_of(here)]
-    if isinstance(step, SummedExchange):
+    if step.is_summed:
         own = [] if step.kept is None else [(step.place, step.kept[1])]
         listed = {(place, box) for box, places in step.sums for place in places}
         assert listed == {*step.receives, *own}
-    if not isinstance(step, SummedExchange):
+    if not step.is_summed:
         assert times.max(initial=0) <= 1
         if step.is_covered:
             assert times.min(initial=1) == 1

@@ -10,7 +10,7 @@ import torch
 import meshdist as md
 from meshdist.sharding import carrying
 from meshdist.sharding.carrying import Carrier
-from meshdist.sharding.steps import AllReduce, Exchange, Pad, Step, SummedExchange, Take
+from meshdist.sharding.steps import Exchange, Pad, Step, Take, VerbStep
 from tests.sharding.reshard_cases import mesh_of
 
 
@@ -33,14 +33,15 @@ def test_summands_are_added_in_the_order_of_the_group() -> None:
     box = ((0, 1),)
     steps = [
         (
-            SummedExchange(
+            Exchange(
+                (1,),
                 (0,),
                 3,
                 rank,
                 tuple((place, box) for place in range(3) if place != rank),
                 tuple((place, box) for place in range(3) if place != rank),
                 (box, box),
-                (1,),
+                is_summed=True,
             ),
         )
         for rank in range(3)
@@ -53,8 +54,8 @@ def test_summands_are_added_in_the_order_of_the_group() -> None:
 def test_what_is_not_covered_is_zero() -> None:
     box, start = ((0, 1),), ((0, 1),)
     steps: list[tuple[Step, ...]] = [
-        (Exchange((0,), 2, 0, ((1, box),), ((1, box),), None, (3,), is_covered=False),),
-        (Exchange((0,), 2, 1, ((0, box),), ((0, start),), None, (3,), is_covered=False),),
+        (Exchange((3,), (0,), 2, 0, ((1, box),), ((1, box),), None, is_covered=False),),
+        (Exchange((3,), (0,), 2, 1, ((0, box),), ((0, start),), None, is_covered=False),),
     ]
     found = carried(steps, [torch.tensor([1.0]), torch.tensor([2.0])])
     assert [one.tolist() for one in found] == [[2, 0, 0], [1, 0, 0]]
@@ -62,11 +63,11 @@ def test_what_is_not_covered_is_zero() -> None:
 
 def test_steps_follow_one_another() -> None:
     steps: tuple[Step, ...] = (
-        Take(((1, 3), (0, 2))),
-        AllReduce((0,), 2, 0, (2, 2)),
-        AllReduce((0,), 2, 0, (2, 2)),
+        Take((2, 2), ((1, 3), (0, 2))),
+        VerbStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
+        VerbStep((2, 2), (0,), 2, 0, "all_reduce", (2, 2)),
         Pad((2, 3), ((0, 2), (1, 3))),
-        Take(((0, 1), (0, 3))),
+        Take((1, 3), ((0, 1), (0, 3))),
     )
     x = torch.arange(8.0).view(4, 2)
     for found in carried([steps, steps], [x, x]):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from meshdist.sharding.change_steps import coordinates_along, exchange_steps, local_steps, relative
 from meshdist.sharding.changes import bare, change_between
-from meshdist.sharding.steps import Exchange, Pad, SummedExchange, Take
+from meshdist.sharding.steps import Exchange, Pad, Take
 from tests.sharding.cases import assert_lies, pairs, placed, shards, whole_array
 from tests.sharding.interpreter import coordinates, run
 
@@ -28,24 +28,25 @@ def test_boxes_of_one_rank() -> None:
     (step,) = exchange_steps(change, (0, 1))
     # it holds rows 0:3 of columns 2:4, and wants rows 3:5 of columns 0:2
     assert step == Exchange(
-        (0, 1), 4, 1, ((2, ((0, 3), (0, 2))),), ((2, ((0, 2), (0, 2))),), None, (2, 2)
+        (2, 2), (0, 1), 4, 1, ((2, ((0, 3), (0, 2))),), ((2, ((0, 2), (0, 2))),), None
     )
     (step,) = exchange_steps(change, (0, 0))
-    assert step == Exchange((0, 1), 4, 0, (), (), (((0, 3), (0, 2)), ((0, 3), (0, 2))), (3, 2))
+    assert step == Exchange((3, 2), (0, 1), 4, 0, (), (), (((0, 3), (0, 2)), ((0, 3), (0, 2))))
 
 
 def test_a_sum_has_one_box_of_each_summand() -> None:
     mesh = (3,)
     change = change_between(placed(mesh, (4,), (), unreduced=(0,)), placed(mesh, (4,), (0,)))
     (step,) = exchange_steps(change, (1,))
-    assert step == SummedExchange(
+    assert step == Exchange(
+        (1,),
         (0,),
         3,
         1,
         ((0, ((0, 2),)), (2, ((3, 4),))),
         ((0, ((0, 1),)), (2, ((0, 1),))),
         (((2, 3),), ((0, 1),)),
-        (1,),
+        is_summed=True,
     )
 
 
@@ -63,7 +64,7 @@ def test_what_a_rank_holds_already_is_taken_and_padded() -> None:
     mesh = (2, 2)
     source, target = placed(mesh, (4, 4), (0,), ()), placed(mesh, (4, 4), (), (1,), unreduced=(0,))
     assert local_steps(change_between(source, target), (1, 1)) == (
-        Take(((0, 2), (2, 4))),
+        Take((2, 2), ((0, 2), (2, 4))),
         Pad((4, 2), ((2, 4), (0, 2))),
     )
     assert local_steps(change_between(source, source), (1, 1)) == ()

@@ -21,7 +21,7 @@ from meshdist.errors import (
 from meshdist.mesh.layout import Layout
 from meshdist.sharding.planning import mesh_links, plan_shardings
 from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link
-from meshdist.sharding.steps import AllGather, AllToAll, Exchange
+from meshdist.sharding.steps import Exchange
 from tests.sharding.cases import assert_lies, shards, whole_array
 from tests.sharding.interpreter import run
 
@@ -36,7 +36,7 @@ def test_specs_and_patterns_give_the_same_steps() -> None:
     by_sharding = md.plan(*shardings, shape=(8, 12), rank=6)
     assert by_spec.steps == by_text.steps == by_size.steps == by_sharding.steps
     assert by_text is by_size
-    assert isinstance(by_spec.steps[0], AllGather)
+    assert by_spec.steps[0].name == "all-gather"
     assert by_spec.steps[0].place == 2
     assert by_spec.layout is MESH
 
@@ -281,4 +281,4 @@ def test_steps_hold_whole_numbers_of_python() -> None:
     numbers = [n for _, box in (*step.sends, *step.receives) for pair in box for n in pair]
     assert {type(n) for n in (*numbers, *step.shape, step.place)} == {int}
     (even,) = md.plan("a@tp b -> a b@tp", mesh=MESH, a=12, b=8).steps
-    assert isinstance(even, AllToAll)
+    assert even.name == "all-to-all"
