@@ -174,6 +174,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "list_verbs",
             "several_tensors",
             "point_to_point",
+            "flat_broadcast",
             "object_rounds",
             "objects",
             "monitored",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..checking.program import warn_caller
+from ..collectives.flat_broadcast import broadcast_from
 from ..collectives.torch_private import unseen
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
@@ -25,7 +26,7 @@ from .logging_data import DataLogger
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
-from .replicas import Buffers, broadcast_from, check_equal_lines, tensor_line
+from .replicas import Buffers, check_equal_lines, tensor_line
 from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import (

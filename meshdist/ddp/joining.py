@@ -28,6 +28,7 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from ..checking.calls import Call
+from ..collectives.flat_broadcast import broadcast_from
 from ..collectives.neutral_answers import answer
 from ..collectives.objects import broadcast_object_list
 from ..errors import ArgumentError, JoinError, KindError, LengthError
@@ -38,7 +39,6 @@ from ..runtime.untraced import leave_untraced
 from ..wires.operations import DONE
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work
-from .replicas import broadcast_from
 
 __all__ = [
     "Join",
