@@ -208,10 +208,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "lax": ("lax",),
         "torch_process_groups": (
-            "members",
             "inner_group",
             "works",
-            "group",
             "process_group",
             "opening",
             "offering",

@@ -51,7 +51,9 @@ class VerbCall(PreparedCall):
         is_elementwise: bool = False,
     ) -> None:
         self.verb, self.root, self.title = verb, root, title
-        self.group: ProcessGroup = group if type(group) is ProcessGroup else resolve_group(group)
+        self.group: ProcessGroup = (
+            group if isinstance(group, ProcessGroup) else resolve_group(group)
+        )
         self.is_elementwise = is_elementwise
         self.written, self.foreign = [], []
 

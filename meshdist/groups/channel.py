@@ -108,7 +108,9 @@ class Channel:
         self.communicator.watch(self._explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self._explain)
-        self._warn_dropped = partial(_warn_dropped, self.recorder, self.aborts, opened.label)
+        self._warn_dropped: Callable[[int], None] | None = partial(
+            _warn_dropped, self.recorder, self.aborts, opened.label
+        )
         entry = self._native_entry()
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None

@@ -27,11 +27,15 @@ __all__ = ["HeaderTables"]
 
 
 class HeaderTables:
-    """Makes header and announcement tables; none where this rank has no shared words."""
+    """Makes header and announcement tables; none where this rank has no shared words.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        words: those of this process, where it has some before ``make_words``.
+    """
+
+    def __init__(self, world: World, words: SharedWords | None = None) -> None:
         self._world = world
-        self._words: SharedWords | None = None
+        self._words = words
         self._views: dict[int, SharedWordsView | None] = {}
 
     def make_words(self) -> WordsAddress | None:
@@ -39,13 +43,15 @@ class HeaderTables:
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 
-    def make(self, label: str, ranks: tuple[int, ...]) -> HeaderTable | None:
+    def make(
+        self, label: str, ranks: tuple[int, ...], *, compares_messages: bool = True
+    ) -> HeaderTable | None:
         """The table of a new communicator; None where no other member is on this host."""
         key = _key_of(label)
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
         me = ranks.index(self._world.rank)
-        new_log = None if core is None else core.MessageLog
+        new_log = core.MessageLog if compares_messages and core is not None else None
         return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
 
     def make_for_announcements(

@@ -39,6 +39,7 @@ class Asked(NamedTuple):
 
 
 _NOTHING = Asked()
+_NO_TIME = timedelta()
 
 
 def only(tensors: Any, verb: str) -> Any:
@@ -89,7 +90,7 @@ def _method(verb: str) -> Callable[..., Any]:
     needed, ours = {*ours}, (*ours, *row.named(Role.SIZES))
     roots, ops = [f"group_{name}" for name in row.named(Role.ROOT)], row.named(Role.OP)
 
-    def method(self: VerbMethods, *given: Any, **named: Any) -> Any:
+    def method(self: VerbMethods, *given: Any, opts: Any = None, **named: Any) -> Any:
         values = dict(zip(ours, given, strict=False))
         if named:
             under = {also.get(name, name): value for name, value in named.items()}
@@ -97,7 +98,7 @@ def _method(verb: str) -> Callable[..., Any]:
                 raise TypeError(f"one of {tensors} is given twice")
             named, pairs = under, zip(ours, tensors, strict=True)
             values |= {one: named.pop(theirs) for one, theirs in pairs if theirs in named}
-        asked = read_options(options, *given[len(ours) :], **named)
+        asked = read_options(options, *given[len(ours) :], opts=opts, **named)
         if not values.keys() >= needed:
             raise TypeError(f"one of {tensors[: len(needed)]} is missing")
         for name, read, is_of_root in readers:
@@ -131,21 +132,21 @@ def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named
             f"{len(given)} arguments where there are {len(fields)}: {', '.join(fields)}"
         )
     asked = _NOTHING
-    if not named.keys().isdisjoint(fields[: len(given)]):
-        raise TypeError(f"one of {fields} is given twice")
     if given or named:
+        if not named.keys().isdisjoint(fields[: len(given)]):
+            raise TypeError(f"one of {fields} is given twice")
         values = {**dict(zip(fields, given, strict=False)), **named}
         asked = Asked(**{name: x for name, x in values.items() if x is not None})
         check_timeout(asked.timeout)
     if opts is None:
         return asked
     timeout, op = opts.timeout, getattr(opts, "reduceOp", asked.op)
-    return asked._replace(
-        is_async=opts.asyncOp,
-        timeout=timeout if timeout > timedelta(0) else None,  # torch's sign for "none" is negative
-        op=asked.op if op == asked.op else op,  # its plain kind is known fast
-        root=getattr(opts, "rootRank", asked.root),
-        device_ids=getattr(opts, "device_ids", None) or None,
+    return Asked(
+        opts.asyncOp,
+        timeout if timeout > _NO_TIME else None,  # torch's sign for "none" is negative
+        asked.op if op == asked.op else op,  # its plain kind is known fast
+        getattr(opts, "rootRank", asked.root),
+        getattr(opts, "device_ids", None) or None,
     )
 
 

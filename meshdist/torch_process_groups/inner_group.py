@@ -1,112 +1,112 @@
-"""The members of one of torch's groups as a group of ours: the verbs of torch's run on it."""
+"""The members of one of torch's groups as a group of ours: the verbs of torch's run on it.
+
+On a wire that does not compare calls by itself, as in meshdist's own groups the members on one host
+write a header of each collective where the others can read it. Of two whose calls differ the later
+one sees it at once; the other sees it while it waits, or at its next call.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
+from torch.distributed import Store
 
-from ..bootstrap.bounded_store import within
+from ..bootstrap.bounded_store import read_json, within
 from ..bootstrap.world import World
-from ..checking.calls import GroupFacts
-from ..checking.recorder import Recorder
-from ..error_text import ranks_text
+from ..checking.calls import GroupFacts, Note
+from ..checking.header_table import WINDOW, HeaderTable
+from ..checking.recorder import FORGOTTEN, Recorder
+from ..error_text import grouped_text, ranks_text
+from ..errors import AbortedError
 from ..groups.channel import Channel
-from ..groups.failures import explained_opening
+from ..groups.failures import OtherMembers, explained_opening
+from ..groups.header_tables import HeaderTables
 from ..groups.process_group import ProcessGroup
 from ..groups.registry import OpenCommunicator
-from ..runtime.deadlines import Deadline
-from ..runtime.hosts import num_forks
+from ..groups.signals import Endings, collect
+from ..runtime.deadlines import Deadline, Grace
+from ..runtime.hosts import forks
 from ..wires.failures import MembersDisagree
+from ..wires.mpi.arrivals import words_of_process
 from ..wires.packing import Layout
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
-from .members import Comparison, MembersOfTorchGroup
 
-__all__ = ["InnerGroup"]
+__all__ = ["Comparison", "InnerGroup", "MembersOfTorchGroup"]
 
-_LABEL = ""  # of a communicator that no other group shares
+_ANSWERS_S = 1.0
+_ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """One group of torch's as ours. Making one opens the wire, and is collective over its members.
+    """One group of torch's as ours. Making one opens the wire, collectively over its members."""
 
-    Args:
-        wire: what moves tensors of its device types.
-        opening: the group, as the wire is to open it.
-        name: what torch calls the group.
-
-    Raises:
-        BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
-    """
-
-    def __init__(self, wire: Wire, opening: Opening, name: str) -> None:
-        ranks, timeout = opening.ranks, opening.timeout
+    def __init__(self, wire: Wire, opening: Opening) -> None:
+        ranks, timeout, label = opening.ranks, opening.timeout, opening.name
         # Opening is collective and calls need not be: so all that may be called for is opened here.
         kinds = {opening.device_type, *(["cuda"] if torch.cuda.is_available() else [])}
         backends = dict.fromkeys(sorted(wire.device_types & kinds), wire.name)
         world = World(ranks[opening.rank], max(ranks) + 1, opening.store, backends, timeout)
-        super().__init__(world, ranks, name=f"group {name!r} ({ranks_text(ranks)})")
-        facts = GroupFacts(self.name, ranks, opening.rank, wire=wire.name, timeout=timeout)
-        self.here = facts.here
-        self.recorder = Recorder()
-        self._aborts: dict[str, Any] = {}
-        self._comparison: Comparison | None = None
-        if not wire.compares_calls:
-            self._comparison = Comparison(opening, self.recorder)
-            opening = replace(opening, look=self._comparison.compare_again)
-        # Without the group, whose channels keep the native core's part that is given this.
-        break_here = partial(_break_here, ref(self))
-        others = MembersOfTorchGroup(facts, opening.store, self._comparison, break_here)
+        if opening.hosts or not opening.is_one_host:  # else all are on one, as far as is known
+            hosts = dict(zip(ranks, opening.hosts or ranks, strict=True))
+            world.hosts = tuple(hosts.get(rank, -1) for rank in range(world.size))
+        super().__init__(world, ranks, name=f"group {label!r} ({ranks_text(ranks)})")
+        facts = GroupFacts(self.name, ranks, opening.rank, label, wire.name, timeout)
+        self.here, self.recorder, self._label = facts.here, Recorder(), label
+        self._aborts: dict[str, dict[str, Any]] = {}
+        words = None if wire.compares_calls else words_of_process()
+        table = HeaderTables(world, words).make(label, ranks, compares_messages=False)
+        comparison = None
+        if table is not None and words is not None:
+            Endings(world).announce(words=words.address)
+            comparison = Comparison(table, ranks, self.recorder)
+            opening = replace(opening, look=comparison.compare_again)
+        others = MembersOfTorchGroup(facts, opening.store, comparison, ref(self))
         try:
             for kind in backends:
-                self._channels[kind] = self._opened(wire, opening, kind, facts, others)
+                terms = opening
+                if kind != opening.device_type:
+                    terms = opening.below(kind, device_type=kind)
+                explained = explained_opening(self.name, ranks, wire, self.here)
+                with explained, within(Deadline(timeout)):
+                    communicator = wire.open(terms)
+                of_calls = label, communicator, self.recorder, self._aborts, table
+                opened = facts, wire, OpenCommunicator(*of_calls), kind, others
+                self._channels[kind] = _SharedChannel(*opened, comparison=comparison)
         except BaseException:
             self.close()
+            if table is not None:
+                table.close()
             raise
 
     def __del__(self) -> None:
         """Do nothing: torch's group ends it."""
 
-    def _opened(
-        self,
-        wire: Wire,
-        opening: Opening,
-        kind: str,
-        facts: GroupFacts,
-        others: MembersOfTorchGroup,
-    ) -> Channel:
-        """The channel for tensors of a device type."""
-        if kind != opening.device_type:
-            opening = opening.below(kind, device_type=kind)
-        explained = explained_opening(self.name, self.ranks, wire, self.here)
-        with explained, within(Deadline(opening.timeout)):
-            communicator = wire.open(opening)
-        comparison = self._comparison
-        table = None if comparison is None else comparison.table
-        opened = OpenCommunicator(_LABEL, communicator, self.recorder, self._aborts, table)
-        channel = _SharedChannel(facts, wire, opened, kind, others)
-        channel.comparison = comparison
-        return channel
-
     @property
     def is_over(self) -> bool:
         """Whether it was closed, or belongs to the process that this one was forked from."""
-        return self._closed or self._num_forks != num_forks()
+        return self._closed or self._num_forks != forks[0]
 
-    @property
-    def broken(self) -> str:
-        """Why it cannot be used any more; "" where it can."""
-        abort = self._aborts.get(_LABEL)
-        return "" if abort is None else str(abort["reason"])
+    def check_unbroken(self) -> None:
+        """Raise where it was closed, or has failed, or belongs to a parent's process."""
+        if self._closed or self._num_forks != forks[0]:
+            self.check_usable()
+        if self._aborts:
+            raise AbortedError(
+                f"{self.name} cannot be used after a failure",
+                where=self.here,
+                found=self._aborts[self._label]["reason"],
+                fix="make a new group on the ranks that are left",
+            )
 
     def break_here(self, reason: str) -> None:
         """Refuse all that follows, and free every wait.
@@ -115,7 +115,7 @@ class InnerGroup(ProcessGroup):
         call than its own. Calls that differ end the group where the wire does not compare them: it
         has started those of some members.
         """
-        self._aborts.setdefault(_LABEL, {"reason": reason})
+        self._aborts.setdefault(self._label, {"reason": reason})
         self.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -132,44 +132,148 @@ class InnerGroup(ProcessGroup):
     def leave(self) -> None:
         """Announce to the other members that this process ends in good order."""
         for channel in self._channels.values():
-            channel.communicator.leave()
+            channel.opened.leave()
 
     def close(self) -> None:
         """End this member's part."""
         self._closed = True
         self.leave()
         for channel in self._channels.values():
-            channel.communicator.close()
-        if self._comparison is not None:
-            self._comparison.close()
-
-
-def _break_here(alive: ref[InnerGroup], reason: str) -> None:
-    if (group := alive()) is not None:
-        group.break_here(reason)
+            channel.opened.close()
 
 
 class _SharedChannel(Channel):
     """A channel on which several threads may call verbs at the same time."""
 
-    comparison: Comparison | None = None
-
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Any, comparison: Comparison | None) -> None:
         super().__init__(*given)
         self._starting = threading.RLock()
+        self._compared = comparison
+        self._warn_dropped = None  # torch, too, lets a program drop a Work
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
+        if not is_async:
+            return super().run(prepared)
         # Calls that go on in the background start in the order in which they are noted.
-        with self._starting if is_async else nullcontext():
-            return super().run(prepared, is_async=is_async)
+        with self._starting:
+            return super().run(prepared, is_async=True)
 
     def enter(
         self, prepared: PreparedCall, layouts: Sequence[Layout] = (), *, is_guarded: bool = True
     ) -> None:
         with self._starting:
             super().enter(prepared, layouts, is_guarded=is_guarded)
-        if self.comparison is not None:
+        if self._compared is not None:
             try:
-                self.comparison.compare_again(is_thorough=False)
+                self._compared.compare_again(is_thorough=False)
             except MembersDisagree as failure:
                 raise self.explain(failure, prepared.number) from None
+
+
+@dataclass
+class Comparison:
+    """One member's part in the comparison of a group's calls.
+
+    Args:
+        table: in which members write their calls.
+        ranks: the members' global ranks.
+        recorder: has noted this member's calls.
+    """
+
+    table: HeaderTable
+    ranks: Sequence[int]
+    recorder: Recorder
+    num_compared: int = 0
+
+    def compare_again(self, *, is_thorough: bool = True) -> None:
+        """Compare once more the calls that not all members had reached.
+
+        With ``is_thorough`` it goes on behind a call that a member has still not reached.
+
+        Raises:
+            MembersDisagree: another member has started another call in the place of one of them.
+        """
+        latest, is_compared = self.recorder.sequence, True
+        for number in range(max(self.num_compared, latest - WINDOW) + 1, latest + 1):
+            differing = self.table.look_again(number)
+            if differing:
+                others = ranks_text(sorted(self.ranks[member] for member in differing))
+                text = f"this member's call differs from that of {others}"
+                raise MembersDisagree(text, number)
+            is_compared = is_compared and differing is not None
+            if is_compared:
+                self.num_compared = number
+            elif not is_thorough:
+                return
+
+
+@dataclass
+class MembersOfTorchGroup(OtherMembers):
+    """The other members of a group of torch's.
+
+    No thread of theirs answers questions. But all members see that their calls differ, and each
+    writes its own into the store.
+
+    Args:
+        inner: returns the group, whose channels keep the native core's part that keeps this.
+    """
+
+    group: GroupFacts
+    store: Store
+    comparison: Comparison | None
+    inner: Callable[[], InnerGroup | None]
+
+    def compare_again(self) -> None:
+        if self.comparison is not None:
+            self.comparison.compare_again()
+
+    def find_abort(self) -> dict[str, Any] | None:
+        with suppress(RuntimeError):  # the store is lost
+            if self.store.check([_ABORT]):
+                return read_json(self.store, _ABORT, _abort)
+        return None
+
+    def break_here(self, reason: str) -> None:
+        if (group := self.inner()) is not None:
+            group.break_here(reason)
+
+    def give_up(self, reason: str) -> None:
+        mine = {"rank": self.group.ranks[self.group.rank], "reason": reason}
+        with suppress(RuntimeError):
+            self.store.set(_ABORT, json.dumps(mine))
+        self.break_here(reason)
+
+    def agree_on_error(
+        self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
+    ) -> dict[str, str]:
+        # Where the wire compares calls it does so before any data moves, and the group goes on.
+        text = FORGOTTEN if mine is None else mine.text
+        where, fix = disagreement["where"], disagreement["fix"]
+        if "sequence" not in about:
+            found = f"{self.group.here}: {text}"
+        else:
+            found = self._what_each_called(about["sequence"], text)
+            if self.comparison is None:
+                where += "; no data was moved"
+            else:
+                where += "; this member's tensors may have been written"
+                fix += "; the group is broken now"
+                self.break_here(disagreement["summary"])
+        found = "\n".join(filter(None, (disagreement["found"], found)))
+        return {**disagreement, "where": where, "found": found, "fix": fix}
+
+    def _what_each_called(self, sequence: int, text: str) -> str:
+        texts, places = {self.group.rank: text}, range(len(self.group.ranks))
+        keys = {member: f"disagreement/{sequence}/{member}" for member in places}
+        with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
+            self.store.set(keys[self.group.rank], json.dumps(text))
+            texts |= collect(self.store, keys, Grace(_ANSWERS_S), str)
+        return grouped_text(
+            (rank, texts.get(member, "has not reported"))
+            for member, rank in enumerate(self.group.ranks)
+        )
+
+
+def _abort(value: dict[str, Any]) -> dict[str, Any]:
+    """The message of a member that gives up; raises where it is none."""
+    return {"rank": int(value["rank"]), "reason": str(value["reason"])}

@@ -15,25 +15,21 @@ __all__ = ["offer", "offer_at_import"]
 _SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def offer() -> None:
-    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough.
-
-    ``mpi`` is torch's own name, for a class that its wheels lack. It is filled where it is empty
-    and mpi4py is there: then torch's ``is_mpi_available()`` says True.
-    """
-    _offer(is_mpi_offered=True)
-
-
 def offer_at_import() -> None:
     """As ``offer``, but ``mpi`` only in a process that mpiexec has started.
 
     Programs that did not ask for ours choose a backend by ``is_mpi_available()``: for them it stays
     False where MPI could not work.
     """
-    _offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
+    offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
 
 
-def _offer(*, is_mpi_offered: bool) -> None:
+def offer(*, is_mpi_offered: bool = True) -> None:
+    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough.
+
+    ``mpi`` is torch's own name, for a class that its wheels lack. It is filled where it is empty
+    and mpi4py is there: then torch's ``is_mpi_available()`` says True.
+    """
     import torch.distributed as torch_distributed
     from torch.distributed import distributed_c10d
 

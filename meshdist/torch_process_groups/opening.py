@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections import Counter
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary, finalize
 
 import torch.distributed as torch_distributed
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -36,33 +36,26 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
         BackendError: no such wire on this machine, or it could not be opened.
         CollectiveTimeoutError: a member did not come.
     """
-    size, torchs = options.group_size, _store_of(options)
-    deadline = Deadline(options.timeout)
-    with within(deadline):
+    torchs = _store_of(options)
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    with within(Deadline(options.timeout)):
         connection = _take_connection(root_of(torchs), options.timeout)
-    give_back = partial(_give_back, connection)
-    try:
-        with within(deadline):
-            torchs, ours = _keys_of_group(torchs, options.group_rank, connection)
-        return WireGroup(
-            get_wire(wire),
-            Opening(
-                store=ours,
-                make_torch_store=lambda: torchs,
-                ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
-                rank=options.group_rank,
-                device_type="cpu",
-                timeout=options.timeout,
-                options=wire_options,
-                name=options.group_id,
-                num_local=_num_local(size),
-            ),
-            options.group_id,
-            give_back,
-        )
-    except BaseException:
-        give_back()
-        raise
+        torchs, ours = _keys_of_group(torchs, options.group_rank, connection.store)
+    return WireGroup(
+        get_wire(wire),
+        Opening(
+            store=ours,
+            make_torch_store=lambda: torchs,
+            ranks=ranks,
+            rank=options.group_rank,
+            device_type="cpu",
+            timeout=options.timeout,
+            options=wire_options,
+            name=options.group_id,
+            num_local=_num_local(options.group_size),
+        ),
+        connection,
+    )
 
 
 @never_nested
@@ -96,7 +89,6 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
             num_local=joined.local_size,
             hosts=hosts,
         ),
-        name,
     )
 
 
@@ -137,33 +129,28 @@ def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[S
 # Where a client connects, torch's server asks the name server what it is called, and answers nobody
 # meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
 # over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
-_connections: dict[tuple[int, str, int], BoundedStore] = {}
-_num_groups: Counter[BoundedStore] = Counter()
+_connections: WeakValueDictionary[tuple[int, str, int], _Connection] = WeakValueDictionary()
 _sharing = threading.Lock()
 
 
-def _take_connection(root: Store, timeout: timedelta) -> BoundedStore:
-    """The connection by which a group asks a store; ``_give_back`` closes it behind the last."""
+class _Connection:
+    """A connection by which groups ask a store; it is closed behind the last of them."""
+
+    def __init__(self, root: Store, timeout: timedelta) -> None:
+        self.store = BoundedStore(cloned(root), timeout)
+        finalize(self, self.store.close)  # what is kept keeps its socket
+
+
+def _take_connection(root: Store, timeout: timedelta) -> _Connection:
+    """The connection that this process has to a store's server, or a new one."""
     if not isinstance(root, TCPStore):
-        return BoundedStore(cloned(root), timeout)
+        return _Connection(root, timeout)
     server = os.getpid(), root.host, root.port
     with _sharing:
         connection = _connections.get(server)
-        if connection is None or not connection.is_served:
-            connection = _connections[server] = BoundedStore(cloned(root), timeout)
-        _num_groups[connection] += 1
+        if connection is None or not connection.store.is_served:
+            connection = _connections[server] = _Connection(root, timeout)
         return connection
-
-
-def _give_back(connection: BoundedStore) -> None:
-    with _sharing:
-        _num_groups[connection] -= 1
-        if _num_groups[connection]:
-            return
-        del _num_groups[connection]  # what is kept keeps its socket
-        for server in [one for one, kept in _connections.items() if kept is connection]:
-            del _connections[server]
-    connection.close()
 
 
 def _num_local(size: int) -> int:

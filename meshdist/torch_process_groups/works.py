@@ -23,9 +23,9 @@ from torch._C._profiler import _RecordFunctionFast
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..errors import BackendError
 from ..wires.operations import WorkerQueue
-from ..wires.work import Work, may_be_dropped
+from ..wires.work import Work
 
-__all__ = ["TorchWork", "begin_record", "find_tensor"]
+__all__ = ["TorchWork", "begin_record", "tensors_of"]
 
 _UNSET = timedelta(0)
 _PATIENCE_S = 1.0
@@ -34,23 +34,32 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """One or several verbs in flight as one, for torch; no ``works`` means that all is done."""
+    """One or several verbs in flight as one, for torch; no ``works`` means that all is done.
 
-    def __init__(self, works: Sequence[Work], result: list[Any], completer: WorkerQueue) -> None:
+    Args:
+        recordings: the threads that end records of the profiler, which a wait waits for, too.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        result: list[Any],
+        completer: WorkerQueue,
+        recordings: Sequence[threading.Thread] = (),
+    ) -> None:
         super().__init__()
-        self._works = list(map(may_be_dropped, works))
+        self._works = works
         self._result = result
         self._completer = completer
         self._future: torch.futures.Future[Any] | None = None
-        self._recordings: list[threading.Thread] = []
+        self._recordings = recordings
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
         """Several as one, whose result is that of all."""
         works = [work for part in parts for work in part._works]
-        joint = cls(works, [x for part in parts for x in part._result], completer)
-        joint._recordings = [thread for part in parts for thread in part._recordings]
-        return joint
+        recordings = [thread for part in parts for thread in part._recordings]
+        return cls(works, [x for part in parts for x in part._result], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when all is done; each verb may take ``timeout``, or the group's for zero.
@@ -75,7 +84,7 @@ class TorchWork(torch_distributed.Work):
         if not ENDS_RECORDS_ANYWHERE:
             return self._record(records, () if is_async else self._works)
         thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
-        self._recordings.append(thread)
+        self._recordings = [thread]
         thread.start()
 
     def _record(self, records: list[Any], works: Sequence[Any]) -> None:
@@ -151,23 +160,15 @@ def _await_callbacks() -> None:
 
 def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
     """Begin a record of torch's profiler, with the shapes of these tensors; for ``end_with``."""
-    records = [_RecordFunctionFast(title, list(_tensors_of(given)))]
+    records = [_RecordFunctionFast(title, list(tensors_of(given)))]
     records[0].__enter__()
     return records
 
 
-def find_tensor(given: Iterable[Any]) -> torch.Tensor | None:
-    """The first tensor among arguments, some of which may be lists, also of lists."""
-    for one in given:
-        found = find_tensor(one) if isinstance(one, (list, tuple)) else one
-        if isinstance(found, torch.Tensor):
-            return found
-    return None
-
-
-def _tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, some of which may be lists, also of lists."""
     for one in given:
         if isinstance(one, torch.Tensor):
             yield one
         elif isinstance(one, (list, tuple)):
-            yield from _tensors_of(one)
+            yield from tensors_of(one)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import meshdist as md
 from meshdist.groups.verb_methods import Asked, only, only_list, read_options
-from meshdist.torch_process_groups.works import find_tensor
+from meshdist.torch_process_groups.works import tensors_of
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import (
     all_gather_single_of_torch,
@@ -153,8 +153,8 @@ def test_what_is_given_twice_is_refused() -> None:
 
 
 def test_tensors_among_arguments() -> None:
-    assert find_tensor([1, [[X]]]) is X
-    assert find_tensor([[], None, "text"]) is None
+    assert next(tensors_of([1, [[X]]])) is X
+    assert list(tensors_of([[], None, "text"])) == []
     assert only(X, "send") is X and only([X], "send") is X
     assert only_list([[X]], "gather") == [X] and only_list([X], "gather") == [X]
     with pytest.raises(md.ArgumentError, match="send: a list of 2 tensors, one for each device"):

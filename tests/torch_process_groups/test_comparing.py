@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.recorder import Recorder
-from meshdist.torch_process_groups.members import Comparison
+from meshdist.groups.header_tables import HeaderTables
+from meshdist.groups.signals import Endings
+from meshdist.torch_process_groups.inner_group import Comparison
 from meshdist.wires.failures import MembersDisagree
-from meshdist.wires.registry import Opening
 
 RANKS = (4, 6)
-LIMIT = timedelta(seconds=5)
+ONE_HOST = (-1, -1, -1, -1, 0, -1, 0)
+TWO_HOSTS = (-1, -1, -1, -1, 0, -1, 1)
 
 
 class Member:
     """One member, which notes its calls and writes them where the others see them."""
 
-    def __init__(self, rank: int, store: HashStore, **more: Any) -> None:
-        opening = Opening(store, lambda: store, RANKS, rank, "cpu", LIMIT, **more)
+    def __init__(self, rank: int, store: HashStore, hosts: tuple[int, ...] = ONE_HOST) -> None:
+        world = World(RANKS[rank], len(hosts), store, {}, hosts=hosts)
         self.group = GroupFacts("a group", RANKS, rank)
         self.recorder = Recorder()
-        self.comparison = Comparison(opening, self.recorder)
+        self.tables = HeaderTables(world)
+        Endings(world).announce(words=self.tables.make_words())
+        self.table = self.tables.make("a group", RANKS, compares_messages=False)
+        if self.table is not None:
+            self.comparison = Comparison(self.table, RANKS, self.recorder)
 
     def enter(self, verb: str = "all_reduce", count: int = 2, sizes: Any = ()) -> list[int]:
         data = torch.Size([count]), torch.float32
         call = Call(verb, data, is_uneven=bool(sizes))
         self.recorder.note(self.group, call, sizes)
-        table = self.comparison.table
-        return (
-            [] if table is None else table.enter(self.recorder.sequence, call.fingerprint, *sizes)
-        )
+        assert self.table is not None
+        return self.table.enter(self.recorder.sequence, call.fingerprint, *sizes)
 
     def compare(self, **how: bool) -> int | None:
         """The number of a call in whose place another member has started another one."""
@@ -52,11 +56,11 @@ class Member:
 def pair() -> Iterator[list[Member]]:
     store = HashStore()
     made = [Member(rank, store) for rank in range(2)]
-    if made[0].comparison.table is None:
+    if made[0].table is None:
         pytest.skip("this system has no shared words")
     yield made
     for one in made:
-        one.comparison.close()
+        one.tables.close()
 
 
 def test_equal_calls_pass(pair: list[Member]) -> None:
@@ -99,17 +103,15 @@ def test_uneven_calls_are_compared_pair_by_pair(pair: list[Member]) -> None:
 
 def test_after_its_end_nothing_is_compared(pair: list[Member]) -> None:
     pair[0].enter()
-    pair[1].comparison.close()
+    for _ in range(2):  # a channel for each device type closes it
+        pair[1].table.close()
     pair[1].enter(count=3)
     assert pair[1].compare() is None
-    pair[1].comparison.close()
 
 
 def test_members_of_different_hosts_compare_nothing() -> None:
     store = HashStore()
     for rank in range(2):
-        one = Member(rank, store, hosts=(0, 1))
-        assert one.enter(count=2 + rank) == []
-        assert one.compare() is None
-        one.comparison.close()
-    assert store.num_keys() == 0
+        one = Member(rank, store, TWO_HOSTS)
+        assert one.table is None
+        one.tables.close()

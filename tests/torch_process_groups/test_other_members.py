@@ -10,8 +10,8 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts, Note
-from meshdist.torch_process_groups import members
-from meshdist.torch_process_groups.members import MembersOfTorchGroup
+from meshdist.torch_process_groups import inner_group
+from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
 
 RANKS = (4, 6, 7)
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}
@@ -48,7 +48,7 @@ def test_every_member_tells_what_all_have_called() -> None:
 
 
 def test_a_member_that_does_not_write_is_named(monkeypatch: Any) -> None:
-    monkeypatch.setattr(members, "_ANSWERS_S", 0.05)
+    monkeypatch.setattr(inner_group, "_ANSWERS_S", 0.05)
     (fields,) = agreed(HashStore(), {1: "barrier"}, sequence=3)
     assert "ranks 4, 7: has not reported" in fields["found"]
     assert "rank 6: barrier(" in fields["found"]
@@ -71,13 +71,13 @@ def test_a_message_tells_of_this_member_alone() -> None:
 
 
 def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
-    monkeypatch.setattr(members, "_ANSWERS_S", 0.05)
-    comparison, broken = mock.Mock(), mock.Mock()
-    others = MembersOfTorchGroup(facts(0), HashStore(), comparison, broken)
+    monkeypatch.setattr(inner_group, "_ANSWERS_S", 0.05)
+    comparison, inner = mock.Mock(), mock.Mock()
+    others = MembersOfTorchGroup(facts(0), HashStore(), comparison, inner)
     others.compare_again()
     comparison.compare_again.assert_called_once_with()
     fields = others.agree_on_error(FIELDS, None, {"sequence": 3})
     assert fields["where"] == "a group; this member's tensors may have been written"
     assert fields["fix"] == "mend; the group is broken now"
     assert "rank 4: its call is no longer known" in fields["found"]
-    broken.assert_called_once_with("they differ")
+    inner().break_here.assert_called_once_with("they differ")

@@ -477,7 +477,7 @@ def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> Non
                 patch.setattr(torch.cuda, "is_available", partial(bool, has_cuda))
                 keys = dist.PrefixStore(f"stand-in {has_cuda}", store)
                 opening = Opening(keys, lambda: store, ranks, rank, "cpu", timedelta(seconds=20))
-                WireGroup(StandIn(), opening, "stand-in").shutdown()
+                WireGroup(StandIn(), opening).shutdown()
         return opened
 
     assert on_torch(pool, program, 2) == [["cpu", "cpu", "cuda"]] * 2
