@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..bootstrap.world import find_world
+from ..bootstrap.world import Closable, find_world
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
@@ -287,11 +287,7 @@ def check_period(verify_every: object) -> int:
     return verify_every
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-def let_go(*rooms: _Closable | None) -> None:
+def let_go(*rooms: Closable | None) -> None:
     """Take from a model what a wrapper has put on it: the wrapper is gone, the model may live."""
     for room in rooms:
         if room is not None:
