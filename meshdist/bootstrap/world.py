@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch.distributed as torch_distributed
@@ -27,6 +27,7 @@ from .bounded_store import BoundedStore
 from .environments import find_place, ways_to_start
 
 __all__ = [
+    "Caches",
     "World",
     "enter_world",
     "find_unjoined_place",
@@ -38,6 +39,38 @@ __all__ = [
     "remove_world",
     "world_here",
 ]
+
+
+T = TypeVar("T")
+_MOST_KEPT = 4096
+
+
+class Caches:
+    """Objects that modules above keep with a mesh, or with a world, by type and key."""
+
+    def __init__(self) -> None:
+        self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
+
+    def find(self, kind: type[T], key: Hashable) -> T | None:
+        """The object of a type and a key, if it is kept."""
+        try:
+            found: T | None = self.kept[kind].get(key)
+        except TypeError:  # no hash: what is made with such a key refuses it in better words
+            return None
+        return found
+
+    def keep(self, kind: type[T], key: Hashable, value: T) -> T:
+        """Keep an object, and return it."""
+        kept = self.kept[kind]
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
+        kept[key] = value
+        return value
+
+    def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
+        """The only object of a type, made at its first use."""
+        found = self.find(kind, None)
+        return self.keep(kind, None, (make or kind)()) if found is None else found
 
 
 class Closable(Protocol):
@@ -84,9 +117,8 @@ class World:
     server: int | None = None
     chooses_wires: bool = False
     """Whether no wire was named, so that another one may serve where the best cannot."""
-    shared_notes: dict[Hashable, Any] | None = None
-    """The notes of simulated ranks, which share them, of leaves whose gradients they compare; None
-    where they compare none."""
+    compared: Caches | None = None
+    """The notes of simulated ranks, which share them, of gradients to compare; else None."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)

@@ -166,16 +166,13 @@ def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
     return leaf.dtype, leaf.device, leaf.layout, type_of(leaf)
 
 
-_NOTE = "leaf buckets"  # under which a mesh keeps its own
-
-
 class Casts:
     """The casts of one context; ``count`` is how many nodes of autograd were made."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.count = 0
         self._mesh = mesh
-        self._buckets: LeafBuckets = mesh.notes.setdefault(_NOTE, LeafBuckets())
+        self._buckets = mesh.caches.of(LeafBuckets)
         self._groups: dict[str, ProcessGroup] = {}
         self._kept: dict[int, dict[str, _Kept]] = {}
         self._owners: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}

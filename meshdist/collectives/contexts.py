@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -61,9 +62,8 @@ from .type_errors import (
 
 __all__ = [
     "ContextMode",
-    "PASSED",
     "PLAIN_TENSORS",
-    "RUNNING",
+    "Backwards",
     "TypedHook",
     "asleep",
     "collect",
@@ -113,8 +113,14 @@ def _check_lost(original: torch.Tensor) -> None:
         )
 
 
-RUNNING = "the context whose backward runs"
-"""Under which a mesh notes it."""
+@dataclass
+class Backwards:
+    """What a mesh knows of the backwards of its contexts."""
+
+    running: ContextMode | None = None
+    """The context whose backward runs."""
+    has_passed: bool = False
+    """Whether some context's backward was reached: later contexts note nothing."""
 
 
 class TypedHook:
@@ -126,7 +132,7 @@ class TypedHook:
 
     def __call__(self, given: torch.Tensor) -> Any:
         """Call it with a gradient, or with the leaf that has accumulated its gradient."""
-        mode, x = self.mesh.notes.get(RUNNING), self._of()
+        mode, x = self.mesh.caches.of(Backwards).running, self._of()
         is_behind = x is not None and given is x
         grad: Any = given.grad if is_behind else given
         if mode is None or grad is None:
@@ -174,10 +180,6 @@ PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, Unin
 keep_marks_in_parameters()
 
 
-PASSED = "a backward has passed"
-"""Under which a mesh notes that a context's backward was reached: later contexts note nothing."""
-
-
 class ContextMode(TorchFunctionMode):
     """The state of one context of one thread.
 
@@ -213,7 +215,7 @@ class ContextMode(TorchFunctionMode):
 
     def note_next_time(self) -> bool:
         """Whether this context has notes; if not, the mesh's next one has."""
-        self.mesh.notes.pop(PASSED, None)
+        self.mesh.caches.of(Backwards).has_passed = False
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:

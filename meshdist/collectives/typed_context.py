@@ -22,7 +22,7 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import leave_untraced
 from .axis_types import ATTRIBUTE, INVARIANT, Join, axes_of_kind
 from .contexts import (
-    PASSED,
+    Backwards,
     ContextMode,
     TypedHook,
     asleep,
@@ -102,7 +102,8 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     mesh = _checked(get_current_mesh() if mesh is None else mesh)
     outer = innermost_mode()
     if outer is None:
-        mode = (TypedMode if PASSED in mesh.notes and not is_checked() else NotingMode)(mesh)
+        has_passed = mesh.caches.of(Backwards).has_passed
+        mode = (TypedMode if has_passed and not is_checked() else NotingMode)(mesh)
         with mesh, calls_seen(), mode:
             try:
                 yield mesh
@@ -449,7 +450,7 @@ class NotingMode(TypedMode):
             self.stop_notes()
 
     def stop_notes(self) -> None:
-        self.mesh.notes[PASSED] = True
+        self.mesh.caches.of(Backwards).has_passed = True
         if not self.is_checked:
             self.__class__ = TypedMode  # type: ignore[assignment]
 

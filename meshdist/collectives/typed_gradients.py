@@ -18,7 +18,7 @@ from .axis_types import (
     kinds_in,
     with_kinds,
 )
-from .contexts import RUNNING, ContextMode
+from .contexts import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .operation_rules import argument
 from .provenance import varying_loss
@@ -80,7 +80,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
 @contextmanager
 def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
     """A backward inside notes its leaves, where the world compares their gradients."""
-    axes = () if mode.mesh.world.shared_notes is None else mode.mesh.axis_names
+    axes = () if mode.mesh.world.compared is None else mode.mesh.axis_names
     groups = [resolve_group(mode.mesh[axis]) for axis in axes]
 
     def note(node: Any) -> None:
@@ -89,11 +89,12 @@ def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
 
     nodes = [(one, one.grad_fn) for one in losses if getattr(one, "grad_fn", None) is not None]
     hooks = [one.register_hook(lambda _, node=node: note(node)) for one, node in nodes]
-    mode.mesh.notes[RUNNING] = mode
+    state = mode.mesh.caches.of(Backwards)
+    state.running = mode
     try:
         yield
     finally:
-        mode.mesh.notes.pop(RUNNING, None)
+        state.running = None
         mode.casts.forget_leaves()
         for hook in hooks:
             hook.remove()

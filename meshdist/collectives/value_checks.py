@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import optree
@@ -43,6 +43,7 @@ from .torch_private import are_transforms_active, unseen
 from .verbs import all_gather_into_tensor, broadcast
 
 __all__ = [
+    "GradientNotes",
     "check_invariant",
     "check_replicas",
     "difference_text",
@@ -334,19 +335,35 @@ class _Backward:
     is_typed: bool = False
 
 
+_Ended: TypeAlias = dict[tuple[tuple[int, ...], int], dict[int, dict[str, _Note]]]
+
+
+@dataclass
+class GradientNotes:
+    """The backwards of all ranks of a world, which share these notes."""
+
+    backwards: dict[tuple[int, int], _Backward] = field(default_factory=dict)
+    """Those that run, by rank and autograd's number."""
+    last: dict[int, WeakIdKeyDictionary] = field(default_factory=dict)
+    """By rank, the note of each leaf of its last backward."""
+    ended: _Ended = field(default_factory=dict)
+    """By the ranks of a group, and its backward's number: by member, its leaves by name."""
+
+
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
     """Note the leaves below a node, a verb's or a typed loss's, if the world compares gradients."""
-    notes = group.world.shared_notes
-    if notes is None or group.size() == 1 or are_transforms_active():
+    compared = group.world.compared
+    if compared is None or group.size() == 1 or are_transforms_active():
         return
-    key = ("backward", group.world.rank, torch._C._current_graph_task_id())
-    last = notes.setdefault(("last", group.world.rank), WeakIdKeyDictionary())
-    backward = notes.get(key)
+    notes, rank = compared.of(GradientNotes), group.world.rank
+    key = (rank, torch._C._current_graph_task_id())
+    last = notes.last.setdefault(rank, WeakIdKeyDictionary())
+    backward = notes.backwards.get(key)
     if backward is None:
-        backward = notes[key] = _Backward()
+        backward = notes.backwards[key] = _Backward()
 
         def ends() -> None:
-            _compare(notes.pop(key), notes, last)
+            _compare(notes.backwards.pop(key), notes.ended, last)
 
         # What wrappers do at the end of a backward is queued before its second round begins.
         engine = Variable._execution_engine
@@ -358,7 +375,7 @@ def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> No
             backward.leaves[id(leaf)] = _Leaf(leaf, last.get(leaf))
 
 
-def _compare(backward: _Backward, notes: dict[Any, Any], last: WeakIdKeyDictionary) -> None:
+def _compare(backward: _Backward, ended: _Ended, last: WeakIdKeyDictionary) -> None:
     """Add a backward that has ended to the notes; compare, and raise, where all members have."""
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
@@ -368,14 +385,14 @@ def _compare(backward: _Backward, notes: dict[Any, Any], last: WeakIdKeyDictiona
     for ranks, below in backward.below.items():
         world = below.group.world
         count = world.next_number(("backward over", ranks))
-        notes.pop(("leaves", ranks, count - _KEPT_BACKWARDS), None)
-        of_members = notes.setdefault(("leaves", ranks, count), {})
+        ended.pop((ranks, count - _KEPT_BACKWARDS), None)
+        of_members = ended.setdefault((ranks, count), {})
         of_members[world.rank] = {
             names.get(key, f"leaf {place} of the graph"): own[key]
             for place, key in enumerate(below.leaves)
         }
         if len(of_members) == len(ranks):
-            del notes["leaves", ranks, count]
+            del ended[ranks, count]
             of_members = {rank: of_members[rank] for rank in ranks}
             _compare_members(of_members, below.group, is_typed=backward.is_typed)
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
 from ..bootstrap.head_counts import HeadCount, head_count_of
@@ -88,6 +88,16 @@ class Agreement:
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
+class JoinContext(Protocol):
+    """A join context of this rank, as what opens groups knows it."""
+
+    def find_joined(self, ranks: Collection[int]) -> list[int]:
+        """Those of ``ranks`` that have no data left: they come to no agreement before it ends."""
+
+    def cover(self, group: Any) -> None:
+        """Let all calls of a ``ProcessGroup`` be announced, as far as it is open."""
+
+
 @dataclass(frozen=True)
 class Agreements:
     """The agreements of one world, as one rank takes part in them.
@@ -95,13 +105,12 @@ class Agreements:
     Args:
         world: whose they are.
         endings: how its ranks have left it.
-        find_shadowing: the ``Shadowing`` of the join context that this rank is in, which tells of
-            ranks that have no data left, so that they come to no agreement before it ends.
+        find_guard: the join context that this rank is in, if it is in one.
     """
 
     world: World
     endings: Endings
-    find_shadowing: Callable[[], Any] = lambda: None
+    find_guard: Callable[[], JoinContext | None] = lambda: None
 
     def agree(
         self,
@@ -146,7 +155,7 @@ class Agreements:
             if len(offers[slot][1]) > 1
         }
         about = name, kind, definition, members, timeout
-        meeting = _Meeting(world, self.endings, self.find_shadowing(), *about)
+        meeting = _Meeting(world, self.endings, self.find_guard(), *about)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
@@ -176,7 +185,7 @@ class _Meeting:
 
     world: World
     endings: Endings
-    shadowing: Any
+    guard: JoinContext | None
     name: str
     kind: str
     definition: Mapping[str, Any]
@@ -209,7 +218,7 @@ class _Meeting:
         for key in offers:
             self._count(key, 1)
         # What is taken back would leave a wrong bit in the number of another that has come.
-        counted = self._all if self.shadowing is None else self._block
+        counted = self._all if self.guard is None else self._block
         place, _ = counted.count(self._count, below, self._rank)
         if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
@@ -368,7 +377,7 @@ class _Meeting:
     def _find_joined_before(self) -> list[int]:
         """The members that have no data left and had not come before."""
         # These first: one may come and then join meanwhile.
-        joined = self.shadowing.find_joined(self.members) if self.shadowing else ()
+        joined = self.guard.find_joined(self.members) if self.guard else ()
         return self._find_missing(self._all, joined) if joined else []
 
     def _refuse_joined(self) -> None:

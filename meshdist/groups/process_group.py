@@ -394,8 +394,8 @@ class ProcessGroup(VerbMethods):
             raise
         self.is_on_stream |= channel.communicator.on_stream
         self._connect(channel, device_type)
-        if registry.shadowing is not None:
-            registry.shadowing.cover(self)
+        if registry.guard is not None:
+            registry.guard.cover(self)
         elif device_type == "cpu":
             self.fast_path = channel.fast_path
         where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"

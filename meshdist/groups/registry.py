@@ -40,7 +40,7 @@ from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_ex
 from ..wires.communicator import Communicator
 from ..wires.failures import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
-from .agreement import NO_OFFERS, Agreement, Agreements, Offers
+from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
 from .announcement_table import AnnouncementTable
 from .header_tables import HeaderTables
 from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
@@ -134,13 +134,13 @@ class Registry:
         """Calls that go through the store instead of a communicator."""
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
-        self.shadowing: Any = None
-        """The ``Shadowing`` by which ranks without data answer calls, while this rank may join."""
+        self.guard: JoinContext | None = None
+        """The join context by which ranks without data answer calls, while this rank may join."""
         self.look: Callable[[], None] | None = None
         """The function that the signal thread calls every now and then."""
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
-        self._agreements = Agreements(world, self.endings, lambda: self.shadowing)
+        self._agreements = Agreements(world, self.endings, lambda: self.guard)
         self._comparisons = HostComparisons(
             world, lambda: self._signals.wake() if self._signals else None
         )
@@ -203,7 +203,7 @@ class Registry:
         """The communicators that ranks ``here`` may close now: none that a new group may share."""
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
-            if self._num_openings > 1 or self.shadowing is not None:  # they may be in use there
+            if self._num_openings > 1 or self.guard is not None:  # they may be in use there
                 return []
             for label, one in sorted(self._by_label.items()):
                 is_kept = label in kept or one.is_leaving or one.is_in_use

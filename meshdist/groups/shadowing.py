@@ -105,7 +105,7 @@ class Shadowing(CallGuard):
     def begin(self) -> None:
         """Let all calls of this rank's groups be announced; opens the main group."""
         self._registry = get_registry(self.group.world)
-        if self._registry.shadowing is not None:
+        if self._registry.guard is not None:
             raise ArgumentError(
                 "join contexts cannot be nested",
                 where=f"rank {self.group.world.rank}, {self.group.name}",
@@ -120,7 +120,7 @@ class Shadowing(CallGuard):
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(world, main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
-        self._registry.shadowing = self
+        self._registry.guard = self
         self._watch = register_optimizer_step_pre_hook(self._refuse_unknown_step)
         for opened in self._registry.all_opened():
             for group in opened.groups():
@@ -136,7 +136,7 @@ class Shadowing(CallGuard):
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the context, which ``error`` ends; calls are not announced any more."""
-        self._registry.shadowing = None
+        self._registry.guard = None
         self._watch.remove()
         for opened in self._registry.all_opened():
             for group in opened.groups():
@@ -391,5 +391,5 @@ class Shadowing(CallGuard):
 
 def find_shadowing(world: World) -> Shadowing | None:
     """The join context that this rank is in, if it is in one."""
-    found = get_registry(world).shadowing
+    found = get_registry(world).guard
     return found if isinstance(found, Shadowing) else None

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..bootstrap.world import World, get_usable_world
+from ..bootstrap.world import Caches, World, get_usable_world
 from ..checking.program import end_here, one_frame, run_unnested
 from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
@@ -125,7 +125,7 @@ class DeviceMesh:
             _own_groups=own_groups,
             _flat_group=None,
             _derived={},
-            notes={},
+            caches=Caches(),
         )
         definition.world.axis_names.update(definition.layout.names or ())
         definition.world.meshes[id(self)] = self
@@ -138,8 +138,8 @@ class DeviceMesh:
     """The arrangement of ranks, without processes."""
     world: World
     """The world of its ranks."""
-    notes: dict[str, Any]
-    """The notes of rooms above, for as long as this mesh lives, each under a name of its own."""
+    caches: Caches
+    """What modules above keep with this mesh, for as long as it lives."""
     _definition: MeshDefinition
     _root: DeviceMesh
     _coordinate: tuple[int, ...] | None

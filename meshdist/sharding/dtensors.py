@@ -237,7 +237,8 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
     return layout.names
 
 
-_TORCH_MESH = "torch's DeviceMesh"
+class _WarnedPlaces(set[tuple[str, int]]):
+    """The lines of the program that were warned of moves on one mesh."""
 
 
 def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
@@ -317,8 +318,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
         raise KindError("to_dtensor takes a ShardedArray", found=f"a {type(x).__name__}")
     mesh: DeviceMesh = x.mesh
     if device_mesh is None:
-        device_mesh = mesh.notes.get(_TORCH_MESH) or mesh.to_torch()
-        mesh.notes[_TORCH_MESH] = device_mesh
+        device_mesh = mesh.caches.of(TorchMesh, make=mesh.to_torch)
     elif not _is_same(mesh, device_mesh):
         raise _of_other_ranks("to_dtensor", mesh, device_mesh)
     held = as_torch_holds_it(x.sharding, x.shape)
@@ -370,10 +370,11 @@ def _of_other_ranks(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
     """Warn once for each line of the program: what it converts in a loop lies alike."""
     frame = program_frame(sys._getframe(1))
-    place = ("to_dtensor reshards", frame.f_code.co_filename, frame.f_lineno)
-    if place in x.mesh.notes:
+    place = (frame.f_code.co_filename, frame.f_lineno)
+    warned = x.mesh.caches.of(_WarnedPlaces)
+    if place in warned:
         return
-    x.mesh.notes[place] = True
+    warned.add(place)
     here, there = (one.placement(x.shape).dims for one in (x.sharding, held))
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warn_caller(

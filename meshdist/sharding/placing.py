@@ -27,9 +27,6 @@ from .sharded_array import ShardedArray
 
 __all__ = ["reshard", "shard", "unshard"]
 
-_NOTE = "reshardings"
-_MOST_KEPT = 4096
-
 
 @one_frame
 def reshard(
@@ -266,17 +263,11 @@ def _get(
 ) -> Resharding:
     """The resharding that a call means, made at its first use on the mesh."""
     where = _mesh_of(verb, pattern, mesh)
-    kept: dict[Any, Resharding] = where.notes.setdefault(_NOTE, {})
     key = (verb, pattern, shape, more)
-    try:
-        found = kept.get(key)
-    except TypeError:  # some argument has no hash: the request says what is wrong with it
-        found = None
+    found = where.caches.find(Resharding, key)
     if found is None:
-        found = Resharding(_asked(request, where, tuple(shape), mesh))
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        kept[key] = found
+        asked = _asked(request, where, shape, mesh)
+        found = where.caches.keep(Resharding, key, Resharding(asked))
     return found
 
 
@@ -288,7 +279,7 @@ def _asked(
 ) -> Request:
     """The request of a call on the mesh in force, or on the given mesh."""
     try:
-        return request(where, shape)
+        return request(where, tuple(shape))
     except AxisError as error:
         raise with_hidden_mesh(error, given) from None
 

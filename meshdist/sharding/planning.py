@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,18 +178,16 @@ def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[L
     layout = _layout_of(mesh)
     if isinstance(mesh, Layout):
         return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
-    defaults: tuple[Link, ...] | None = mesh.notes.get("links")
-    if defaults is None:
-        hosts = np.array(mesh.world.hosts)[layout.ranks()]
-        defaults = tuple(
-            default_link(
-                mesh.wire_of(axis),
-                spans_hosts=bool((hosts != hosts.take([0], axis)).any()),
-            )
-            for axis in range(layout.ndim)
-        )
-        mesh.notes["links"] = defaults
+    defaults = mesh.caches.of(tuple[Link, ...], partial(_wire_links, mesh))
     return defaults if links is None else links_of(layout, links, defaults)
+
+
+def _wire_links(mesh: DeviceMesh) -> tuple[Link, ...]:
+    hosts = np.array(mesh.world.hosts)[mesh.layout.ranks()]
+    return tuple(
+        default_link(mesh.wire_of(axis), spans_hosts=bool((hosts != hosts.take([0], axis)).any()))
+        for axis in range(mesh.ndim)
+    )
 
 
 # -- arguments ----------------------------------------------------------------------------------

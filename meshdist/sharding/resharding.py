@@ -114,9 +114,6 @@ def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
     raise foreign_mesh(verb, mesh.axis_names, own, mesh)
 
 
-_NOTE = "transfers"
-
-
 def reshard_tensor(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
     """This rank's shard after the plan, in new memory; collective over the mesh.
 
@@ -127,16 +124,8 @@ def reshard_tensor(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tenso
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
     """The plan on this mesh's groups, which are opened at the first call, collectively."""
-    kept: dict[Plan, Transfer] = mesh.notes.setdefault(_NOTE, {})
-    found = kept.get(plan)
-    if found is None:
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        found = kept[plan] = Transfer(plan, mesh)
-    return found
-
-
-_MOST_KEPT = 1024
+    found = mesh.caches.find(Transfer, plan)
+    return mesh.caches.keep(Transfer, plan, Transfer(plan, mesh)) if found is None else found
 
 
 class Transfer:

@@ -274,10 +274,6 @@ class Shard:
     data: Array
 
 
-_NOTE = "moves of sharded arrays"
-_MOST_KEPT = 1024
-
-
 def move(
     local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Array:
@@ -327,12 +323,9 @@ def move_by_pattern(
 def _carried_out(local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], Request]) -> Array:
     """The result of a request, made at its first use on the mesh, on this rank's shard."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
-    kept: dict[Any, Resharding] = mesh.notes.setdefault(_NOTE, {})
-    found = kept.get(key)
+    found = mesh.caches.find(Resharding, key)
     if found is None:
-        if len(kept) >= _MOST_KEPT:
-            kept.clear()
-        found = kept[key] = Resharding(request())
+        found = mesh.caches.keep(Resharding, key, Resharding(request()))
     return like(found(tensor), local)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ import torch
 import torch.autograd.profiler as profiler
 
 from ..arguments import get_whole_number
-from ..bootstrap.world import World, find_world, world_here
+from ..bootstrap.world import Caches, World, find_world, world_here
 from ..checking.program import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
 from ..groups.registry import get_registry
@@ -89,7 +89,7 @@ def simulate(
     copies = [_copy_arguments(args, kwargs or {}, rank, size) for rank in range(size)]
     scheduler: Scheduler[T] = Scheduler(size)
     store = SimulatedStore()
-    shared_notes: dict[Hashable, Any] | None = {} if compare_gradients else None
+    compared = Caches() if compare_gradients else None
     running: dict[int, World] = {}
 
     def program_of_rank(rank: int) -> T:
@@ -101,7 +101,7 @@ def simulate(
             local_rank=rank,
             local_size=size,
             origin="simulated",
-            shared_notes=shared_notes,
+            compared=compared,
         )
         running[rank] = world
         own_args, own_kwargs = copies[rank]

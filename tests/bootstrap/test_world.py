@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.bootstrap.world import (
+    Caches,
     World,
     find_world,
     get_usable_world,
@@ -114,3 +115,15 @@ def test_calls_are_numbered_each_kind_from_one() -> None:
     calls = ["mesh", "group", "mesh", ("mesh", 1), "mesh"]
     assert [world.next_number(call) for call in calls] == [1, 1, 2, 1, 3]
     assert make().next_number("mesh") == 1
+
+
+def test_a_mesh_forgets_what_it_keeps_of_a_type_where_that_has_grown_large() -> None:
+    caches = Caches()
+    first = caches.keep(dict, 0, {})
+    assert caches.of(list) is caches.of(list)
+    for key in range(1, 4096):
+        caches.keep(dict, key, {})
+    assert caches.find(dict, 0) is first
+    caches.keep(dict, 4096, {})
+    assert caches.find(dict, 0) is None and caches.find(dict, 4096) == {}
+    assert caches.find(list, None) == [] and caches.find(dict, []) is None

@@ -18,6 +18,7 @@ from torch.distributed import DebugLevel, set_debug_level
 import meshdist as md
 from meshdist import lax
 from meshdist.collectives import casting
+from meshdist.collectives.casting import LeafBuckets
 from meshdist.collectives.contexts import find_mode
 from meshdist.errors import GradientError
 from tests.collectives.typed_cases import F64, in_mesh
@@ -273,7 +274,7 @@ def test_leaves_that_die_at_other_moments_on_other_ranks_change_nothing(
             if mesh.get_local_rank("dp") == 0:
                 gc.collect()
             found.append((counts, first.grad.tolist(), last.grad.tolist()))
-        buckets = mesh.notes["leaf buckets"]
+        buckets = mesh.caches.of(LeafBuckets)
         return found, len(buckets.find_bucket(first, "V:dp").places)
 
     gc.disable()

@@ -24,6 +24,7 @@ from meshdist.errors import (
     PatternError,
     ShapeError,
 )
+from meshdist.sharding.resharding import Resharding
 from tests.sharding.reshard_cases import Lie, kept, mesh_of
 
 SIZES = {"h": 5, "k": 2, "s": 3, "t": 4}
@@ -110,7 +111,7 @@ def test_a_call_is_planned_once() -> None:
             md.reshard(torch.ones(2, 4), "s@a d -> s d@a", mesh)
             md.shard(np.ones(4), "s@a", mesh)
             md.unshard(np.ones(4), "s@a", mesh)
-        return len(mesh.notes["reshardings"])
+        return len(mesh.caches.kept[Resharding])
 
     assert md.simulate(program, 2) == [3, 3]
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import meshdist as md
 from meshdist.errors import AgreementError, DtypeError
 from meshdist.sharding.planning import plan
-from meshdist.sharding.resharding import reshard_tensor
+from meshdist.sharding.resharding import get_transfer, reshard_tensor
 from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, check_move, mesh_of, move, transitions
 
@@ -293,7 +293,7 @@ def test_a_transpose_is_its_transposes_transpose() -> None:
         moved = plan("s@a d -> s d@a", mesh=mesh, s=4, d=4)
         x = torch.ones(2, 4, requires_grad=True)
         y = reshard_tensor(x, moved, mesh)
-        transfer = mesh.notes["transfers"][moved]
+        transfer = get_transfer(moved, mesh)
         return y.requires_grad and transfer.transpose.transpose is transfer
 
     assert all(md.simulate(program, 2))
