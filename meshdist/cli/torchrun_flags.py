@@ -44,6 +44,7 @@ _ELSEWHERE = {
     "event-log-handler": ("null", "events are those of torchrun's elastic agent", _TORCHRUN),
     "logs-specs": ("", "it names a class of torchrun's elastic agent", _TORCHRUN),
     "numa-binding": ("", "the ranks of this launcher are bound to no cores", _TORCHRUN),
+    "virtual-local-rank": (False, "LOCAL_RANK is the rank's number on its host", _TORCHRUN),
     "duplicate-stdout-filters": _OF_LINES,
     "duplicate-stderr-filters": _OF_LINES,
 }
@@ -52,73 +53,62 @@ _ELSEWHERE = {
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
     """Add the flags of torchrun; with short, -n for the number of processes."""
-    add, add_switch = partial(_add, parser), partial(_add_switch, parser)
+    add = partial(_add, parser)
     text = (
         "processes to start on this host: a number, cpu (as many as cores), gpu or xpu (as many as "
         "there are), auto (accelerators, else cores); default: 1"
     )
-    add("nproc-per-node", "N", text, *(["-n"] if short else []), default="1")
-    add("nnodes", "M", "hosts in the job, each with its own launcher (default: 1)", default="1")
-    add("node-rank", "K", "number of this host, from 0 (default: 0)", type=int, default=0)
+    add("nproc-per-node N", text, *(["-n"] if short else []), default="1")
+    add("nnodes M", "hosts in the job, each with its own launcher (default: 1)", default="1")
+    add("node-rank K", "number of this host, from 0 (default: 0)", type=int, default=0)
     text = "name or address of host 0, where rank 0 serves the store; needed with several hosts"
-    add("master-addr", "ADDRESS", text)
+    add("master-addr ADDRESS", text)
     text = "port of that store (default: a free one on a single host, else 29500)"
-    add("master-port", "PORT", text, type=int)
-    add("local-addr", "ADDRESS", "of host 0: the same as --master-addr")
-    add("rdzv-endpoint", "HOST:PORT", "--master-addr and --master-port in one", default="")
-    add("role", "NAME", "the ranks' ROLE_NAME (default: default)", default="default")
+    add("master-port PORT", text, type=int)
+    add("local-addr ADDRESS", "of host 0: the same as --master-addr")
+    add("rdzv-endpoint HOST:PORT", "--master-addr and --master-port in one", default="")
+    add("role NAME", "the ranks' ROLE_NAME (default: default)", default="default")
     text = "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)"
-    add("signals-to-handle", "NAMES", text)
+    add("signals-to-handle NAMES", text)
     text = "seconds between asking ranks to end and killing them (default: 2 to 3.5)"
-    add("shutdown-timeout", "S", text, type=_seconds)
-    add_switch("standalone", "one host, at a free port whatever else is given")
+    add("shutdown-timeout S", text, type=_seconds)
+    add("standalone", "one host, at a free port whatever else is given", **_SWITCH)
     text = "static, or on one host c10d, which is the same there (default: static)"
-    add("rdzv-backend", "static|c10d", text, default="static")
-    add_switch("module", "start a module, found as `python -m` finds it, not a script", "-m")
-    add_switch("no-python", "start a program that is not Python")
-    add_switch("run-path", "start a script, whatever --module and --no-python say")
-    add("log-dir", "DIR", "keep the ranks' output in files of a new folder in DIR, and show it")
-    text = "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ..."
-    add("redirects", "STREAMS", text, "-r")
-    add("tee", "STREAMS", "output to files and to the console: as for --redirects", "-t")
-    add("local-ranks-filter", "RANKS", "show the output of these local ranks alone, as in 0,2")
-    add("rdzv-id", "NAME", "how the name of the folder in --log-dir begins (default: none)")
+    add("rdzv-backend static|c10d", text, default="static")
+    add("module", "start a module, found as `python -m` finds it, not a script", "-m", **_SWITCH)
+    add("no-python", "start a program that is not Python", **_SWITCH)
+    add("run-path", "start a script, whatever --module and --no-python say", **_SWITCH)
+    add("log-dir DIR", "keep the ranks' output in files of a new folder in DIR, and show it")
+    add(
+        "redirects STREAMS",
+        "output to files alone: 1 stdout, 2 stderr, 3 both, or 0:3,1:1 ...",
+        "-r",
+    )
+    add("tee STREAMS", "output to files and to the console: as for --redirects", "-t")
+    add("local-ranks-filter RANKS", "show the output of these local ranks alone, as in 0,2")
+    add("rdzv-id NAME", "how the name of the folder in --log-dir begins (default: none)")
     text = "has no effect: the ranks are new interpreters, and watched without polling"
-    add("start-method", None, text, choices=("spawn", "fork", "forkserver"))
-    add("monitor-interval", None, text, type=float)
+    add("start-method", text, choices=("spawn", "fork", "forkserver"))
+    add("monitor-interval", text, type=float)
     for name, (served, _, _) in _ELSEWHERE.items():
-        add(name, None, argparse.SUPPRESS, default=served)
-    add_switch("virtual-local-rank", argparse.SUPPRESS)
+        add(name, argparse.SUPPRESS, default=served, **(_SWITCH if served is False else {}))
+
+
+_SWITCH: dict[str, Any] = {"action": "store_true"}
 
 
 def _add(
-    parser: argparse.ArgumentParser,
-    name: str,
-    metavar: str | None,
-    text: str,
-    *letters: str,
-    default: Any = None,
-    **options: Any,
+    parser: argparse.ArgumentParser, usage: str, text: str, *letters: str, **options: Any
 ) -> None:
-    """Add a flag that takes a value."""
-    default = _default(name, default)
-    names = (*letters, *_spellings(name))
-    parser.add_argument(*names, metavar=metavar, default=default, help=text, **options)
-
-
-def _add_switch(parser: argparse.ArgumentParser, name: str, text: str, *letters: str) -> None:
-    """Add a flag that takes none."""
-    is_on = _default(name, "0") not in ("", "0")
-    names = (*letters, *_spellings(name))
-    parser.add_argument(*names, action="store_true", default=is_on, help=text)
-
-
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")))
-
-
-def _default(name: str, otherwise: Any) -> Any:
-    return os.environ.get(f"PET_{name.replace('-', '_').upper()}", otherwise)
+    """Add a flag by its name and what stands for its value in the help, with its default."""
+    name, _, metavar = usage.partition(" ")
+    spellings = dict.fromkeys((*letters, f"--{name}", f"--{name.replace('-', '_')}"))
+    default = os.environ.get(f"PET_{name.replace('-', '_').upper()}", options.pop("default", None))
+    if "action" in options:
+        default = default not in (None, False, "", "0")
+    if metavar:
+        options["metavar"] = metavar
+    parser.add_argument(*spellings, default=default, help=text, **options)
 
 
 # -- what they mean -----------------------------------------------------------------------------
@@ -129,16 +119,10 @@ def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
         given = getattr(arguments, name.replace("-", "_"))
         if given != served:
             raise LaunchError(
-                f"--{name}={given} is not served: {why}",
+                f"--{name}{'' if given is True else f'={given}'} is not served: {why}",
                 expected=f"--{name}={served}, or nothing" if served else f"no --{name}",
                 fix=fix,
             )
-    if arguments.virtual_local_rank:
-        raise LaunchError(
-            "--virtual-local-rank is not served: LOCAL_RANK is the rank's number on its host",
-            expected="no --virtual-local-rank",
-            fix=_TORCHRUN,
-        )
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
