@@ -158,7 +158,7 @@ class Plan:
         """
         layout, coordinate = self.layout, self.coordinate
         rank = layout.rank_at(coordinate)
-        held = " x ".join(map(str, self.source.local_shape(coordinate))) or "a scalar"
+        held = _shape_text(self.source.local_shape(coordinate))
         lines = [
             self.title,
             f"  rank {rank} ({layout.coordinate_text(rank)}) of mesh ({layout.axis_text()}) "
@@ -181,6 +181,7 @@ class Plan:
         return f"<Plan {self.title!r} at {self.coordinate}: {names or 'nothing to do'}>"
 
 
+@lru_cache(maxsize=4096)
 def make_plan(
     source: Placement,
     target: Placement,
@@ -197,27 +198,9 @@ def make_plan(
         links: one per axis, equal on all ranks; None takes shared memory's.
         title: how reports name the plan, equal on all ranks.
     """
-    return _make_plan(source, target, coordinate, layout, links, title)
-
-
-@lru_cache(maxsize=4096)
-def _make_plan(
-    source: Placement,
-    target: Placement,
-    coordinate: tuple[int, ...],
-    layout: Layout | None,
-    links: tuple[Link, ...] | None,
-    title: str,
-) -> Plan:
     sizes = source.mesh_sizes
-    return Plan(
-        source,
-        target,
-        coordinate,
-        layout or Layout.from_shape(sizes),
-        links or (DEFAULT_LINK,) * len(sizes),
-        title,
-    )
+    layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)
+    return Plan(source, target, coordinate, layout, links, title)
 
 
 def _values_alone(

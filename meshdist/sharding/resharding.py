@@ -36,7 +36,6 @@ __all__ = [
     "Transfer",
     "get_transfer",
     "kinds_of",
-    "reshard_tensor",
     "typed_operand",
     "typed_result",
 ]
@@ -114,14 +113,6 @@ def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
     raise foreign_mesh(verb, mesh.axis_names, own, mesh)
 
 
-def reshard_tensor(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's shard after the plan, in new memory; collective over the mesh.
-
-    Gradient: the plan's transpose, from the target's cotangent to the source's.
-    """
-    return get_transfer(plan, mesh)(x)
-
-
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
     """The plan on this mesh's groups, which are opened at the first call, collectively."""
     found = mesh.caches.find(Transfer, plan)
@@ -167,8 +158,8 @@ class Transfer:
             _with_batch(plan.source, batch),
             _with_batch(plan.target, batch),
             plan.coordinate,
-            links=plan.links,
             layout=plan.layout,
+            links=plan.links,
             title=f"{plan.title}, {tuple(batch)} times",
         )
         return get_transfer(batched, self._mesh).carry(x)

@@ -347,7 +347,7 @@ def test_a_plan_explains_itself() -> None:
 
 def forget() -> None:
     for kept in (
-        plans._make_plan,
+        plans.make_plan,
         changes.change_between,
         routes.find_route,
         split_dim,

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import meshdist as md
 from meshdist.errors import AgreementError, DtypeError
 from meshdist.sharding.planning import plan
-from meshdist.sharding.resharding import get_transfer, reshard_tensor
+from meshdist.sharding.resharding import get_transfer
 from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, check_move, mesh_of, move, transitions
 
@@ -292,7 +292,7 @@ def test_a_transpose_is_its_transposes_transpose() -> None:
         mesh = mesh_of((2,))
         moved = plan("s@a d -> s d@a", mesh=mesh, s=4, d=4)
         x = torch.ones(2, 4, requires_grad=True)
-        y = reshard_tensor(x, moved, mesh)
+        y = get_transfer(moved, mesh)(x)
         transfer = get_transfer(moved, mesh)
         return y.requires_grad and transfer.transpose.transpose is transfer
 
@@ -336,11 +336,11 @@ def peaks(patterns: list[str]) -> list[tuple[str, int, int]]:
         sizes = {name: names[name] for name in (one.partition("@")[0] for one in left)}
         moved = plan(pattern, mesh=mesh, **sizes)
         x = torch.ones(moved.source.local_shape(moved.coordinate))
-        reshard_tensor(x, moved, mesh)
+        get_transfer(moved, mesh)(x)
         gc.collect()
         with LiveBytes() as counted:
             counted.add(x)
-            reshard_tensor(x, moved, mesh)
+            get_transfer(moved, mesh)(x)
         found.append((pattern, counted.peak, moved.peak_bytes()))
     return found
 
