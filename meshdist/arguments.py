@@ -1,9 +1,10 @@
-"""Arguments that many calls take, read and refused in one way: whole numbers, shapes, timeouts."""
+"""Arguments that many calls take, read and refused in one way: numbers, shapes, timeouts."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "check_timeout",
     "find_whole_numbers",
+    "get_number",
     "get_shape",
     "get_whole_number",
 ]
@@ -55,6 +57,20 @@ def get_whole_number(
         expected = f"{least} or more" if most is None else f"{least} to {most}"
         raise ArgumentError(f"{name} is {number}", **{"expected": expected, **parts})
     return number
+
+
+def get_number(given: Any, name: str, **parts: str | None) -> float:
+    """Return a number of any library, whole or not, as a plain one; raise where it is none.
+
+    Args:
+        given: a bool is no number.
+        name: of the argument, for messages.
+        parts: more of the message, such as ``expected``.
+    """
+    if isinstance(given, bool) or not isinstance(given, Real):
+        found = f"{given!r}, a {type(given).__name__}"
+        raise KindError(f"{name} must be a number", **{"found": found, **parts})
+    return given if isinstance(given, int) else float(given)
 
 
 def get_shape(given: Any, call: str) -> tuple[int, ...]:

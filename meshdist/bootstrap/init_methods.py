@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
-from ..arguments import DEFAULT_TIMEOUT, check_timeout
+from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
 from ..runtime.whole_numbers import find_whole_number
@@ -103,6 +103,7 @@ def meet(
     if store is not None and is_mpi_asked:
         surroundings = read_surroundings(os.environ, is_mpi_asked=True)
         rank, world_size = surroundings.rank, surroundings.size
+    rank, world_size = _checked_places(rank, world_size)
     _check_arguments(init_method, rank, world_size, store)
     check_can_join()
     if store is not None:
@@ -146,6 +147,7 @@ def rendezvous(
     check_timeout(timeout)
     if not isinstance(url, str):
         raise KindError("url must be a str", expected="for example 'env://'", found=f"{url!r}")
+    rank, world_size = _checked_places(rank, world_size)
     _check_arguments(url, rank, world_size, None)
     return _meetings(url, rank, world_size, timeout or DEFAULT_TIMEOUT, kwargs)
 
@@ -166,18 +168,15 @@ def _meetings(
 # -- what the caller says -----------------------------------------------------------------------
 
 
+def _checked_places(rank: Any, world_size: Any) -> tuple[int, int]:
+    told = "0 or more; -1, or nothing, where the URL or the launcher tells it"
+    rank = get_whole_number(rank, "rank", -1, expected=told)
+    return rank, get_whole_number(world_size, "world_size", -1, expected=told)
+
+
 def _check_arguments(
     init_method: str | None, rank: int, world_size: int, store: Store | None
 ) -> None:
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if not isinstance(value, int):
-            raise KindError(f"{name} must be an int", found=f"{value!r}")
-        if value < -1:
-            raise ArgumentError(
-                f"{name} must not be negative",
-                expected="-1, or nothing, where the URL or the launcher tells it",
-                found=f"{name}={value}",
-            )
     if store is None:
         if init_method is not None and not isinstance(init_method, str):
             raise KindError(

@@ -13,15 +13,15 @@ whose backward sums what the mean divides: all is right.
 
 from __future__ import annotations
 
-from operator import index
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd import Function
 
+from ..arguments import get_whole_number
 from ..arrays import describe
 from ..checking.program import call_site, show_site
-from ..errors import KindError, ShapeError
+from ..errors import ShapeError
 from ..groups.process_group import ProcessGroup
 from .torch_private import call_function
 
@@ -44,13 +44,7 @@ def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> No
 
 def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
     """Return a dim, which may be counted from the end, as a number from 0 below ``num_dims``."""
-    try:
-        dim = index(given)
-    except TypeError:
-        raise KindError(
-            f"{verb}: {argument} must be a dim, a whole number",
-            found=f"{given!r}, a {type(given).__name__}",
-        ) from None
+    dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
             f"{verb}: {argument}={dim} is no dim of a tensor of {num_dims}",

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..arguments import get_whole_number
 from ..arrays import as_tensor, shape_text
 from ..dtypes import dtype_name
-from ..errors import ArgumentError, KindError, LengthError
+from ..errors import ArgumentError, LengthError
 from ..groups.channel import Channel
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.prepared import LARGEST_TAG, PreparedCall
@@ -286,7 +287,7 @@ def prepare_message(
     message = VerbCall(verb, target, peer)
     buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
     if tag.__class__ is not int or tag:  # a plain 0 is the common case
-        _check_tag(tag, target.wire_name(buffer.device.type))
+        tag = _get_tag(tag, verb, target.wire_name(buffer.device.type))
     message.tag, message.is_message = tag, True
     if is_send:
         message.way, message.inputs, message.result = "send", [buffer], [tensor]
@@ -311,21 +312,15 @@ def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str =
         )
 
 
-def _check_tag(tag: object, wire_name: str) -> None:
-    if isinstance(tag, bool) or not isinstance(tag, int):
-        raise KindError(
-            f"{tag!r} is not a tag",
-            expected=f"a whole number from 0 to {LARGEST_TAG}",
-            found=type(tag).__name__,
-        )
-    if not 0 <= tag <= LARGEST_TAG:
-        raise ArgumentError(f"there is no tag {tag}", expected=f"0 to {LARGEST_TAG}")
+def _get_tag(given: object, verb: str, wire_name: str) -> int:
+    tag = get_whole_number(given, f"{verb}: tag", 0, LARGEST_TAG)
     if tag != 0 and wire_name == "nccl":
         raise ArgumentError(
             f"tag={tag} on NCCL, which has no tags",
             expected="tag=0",
             fix="leave the tag out, and rely on the order of messages",
         )
+    return tag
 
 
 def _group_of(operations: Any) -> ProcessGroup:

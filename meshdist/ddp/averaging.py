@@ -42,12 +42,8 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: ProcessGroup, warmup_steps: int) -> None:
-        if warmup_steps < 0:
-            raise ArgumentError(
-                f"warmup_steps={warmup_steps} is negative", expected="0, or a number of steps"
-            )
+        self.warmup_steps = get_whole_number(warmup_steps, "warmup_steps", 0)
         self.process_group = process_group
-        self.warmup_steps = warmup_steps
         self.step = 0
 
     @unseen

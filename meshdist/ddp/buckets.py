@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..arguments import get_number
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError
 
@@ -83,12 +84,8 @@ def bucket_caps(
 
 
 def _cap_bytes(what: str, cap_mb: float) -> int:
-    if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)):
-        raise KindError(
-            f"{what} is of type {type(cap_mb).__name__}",
-            expected="a number of MiB, or None",
-            fix="pass for example bucket_cap_mb=25",
-        )
+    expected, fix = "a number of MiB, or None", "pass for example bucket_cap_mb=25"
+    cap_mb = get_number(cap_mb, what, expected=expected, fix=fix)
     if not cap_mb > 0 or not math.isfinite(cap_mb):
         raise ArgumentError(
             f"{what} is {cap_mb}",

@@ -75,7 +75,7 @@ class DistributedSampler(data.DistributedSampler[T]):
                 fix="drop one of the two: pad=False is to evaluate, drop_last=True to train",
             )
         size, place = _size_and_place(num_replicas, rank)
-        super().__init__(dataset, size, place, shuffle, seed, drop_last)
+        super().__init__(dataset, size, place, shuffle, get_whole_number(seed, "seed"), drop_last)
         self.pad = pad
         if not pad:
             self.total_size = self._length
@@ -90,6 +90,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """Let the order be that of ``epoch``, equal on every rank."""
+        epoch = get_whole_number(epoch, "epoch")
         if epoch != self.epoch or self._num_passes:  # else a state of this epoch may be loaded
             self._stand_at(epoch, 0)
 
@@ -236,7 +237,7 @@ def _size_and_place(
         if num_replicas is None
         else get_whole_number(num_replicas, "num_replicas", expected=choices)
     )
-    place = get_rank() if rank is None else rank
+    place = get_rank() if rank is None else get_whole_number(rank, "rank")
     if not 0 <= place < size:
         raise ArgumentError(
             f"rank {place} has no share among {size} replicas",

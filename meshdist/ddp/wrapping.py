@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..arguments import get_whole_number
 from ..bootstrap.world import Closable, find_world
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
@@ -278,13 +279,13 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 def check_period(verify_every: object) -> int:
     """Return ``verify_every``; raise unless it is a whole number, 0 or more."""
-    if isinstance(verify_every, bool) or not isinstance(verify_every, int) or verify_every < 0:
-        raise ArgumentError(
-            f"verify_every is {verify_every!r}",
-            expected="0 or more: after how many backwards replicas are compared",
-            fix="pass for example 1000; 0 for never",
-        )
-    return verify_every
+    return get_whole_number(
+        verify_every,
+        "verify_every",
+        0,
+        expected="0 or more: after how many backwards replicas are compared",
+        fix="pass for example 1000; 0 for never",
+    )
 
 
 def let_go(*rooms: Closable | None) -> None:

@@ -19,11 +19,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeAlias
 
-from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
+from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_number, get_whole_number
 from ..bootstrap.bounded_store import read_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.program import call_site, show_site
-from ..errors import AbortedError, CollectiveTimeoutError, KindError, WorldError
+from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.registry import get_registry
 from ..groups.signals import ask, clocks_paused, last_call_text
 from ..runtime.deadlines import Grace, wait_until
@@ -96,13 +96,9 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
 def _limit(world: World, timeout_s: object) -> timedelta:
     if timeout_s is None:
         return world.timeout or DEFAULT_TIMEOUT
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise KindError(
-            f"breakpoint: timeout_s must be a number of seconds, not {timeout_s!r}",
-            found=type(timeout_s).__name__,
-        )
+    seconds = get_number(timeout_s, "breakpoint: timeout_s", expected="seconds")
     try:
-        limit = timedelta(seconds=timeout_s)
+        limit = timedelta(seconds=seconds)
     except (OverflowError, ValueError):
         limit = timedelta.max
     check_timeout(limit)

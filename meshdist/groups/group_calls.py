@@ -6,14 +6,14 @@ and may as well be left out.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from ..arguments import check_timeout, get_whole_number
+from ..arguments import check_timeout, find_whole_numbers, get_whole_number
 from ..bootstrap.world import World, get_usable_world
 from ..checking.program import never_nested
 from ..error_text import ranks_text
@@ -229,6 +229,7 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
         NotInGroupError: it is no member.
     """
     target = resolve_group(group)
+    global_rank = get_whole_number(global_rank, "get_group_rank: global_rank")
     if global_rank not in target.ranks:
         raise NotInGroupError(
             f"global rank {global_rank} is not in {target.name}",
@@ -244,6 +245,7 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
         NotInGroupError: the group has no such place.
     """
     target = resolve_group(group)
+    group_rank = get_whole_number(group_rank, "get_global_rank: group_rank")
     if not 0 <= group_rank < target.size():
         raise NotInGroupError(
             f"{target.name} has no group rank {group_rank}",
@@ -287,13 +289,21 @@ def _check_device_id(device_id: object) -> None:
 
 
 def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[int]]:
-    try:
-        return [[operator.index(rank) for rank in ranks] for ranks in lists]
-    except TypeError as error:
-        raise KindError(
-            f"{argument} must be a list of lists of ranks, not {lists!r}",
-            expected="for example [[0, 1], [2, 3]]",
-        ) from error
+    with suppress(TypeError):
+        found = [_find_ranks(ranks) for ranks in lists]
+        if None not in found:
+            return cast("list[list[int]]", found)
+    raise KindError(
+        f"{argument} must be a list of lists of ranks, not {lists!r}",
+        expected="for example [[0, 1], [2, 3]]",
+    )
+
+
+def _find_ranks(given: Iterable[Any]) -> list[int] | None:
+    """Return the whole numbers of any iterable; None where it is none, or has another thing."""
+    with suppress(TypeError):
+        return find_whole_numbers(list(given))
+    return None
 
 
 def _checked_ranks(
@@ -301,13 +311,12 @@ def _checked_ranks(
 ) -> tuple[int, ...]:
     if ranks is None:
         return tuple(range(world.size))
-    try:
-        members = tuple(operator.index(rank) for rank in ranks)
-    except TypeError as error:
+    members = _find_ranks(ranks)
+    if members is None:
         raise KindError(
             f"ranks must be a sequence of whole numbers, not {ranks!r}",
             found=type(ranks).__name__,
-        ) from error
+        )
     wrong = [rank for rank in members if not 0 <= rank < world.size]
     if not members or wrong or len(set(members)) != len(members):
         what = "is empty" if not members else "names a rank twice"
@@ -317,6 +326,6 @@ def _checked_ranks(
             f"the list of ranks {what}",
             where=f"rank {world.rank} of {world.size}",
             expected=f"different ranks from 0 to {world.size - 1}",
-            found=str(list(members)),
+            found=str(members),
         )
-    return tuple(sorted(members)) if sort_ranks else members
+    return tuple(sorted(members) if sort_ranks else members)

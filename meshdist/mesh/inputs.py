@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import find_whole_numbers
 from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
@@ -99,13 +100,12 @@ def _identifier_hint(name: object) -> str | None:
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
     """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most."""
     try:
-        checked = tuple(
-            operator.index(size) for size in ((sizes,) if isinstance(sizes, int) else sizes)
-        )
-    except TypeError as error:
-        raise KindError(
-            f"{what} {sizes!r}: sizes are whole numbers", expected="such as (2, 4)"
-        ) from error
+        found = find_whole_numbers([sizes] if isinstance(sizes, int) else list(sizes))
+    except TypeError:
+        found = None
+    if found is None:
+        raise KindError(f"{what} {sizes!r}: sizes are whole numbers", expected="such as (2, 4)")
+    checked = tuple(found)
     if not checked:
         raise MeshError(f"{what} () is empty", expected="at least one size")
     for size in checked:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
+from ..arguments import find_whole_numbers
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
@@ -135,20 +135,23 @@ class NamedSharding:
             KindError: no shape.
         """
         try:
-            shape = tuple(shape)
-            found = self._placements.get(shape)
+            key = tuple(shape)
+            found = self._placements.get(key)
+            sizes = find_whole_numbers(key) if found is None else None
         except TypeError:
-            raise KindError(
-                "the shape of an array has a whole number for each dim",
-                where=repr(self),
-                expected="for example (8, 16)",
-                found=repr(shape),
-            ) from None
+            found = sizes = None
         if found is None:
-            found = self._new_placement(tuple(map(operator.index, shape)))
+            if sizes is None:
+                raise KindError(
+                    "the shape of an array has a whole number for each dim",
+                    where=repr(self),
+                    expected="for example (8, 16)",
+                    found=repr(shape),
+                )
+            found = self._new_placement(tuple(sizes))
             if len(self._placements) >= _KEPT_PLACEMENTS:
                 self._placements.clear()
-            self._placements[shape] = found
+            self._placements[key] = found
         return found
 
     def shard_shape(self, shape: Sequence[int], rank: int | None = None) -> tuple[int, ...]:
@@ -327,16 +330,16 @@ def _checked_shard_sizes(
     shard_sizes: Mapping[int, Sequence[int]] | None,
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     try:
-        checked = sorted(
-            (operator.index(dim), tuple(map(operator.index, sizes)))
-            for dim, sizes in (shard_sizes or {}).items()
-        )
-    except (TypeError, AttributeError) as error:
+        rows = [find_whole_numbers([dim, *sizes]) for dim, sizes in (shard_sizes or {}).items()]
+    except (TypeError, AttributeError):
+        rows = [None]
+    if None in rows:
         raise KindError(
             "shard_sizes gives the sizes of a dim's parts, by dim",
             expected="such as {0: (7, 3)}",
             found=repr(shard_sizes),
-        ) from error
+        )
+    checked = sorted((dim, tuple(sizes)) for dim, *sizes in cast("list[list[int]]", rows))
     for dim, sizes in checked:
         if not 0 <= dim < len(dims) or not dims[dim]:
             raise ShapeError(

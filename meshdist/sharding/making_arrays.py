@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import get_shape
+from ..arguments import get_shape, get_whole_number
 from ..arrays import Array, as_tensor, shape_text
 from ..collectives.objects import all_gather_object
 from ..error_text import grouped_text
@@ -365,7 +364,7 @@ def make_array_from_process_local_data(
     shape = tuple(
         (sum(where.shard_sizes.get(dim, ())) or size * plain.dims[dim].num_cells)
         if given is None
-        else operator.index(given)
+        else get_whole_number(given, f"{call}: a size of global_shape", 0)
         for dim, (given, size) in enumerate(zip(global_shape, local_data.shape, strict=True))
     )
     index = [

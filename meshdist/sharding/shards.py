@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import find_whole_numbers
 from ..arrays import Array, as_tensor, like, shape_text
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
@@ -192,11 +193,9 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
     """
     if dims is None:
         return tuple(range(ndim))
-    try:
-        several = dims if isinstance(dims, (tuple, list)) else (dims,)
-        given = [operator.index(dim) for dim in several]
-    except TypeError:
-        raise KindError(f"{call} takes dims by number", found=repr(dims)) from None
+    given = find_whole_numbers(dims if isinstance(dims, (tuple, list)) else (dims,))
+    if given is None:
+        raise KindError(f"{call} takes dims by number", found=repr(dims))
     found = [dim + ndim if dim < 0 else dim for dim in given]
     if len(set(found)) < len(found) or not all(0 <= dim < ndim for dim in found):
         raise ArgumentError(

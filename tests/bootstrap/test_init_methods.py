@@ -294,8 +294,8 @@ def test_the_rendezvous_function(pool: Pool, port: int) -> None:
         ("tcp://h:1?rank=x", {"world_size": 2}, "rank='x' in the URL is no whole number"),
         ("tcp://127.0.0.1:1", {"rank": 0}, "tcp:// needs the size of the world"),
         ("tcp://127.0.0.1:1", {"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of"),
-        ("tcp://127.0.0.1:1", {"rank": -2, "world_size": 2}, "rank must not be negative"),
-        ("env://", {"world_size": -4}, "world_size must not be negative"),
+        ("tcp://127.0.0.1:1", {"rank": -2, "world_size": 2}, "rank is -2"),
+        ("env://", {"world_size": -4}, "world_size is -4"),
         ("tcp://127.0.0.1", {"rank": 0, "world_size": 1}, "tcp:// needs a host and a port"),
         ("tcp://:7", {"rank": 0, "world_size": 1}, "tcp:// needs a host and a port"),
         ("tcp://h:99999", {"rank": 0, "world_size": 1}, "the URL has no valid port"),
@@ -336,7 +336,7 @@ def test_a_store_needs_rank_and_size(given: Mapping[str, int]) -> None:
 
 
 def test_kinds_of_arguments() -> None:
-    with pytest.raises(md.KindError, match="rank must be an int"):
+    with pytest.raises(md.KindError, match="rank must be a whole number"):
         meet(rank="0")
     with pytest.raises(md.KindError, match="timeout must be a"):
         next(md.rendezvous("tcp://127.0.0.1:1", 0, 1, timeout=5))

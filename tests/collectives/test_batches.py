@@ -151,7 +151,7 @@ def test_what_is_no_batch_is_refused(on_ranks) -> None:
             "batch_isend_irecv has operations of different groups\n"
             "  found:    the world and group of ranks 0-1\n"
             "  fix:      make one batch for each group",
-            f"there is no tag -1\n  expected: 0 to {(1 << 30) - 3}",
+            f"isend: tag is -1\n  expected: 0 to {(1 << 30) - 3}",
         ]
 
 

@@ -559,7 +559,7 @@ HERE = "rank 0, axis 'tp' of DeviceMesh(tp=4)"
         (
             lambda x, group: all_gather(x, group, axis=1.5),
             KindError,
-            "all_gather: axis must be a dim, a whole number\n  found:    1.5, a float",
+            "all_gather: axis must be a whole number\n  expected: a dim\n  found:    1.5, a float",
         ),
         (
             lambda x, group: all_gather(x, group, to="unreduced"),

@@ -241,10 +241,8 @@ def bad_tags() -> list[str]:
 def test_a_wrong_tag_is_refused_before_anything_is_sent(on_ranks) -> None:
     largest = (1 << 30) - 3
     for found in on_ranks(bad_tags, 2):
-        assert found[0] == f"there is no tag -1\n  expected: 0 to {largest}"
-        assert found[2] == (
-            f"'a' is not a tag\n  expected: a whole number from 0 to {largest}\n  found:    str"
-        )
+        assert found[0].endswith(f": tag is -1\n  expected: 0 to {largest}")
+        assert found[2].endswith(": tag must be a whole number\n  found:    'a', a str")
 
 
 def large_tags() -> list[float]:
@@ -338,7 +336,7 @@ def test_a_wrong_tag_opens_nothing() -> None:
     def program() -> list[str]:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",), open_groups=False)
         if md.get_rank() == 0:  # alone: nobody else would come to an opening
-            with pytest.raises(md.KindError, match="'a' is not a tag"):
+            with pytest.raises(md.KindError, match="isend: tag must be a whole number"):
                 md.isend(torch.ones(1), 1, group=mesh, tag="a")  # type: ignore[arg-type]
         return list(mesh.get_group()._channels)
 

@@ -234,7 +234,7 @@ def test_without_any_gradient_nothing_changes_and_it_warns() -> None:
         ((0,), ArgumentError, "a period is 0\n  expected: 1 step at least"),
         ((True,), KindError, "True, a bool"),
         ((2.0,), KindError, "2.0, a float"),
-        ((2, -1), ArgumentError, "warmup_steps=-1 is negative"),
+        ((2, -1), ArgumentError, "warmup_steps is -1"),
         ((2, 0, "dp"), KindError, "name the axis on its mesh: group=mesh['dp']"),
         ((2, 0, -100), NotInGroupError, "this rank is not a member of the group"),
     ],

@@ -442,7 +442,7 @@ def test_wrong_arguments() -> None:
             md.breakpoint(0, 1.5)  # type: ignore[arg-type]
         with pytest.raises(md.ArgumentError, match="skip is -1\n  expected: 0 or more"):
             md.breakpoint(0, -1)
-        with pytest.raises(md.KindError, match="timeout_s must be a number of seconds"):
+        with pytest.raises(md.KindError, match="timeout_s must be a number"):
             md.breakpoint(timeout_s="long")  # type: ignore[arg-type]
         with pytest.raises(md.ArgumentError, match="timeout must be positive"):
             md.breakpoint(timeout_s=0)

@@ -95,7 +95,7 @@ def test_a_negative_tag_is_refused_before_anything_is_sent(pool: Pool) -> None:
             told.append(str(found.value).splitlines()[0])
         return told
 
-    assert on_torch(pool, program, 2) == [["there is no tag -1"] * 2] * 2
+    assert on_torch(pool, program, 2) == [["send: tag is -1", "recv: tag is -1"]] * 2
 
 
 def test_verbs_and_roots_that_differ_too(pool: Pool) -> None:

@@ -163,8 +163,8 @@ def refusals() -> list[str]:
 def test_wrong_arguments_are_told_as_ever(wire: str, pool: Pool) -> None:
     for told in WIRES[wire](pool, refusals, 2):
         assert [one.split(": ", 1)[-1] for one in told] == [
-            "there is no tag -1",
-            "True is not a tag",
+            "tag is -1",
+            "tag must be a whole number",
             "send between a rank and itself would wait for ever",
             "recv between a rank and itself would wait for ever",
             "dst=5 is not a member of the world",
