@@ -28,7 +28,6 @@ from ..errors import AbortedError, CollectiveTimeoutError, WorldError
 from ..groups.agreement import digest_of_ranks
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..groups.registry import get_registry
-from ..groups.shadowing import find_shadowing
 from ..groups.signals import ask, last_call_text
 from ..runtime.deadlines import Deadline, wait_until
 from ..wires.simulated.scheduler import find_rank_here
@@ -82,7 +81,7 @@ monitoredBarrier
     target.check_usable()
     if target.size() == 1:
         return
-    context = find_shadowing(target.world)
+    context = get_registry(target.world).guard
     ranks = target.ranks if context is None else context.announce_call(target, _NAME)
     if target.world.is_simulated:
         _meet_simulated(target, ranks)

@@ -97,6 +97,9 @@ class JoinContext(Protocol):
     def cover(self, group: Any) -> None:
         """Let all calls of a ``ProcessGroup`` be announced, as far as it is open."""
 
+    def announce_call(self, group: Any, verb: str) -> list[int]:
+        """Announce a call that no channel carries; return the members that have data."""
+
 
 @dataclass(frozen=True)
 class Agreements:
