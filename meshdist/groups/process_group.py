@@ -336,11 +336,8 @@ class ProcessGroup(VerbMethods):
             work.wait()
         return work
 
-    def _send(self, tensor: Any, peer: int, tag: int) -> Work:
-        return verbs["isend"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
-
-    def _recv(self, tensor: Any, peer: int | None, tag: int) -> Work:
-        return verbs["irecv"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
+    def _message(self, verb: str, tensor: Any, peer: int | None, tag: int) -> Work:
+        return verbs[f"i{verb}"](tensor, None, self, tag, peer)  # type: ignore[no-any-return]
 
     def _main_device_type(self) -> str:
         return "cpu" if "cpu" in self.backends else next(iter(self.backends))

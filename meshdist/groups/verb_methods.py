@@ -155,8 +155,7 @@ class VerbMethods:
 
     rank: Any
     _start: Any
-    _send: Any
-    _recv: Any
+    _message: Any
 
     allreduce = _method("all_reduce")  # the call of torch's comm hooks
     allreduce_coalesced = _method("all_reduce_coalesced")
@@ -175,15 +174,15 @@ class VerbMethods:
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         """``isend`` to member ``dstRank``."""
-        return self._send(only(tensors, "send"), dstRank, tag)
+        return self._message("send", only(tensors, "send"), dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         """``irecv`` from member ``srcRank``."""
-        return self._recv(only(tensors, "recv"), srcRank, tag)
+        return self._message("recv", only(tensors, "recv"), srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """``irecv`` from the first member that sends."""
-        return self._recv(only(tensors, "recv"), None, tag)
+        return self._message("recv", only(tensors, "recv"), None, tag)
 
     # The names of torch before 2.13, by which its C++ and programs call as well.
     _allgather_base = all_gather_single

@@ -131,13 +131,13 @@ class InnerGroup(ProcessGroup):
 
     def leave(self) -> None:
         """Announce to the other members that this process ends in good order."""
-        for channel in self._channels.values():
+        for channel in () if self.is_over else self._channels.values():
             channel.opened.leave()
 
     def close(self) -> None:
         """End this member's part."""
-        self._closed = True
         self.leave()
+        self._closed = True
         for channel in self._channels.values():
             channel.opened.close()
 

@@ -36,8 +36,10 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
         BackendError: no such wire on this machine, or it could not be opened.
         CollectiveTimeoutError: a member did not come.
     """
-    torchs = _store_of(options)
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    size, torchs, name = options.group_size, options.store, options.group_id
+    if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
+        torchs = PrefixStore(f"torch's group {name}", _joined_under_mpi().make_torch_store())
+    world = torch_distributed.get_world_size() if torch_distributed.is_initialized() else size
     with within(Deadline(options.timeout)):
         connection = _take_connection(root_of(torchs), options.timeout)
         torchs, ours = _keys_of_group(torchs, options.group_rank, connection.store)
@@ -46,13 +48,13 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
         Opening(
             store=ours,
             make_torch_store=lambda: torchs,
-            ranks=ranks,
+            ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
             rank=options.group_rank,
             device_type="cpu",
             timeout=options.timeout,
             options=wire_options,
-            name=options.group_id,
-            num_local=_num_local(options.group_size),
+            name=name,
+            num_local=find_local_size(os.environ) or world,  # as far as a launcher says
         ),
         connection,
     )
@@ -98,19 +100,6 @@ def _joined_under_mpi() -> Joined:
     return meet(Terms(group_name="torch's mpi"), is_mpi_asked=True)
 
 
-def _store_of(options: Any) -> Store:
-    """The store that torch gives the group.
-
-    In a world over MPI torch gives what cannot be called: there the group gets the store by which
-    mpiexec's ranks have met.
-    """
-    store: Store = options.store
-    if type(root_of(store)) is not Store:
-        return store
-    joined = _joined_under_mpi()
-    return PrefixStore(f"torch's group {options.group_id}", joined.make_torch_store())
-
-
 def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
     """Keys of one group alone, also where an earlier world of the same store had its name.
 
@@ -151,9 +140,3 @@ def _take_connection(root: Store, timeout: timedelta) -> _Connection:
         if connection is None or not connection.store.is_served:
             connection = _connections[server] = _Connection(root, timeout)
         return connection
-
-
-def _num_local(size: int) -> int:
-    """How many ranks of the world run on this host, as far as a launcher says."""
-    world = torch_distributed.get_world_size() if torch_distributed.is_initialized() else size
-    return find_local_size(os.environ) or world

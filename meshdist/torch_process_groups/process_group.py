@@ -231,11 +231,6 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             group.shutdown()
         self._kept = None
 
-    def leave(self) -> None:
-        """Let the others know that this process ends in good order."""
-        if not self.inner.is_over:
-            self.inner.leave()
-
     # -- how a verb runs -------------------------------------------------------------------------
 
     def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
@@ -294,21 +289,12 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> TorchWork:
-        return self._message("send", "dst", tensor, peer, tag)
-
-    def _recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
-        return self._message("recv", "src", tensor, peer, tag)
-
-    def _message(
-        self, verb: str, role: str, tensor: torch.Tensor, peer: int | None, tag: int
-    ) -> TorchWork:
-        inner = self.inner
+    def _message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
+        inner, row = self.inner, VERBS[verb]
         inner.check_unbroken()
         if type(peer) is not int or not 0 <= peer < len(inner.ranks):  # else decided fast
-            peer = find_peer(inner, None, peer, verb, role)
-        given = verb, inner, peer, _bare(tensor), tag
-        message = prepare_message(*given, is_send=VERBS[verb].sends)
+            peer = find_peer(inner, None, peer, verb, *row.named(Role.PEER))
+        message = prepare_message(verb, inner, peer, _bare(tensor), tag, is_send=row.sends)
         start = partial(open_channel(inner, message).run, message, is_async=True)
         title = "recvAnySource" if peer is None else verb
         return self._run(verb, _LATER, start, [tensor], [tensor], title)
@@ -399,7 +385,7 @@ def _leave_all() -> None:
     """Let members that still wait for this process see that it ended in good order."""
     for group in list(_open):
         with suppress(Exception):  # it may be broken already
-            group.leave()
+            group.inner.leave()
 
 
 def _bare(given: Any) -> Any:
@@ -444,10 +430,10 @@ class _Form(NamedTuple):
 def _form_of(verb: str) -> _Form:
     row, run = VERBS[verb], unwrap(verbs[verb])
     carrier = row.carrier
+    forms = carrier.takes, carrier.gives
     tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
     noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
-    has_blocks = row.is_plain and carrier.takes is carrier.gives is Form.ONE
-    is_nested = row.is_plain and carrier.takes is Form.ONE and carrier.gives is not Form.ONE
-    is_sum = carrier.reduces and carrier.gives is Form.ONE and not carrier.root
-    is_sum = is_sum and carrier.takes is Form.IN_PLACE
+    has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
+    is_nested = row.is_plain and forms in ((Form.ONE, Form.EACH), (Form.ONE, Form.AT_ROOT))
+    is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
     return _Form(run, tensors, row.writes, noted, has_blocks, is_nested, is_sum)
