@@ -87,8 +87,12 @@ class OtherMembers(ABC):
         """Whether this member has closed the communicator."""
         return False
 
-    def compare_again(self) -> None:  # noqa: B027 (most compare nothing while they wait)
+    def compare_again(  # noqa: B027 (most compare nothing while they wait)
+        self, *, is_thorough: bool = True
+    ) -> None:
         """Compare, where members do so while they wait, the calls to which not all had come.
+
+        With ``is_thorough`` it goes on behind a call to which a member has still not come.
 
         Raises:
             MembersDisagree: calls differ.

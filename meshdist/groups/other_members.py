@@ -68,7 +68,7 @@ class MembersOfWorld(OtherMembers):
     def is_closed(self) -> bool:
         return self._opened.is_closed
 
-    def compare_again(self) -> None:
+    def compare_again(self, *, is_thorough: bool = True) -> None:
         comparison = self._opened.comparison
         if comparison is None or self.is_closed or self.find_abort() is not None:
             return

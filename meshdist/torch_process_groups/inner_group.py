@@ -41,7 +41,7 @@ from ..wires.prepared import PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 
-__all__ = ["Comparison", "InnerGroup", "MembersOfTorchGroup"]
+__all__ = ["InnerGroup", "MembersOfTorchGroup"]
 
 _ANSWERS_S = 1.0
 _ABORT = "abort"
@@ -65,12 +65,10 @@ class InnerGroup(ProcessGroup):
         self._aborts: dict[str, dict[str, Any]] = {}
         words = None if wire.compares_calls else words_of_process()
         table = HeaderTables(world, words).make(label, ranks, compares_messages=False)
-        comparison = None
+        others = MembersOfTorchGroup(facts, opening.store, self.recorder, table, ref(self))
         if table is not None and words is not None:
             Endings(world).announce(words=words.address)
-            comparison = Comparison(table, ranks, self.recorder)
-            opening = replace(opening, look=comparison.compare_again)
-        others = MembersOfTorchGroup(facts, opening.store, comparison, ref(self))
+            opening = replace(opening, look=others.compare_again)
         try:
             for kind in backends:
                 terms = opening
@@ -80,8 +78,8 @@ class InnerGroup(ProcessGroup):
                 with explained, within(Deadline(timeout)):
                     communicator = wire.open(terms)
                 of_calls = label, communicator, self.recorder, self._aborts, table
-                opened = facts, wire, OpenCommunicator(*of_calls), kind, others
-                self._channels[kind] = _SharedChannel(*opened, comparison=comparison)
+                opened = OpenCommunicator(*of_calls)
+                self._channels[kind] = _SharedChannel(facts, wire, opened, kind, others)
         except BaseException:
             self.close()
             if table is not None:
@@ -145,10 +143,9 @@ class InnerGroup(ProcessGroup):
 class _SharedChannel(Channel):
     """A channel on which several threads may call verbs at the same time."""
 
-    def __init__(self, *given: Any, comparison: Comparison | None) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._starting = threading.RLock()
-        self._compared = comparison
         self._warn_dropped = None  # torch, too, lets a program drop a Work
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
@@ -163,48 +160,11 @@ class _SharedChannel(Channel):
     ) -> None:
         with self._starting:
             super().enter(prepared, layouts, is_guarded=is_guarded)
-        if self._compared is not None:
+        if self.header_table is not None:
             try:
-                self._compared.compare_again(is_thorough=False)
+                self._others.compare_again(is_thorough=False)
             except MembersDisagree as failure:
                 raise self.explain(failure, prepared.number) from None
-
-
-@dataclass
-class Comparison:
-    """One member's part in the comparison of a group's calls.
-
-    Args:
-        table: in which members write their calls.
-        ranks: the members' global ranks.
-        recorder: has noted this member's calls.
-    """
-
-    table: HeaderTable
-    ranks: Sequence[int]
-    recorder: Recorder
-    num_compared: int = 0
-
-    def compare_again(self, *, is_thorough: bool = True) -> None:
-        """Compare once more the calls that not all members had reached.
-
-        With ``is_thorough`` it goes on behind a call that a member has still not reached.
-
-        Raises:
-            MembersDisagree: another member has started another call in the place of one of them.
-        """
-        latest, is_compared = self.recorder.sequence, True
-        for number in range(max(self.num_compared, latest - WINDOW) + 1, latest + 1):
-            differing = self.table.look_again(number)
-            if differing:
-                others = ranks_text(sorted(self.ranks[member] for member in differing))
-                text = f"this member's call differs from that of {others}"
-                raise MembersDisagree(text, number)
-            is_compared = is_compared and differing is not None
-            if is_compared:
-                self.num_compared = number
-            elif not is_thorough:
-                return
 
 
 @dataclass
@@ -215,17 +175,34 @@ class MembersOfTorchGroup(OtherMembers):
     writes its own into the store.
 
     Args:
+        recorder: has noted this member's calls.
+        table: in which members write their calls; None where these are not compared, or the wire
+            compares them.
         inner: returns the group, whose channels keep the native core's part that keeps this.
     """
 
     group: GroupFacts
     store: Store
-    comparison: Comparison | None
+    recorder: Recorder
+    table: HeaderTable | None
     inner: Callable[[], InnerGroup | None]
+    _num_compared: int = 0
 
-    def compare_again(self) -> None:
-        if self.comparison is not None:
-            self.comparison.compare_again()
+    def compare_again(self, *, is_thorough: bool = True) -> None:
+        if self.table is None:
+            return
+        latest, is_compared = self.recorder.sequence, True
+        for number in range(max(self._num_compared, latest - WINDOW) + 1, latest + 1):
+            differing = self.table.look_again(number)
+            if differing:
+                others = ranks_text(sorted(self.group.ranks[member] for member in differing))
+                text = f"this member's call differs from that of {others}"
+                raise MembersDisagree(text, number)
+            is_compared = is_compared and differing is not None
+            if is_compared:
+                self._num_compared = number
+            elif not is_thorough:
+                return
 
     def find_abort(self) -> dict[str, Any] | None:
         with suppress(RuntimeError):  # the store is lost
@@ -253,7 +230,7 @@ class MembersOfTorchGroup(OtherMembers):
             found = f"{self.group.here}: {text}"
         else:
             found = self._what_each_called(about["sequence"], text)
-            if self.comparison is None:
+            if self.table is None:
                 where += "; no data was moved"
             else:
                 where += "; this member's tensors may have been written"

@@ -14,7 +14,7 @@ from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.recorder import Recorder
 from meshdist.groups.header_tables import HeaderTables
 from meshdist.groups.signals import Endings
-from meshdist.torch_process_groups.inner_group import Comparison
+from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
 from meshdist.wires.failures import MembersDisagree
 
 RANKS = (4, 6)
@@ -32,8 +32,8 @@ class Member:
         self.tables = HeaderTables(world)
         Endings(world).announce(words=self.tables.make_words())
         self.table = self.tables.make("a group", RANKS, compares_messages=False)
-        if self.table is not None:
-            self.comparison = Comparison(self.table, RANKS, self.recorder)
+        facts = self.group, store, self.recorder, self.table
+        self.others = MembersOfTorchGroup(*facts, lambda: None)
 
     def enter(self, verb: str = "all_reduce", count: int = 2, sizes: Any = ()) -> list[int]:
         data = torch.Size([count]), torch.float32
@@ -45,7 +45,7 @@ class Member:
     def compare(self, **how: bool) -> int | None:
         """The number of a call in whose place another member has started another one."""
         try:
-            self.comparison.compare_again(**how)
+            self.others.compare_again(**how)
         except MembersDisagree as failure:
             self.told = str(failure)
             return failure.number
@@ -113,5 +113,5 @@ def test_members_of_different_hosts_compare_nothing() -> None:
     store = HashStore()
     for rank in range(2):
         one = Member(rank, store, TWO_HOSTS)
-        assert one.table is None
+        assert one.table is None and one.compare() is None
         one.tables.close()

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts, Note
+from meshdist.checking.recorder import Recorder
 from meshdist.torch_process_groups import inner_group
 from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
 
@@ -29,7 +30,7 @@ def agreed(store: Any, verbs: dict[int, str], **about: Any) -> list[dict[str, st
     """What the members with these places agree on, all at the same time."""
 
     def one(rank: int, verb: str) -> dict[str, str]:
-        others = MembersOfTorchGroup(facts(rank), store, None, mock.Mock())
+        others = MembersOfTorchGroup(facts(rank), store, Recorder(), None, mock.Mock())
         return others.agree_on_error(FIELDS, call(rank, verb), about)
 
     with ThreadPoolExecutor() as threads:
@@ -72,10 +73,8 @@ def test_a_message_tells_of_this_member_alone() -> None:
 
 def test_calls_that_were_compared_after_their_start_end_the_group(monkeypatch: Any) -> None:
     monkeypatch.setattr(inner_group, "_ANSWERS_S", 0.05)
-    comparison, inner = mock.Mock(), mock.Mock()
-    others = MembersOfTorchGroup(facts(0), HashStore(), comparison, inner)
-    others.compare_again()
-    comparison.compare_again.assert_called_once_with()
+    table, inner = mock.Mock(), mock.Mock()
+    others = MembersOfTorchGroup(facts(0), HashStore(), Recorder(), table, inner)
     fields = others.agree_on_error(FIELDS, None, {"sequence": 3})
     assert fields["where"] == "a group; this member's tensors may have been written"
     assert fields["fix"] == "mend; the group is broken now"
