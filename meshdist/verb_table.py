@@ -193,6 +193,10 @@ def _objects(
     return Verb(name, wire_verbs, written, kind, is_plain=False, sends=sends, is_of_objects=True)
 
 
+def _multigpu(carrier: str, kind: str, *parameters: Parameter) -> Verb:
+    return Verb(f"{carrier}_multigpu", (carrier,), parameters, kind, is_plain=False)
+
+
 _OP, _TAG = Parameter("op", Role.OP), Parameter("tag", Role.TAG)
 _SRC, _DST = Parameter("src", Role.ROOT), Parameter("dst", Role.ROOT)
 _SENT = (_read("tensor"), Parameter("dst", Role.PEER), _TAG)
@@ -302,28 +306,10 @@ VERBS = {
         Verb("recv", ("recv",), _TAKEN, "V"),
         Verb("irecv", ("recv",), _TAKEN, "V"),
         Verb("batch_isend_irecv", ("send", "recv"), (_written("p2p_op_list"),), "V"),
-        Verb(
-            "all_reduce_multigpu",
-            ("all_reduce",),
-            (_in_place("tensor_list"), _OP),
-            "I",
-            is_plain=False,
-        ),
-        Verb(
-            "reduce_multigpu",
-            ("reduce",),
-            (_in_place("tensor_list"), _OP, _DST),
-            "V",
-            is_plain=False,
-        ),
-        Verb(
-            "broadcast_multigpu",
-            ("broadcast",),
-            (_in_place("tensor_list"), _SRC),
-            "I",
-            is_plain=False,
-        ),
-        Verb("all_gather_multigpu", _GATHER, (_LISTS, _INPUTS), "I", is_plain=False),
+        _multigpu("all_reduce", "I", _in_place("tensor_list"), _OP),
+        _multigpu("reduce", "V", _in_place("tensor_list"), _OP, _DST),
+        _multigpu("broadcast", "I", _in_place("tensor_list"), _SRC),
+        _multigpu("all_gather", "I", _LISTS, _INPUTS),
         Verb("monitored_barrier", (), is_plain=False),  # by way of the store
         _objects("all_gather_object", ("all_gather", "all_gather_list"), "object_list", "I"),
         _objects("gather_object", ("all_gather", "all_to_all_single"), "object_gather_list", "V"),

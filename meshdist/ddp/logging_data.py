@@ -37,6 +37,7 @@ _log = logging.getLogger("meshdist.ddp")
 
 _SAMPLED_AT_FIRST = 10
 _UNSET = "N/A"
+_FORWARD_END = "forward_compute_time_end"
 _VARIABLES = {  # of the environment, by wire; "" is every wire
     "": ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG"),
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
@@ -67,13 +68,6 @@ class _Mark(NamedTuple):
     ns: int
     event: Any
 
-    def ns_until(self, later: _Mark) -> int:
-        """The time from here to ``later``; waits for it on a device."""
-        if self.event is None:
-            return later.ns - self.ns
-        later.event.synchronize()
-        return int(self.event.elapsed_time(later.event) * 1_000_000)
-
 
 class Timing:
     """When the parts of one iteration began and ended, and which gradients it brought.
@@ -92,7 +86,7 @@ class Timing:
         self.unused_bytes = 0
 
     def mark(self, moment: str) -> None:
-        """Note that it is now."""
+        """Note that it is now; moments have the names of torch's fields."""
         if not self._is_timed:
             return
         event = None
@@ -103,36 +97,30 @@ class Timing:
 
     def backward_begins(self) -> None:
         """Note the begin of a backward; what is known of one before it is forgotten."""
-        forward = ("forward_begin", "forward_end")
-        self._marks = {name: self._marks[name] for name in forward if name in self._marks}
-        self.mark("backward_begin")
+        self._marks = {name: at for name, at in self._marks.items() if name.startswith("forward")}
+        self.mark("backward_compute_time_start")
 
     def times(self) -> dict[str, int]:
         """How long each part took in nanoseconds; 0 for one that did not take place."""
-        return {
-            "forward_compute_time": self._ns("forward_begin", "forward_end"),
-            "backward_compute_time": self._ns("backward_begin", "backward_end"),
-            "backward_comm_time": self._ns("comm_begin", "comm_end"),
-            "backward_compute_comm_overlap_time": self._ns("comm_begin", "backward_end"),
-        }
+        parts = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
+        found = {part: self._ns(f"{part}_start", f"{part}_end") for part in parts}
+        overlap = self._ns("backward_comm_time_start", "backward_compute_time_end")
+        return {**found, "backward_compute_comm_overlap_time": overlap}
 
     def moments(self) -> dict[str, int]:
-        """When parts began and ended, in nanoseconds of the host's clock."""
-        fields = {
-            "forward_compute_time_start": "forward_begin",
-            "backward_compute_time_start": "backward_begin",
-            "backward_compute_time_end": "backward_end",
-            "backward_comm_time_start": "comm_begin",
-            "backward_comm_time_end": "comm_end",
-        }
-        return {
-            field: self._marks[name].ns for field, name in fields.items() if name in self._marks
-        }
+        """When parts began and ended, in nanoseconds of the host's clock; torch has no end of the
+        forward."""
+        return {name: at.ns for name, at in self._marks.items() if name != _FORWARD_END}
 
     def _ns(self, begin: str, end: str) -> int:
-        if begin not in self._marks or end not in self._marks:
+        """The time between two moments; waits for the later one on a device."""
+        first, last = self._marks.get(begin), self._marks.get(end)
+        if first is None or last is None:
             return 0
-        return max(0, self._marks[begin].ns_until(self._marks[end]))
+        if first.event is None:
+            return max(0, last.ns - first.ns)
+        last.event.synchronize()
+        return max(0, int(first.event.elapsed_time(last.event) * 1_000_000))
 
 
 # -- all that is told -----------------------------------------------------------------------------
@@ -230,7 +218,7 @@ class DataLogger:
             self._device
         ):
             self._timing = Timing(self._device, is_timed=self._is_timed)
-            self._timing.mark("forward_begin")
+            self._timing.mark("forward_compute_time_start")
         return self._timing
 
     def gradients_came(

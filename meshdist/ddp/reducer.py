@@ -123,7 +123,7 @@ class Reducer(ReductionSetup):
         if not is_synchronised:
             return
         if self._sending.timing is not None:
-            self._sending.timing.mark("forward_end")
+            self._sending.timing.mark("forward_compute_time_end")
         self._sees_outputs = bool(seen)
         self._takes_any = not seen
         if not seen:
@@ -281,7 +281,7 @@ class Reducer(ReductionSetup):
     def _finish(self) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
         if self._sending.timing is not None:
-            self._sending.timing.mark("backward_end")
+            self._sending.timing.mark("backward_compute_time_end")
         missing = self._list.find_missing(self.arrivals.counts, self.arrivals.by_count)
         has_local = any(bucket.local for bucket in self.buckets)
         self._has_local_sums |= has_local

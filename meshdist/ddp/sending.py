@@ -72,7 +72,7 @@ class Sending:
     def start(self, bucket: AnyBucket) -> None:
         """Start the reduction of the next bucket."""
         if self.timing is not None and not self.num_started:
-            self.timing.mark("comm_begin")
+            self.timing.mark("backward_comm_time_start")
         if self.hook is not None and not isinstance(bucket, InPlaceBucket):
             bucket.work = self._call_hook(self.hook, bucket)
         elif isinstance(bucket, SparseBucket):
@@ -103,7 +103,7 @@ class Sending:
             self.failure = without_frames(failure)
             raise
         if self.timing is not None:
-            self.timing.mark("comm_end")
+            self.timing.mark("backward_comm_time_end")
         self.num_started = 0
         if self._parting is not None:  # in a join context ranks without data are behind
             averages = self.hook is None or self.hook.name not in _LOCAL_HOOKS

@@ -653,10 +653,14 @@ def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> Non
     accelerator = Accelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
     timing = Timing(torch.device("cuda", 1))
-    for name in ("forward_begin", "forward_end", "backward_begin"):
+    for name in (
+        "forward_compute_time_start",
+        "forward_compute_time_end",
+        "backward_compute_time_start",
+    ):
         timing.mark(name)
     timing.backward_begins()
-    for name in ("comm_begin", "backward_end", "comm_end"):
+    for name in ("backward_comm_time_start", "backward_compute_time_end", "backward_comm_time_end"):
         timing.mark(name)
     assert accelerator.awaited == []  # nothing waits for the device before it is asked
     assert [timing.times()[name] for name in TIMES] == [1_500_000, 3_000_000, 3_000_000, 1_500_000]
@@ -665,8 +669,8 @@ def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_model_on_several_devices_has_no_times() -> None:
     timing = Timing(torch.device("cpu"), is_timed=False)
-    timing.mark("forward_begin")
-    timing.mark("forward_end")
+    timing.mark("forward_compute_time_start")
+    timing.mark("forward_compute_time_end")
     assert [*timing.times().values()] == [0, 0, 0, 0] and timing.moments() == {}
 
 
