@@ -11,19 +11,17 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, DtypeError
-from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
-from .verbs import all_gather_into_tensor
 
 __all__ = ["sparse_psum", "sum_rows", "sum_sparse"]
 
 
-def sparse_psum(grad: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
     """Every member holds the sum of all members' sparse ``grad``, coalesced; it has no gradient."""
     rows = grad.detach().coalesce()
     count = torch.tensor([rows._nnz()], device=grad.device)
     counts = count.new_empty(group.size())
-    all_gather_into_tensor(counts, count, group)
+    group.all_gather_single(counts, count).wait()
     return sum_rows(group, rows, counts.tolist())
 
 
@@ -55,8 +53,5 @@ def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
             expected="SUM",
             fix="pass tensor.to_dense()",
         )
-    mine = tensor.detach().coalesce()
-    counts = torch.empty(group.size(), dtype=torch.int64, device=mine.device)
-    group.all_gather_single(counts, torch.tensor([mine._nnz()], device=mine.device)).wait()
     with torch.no_grad():
-        tensor.copy_(sum_rows(group, mine, counts.tolist()))
+        tensor.copy_(sparse_psum(tensor, group))

@@ -55,10 +55,9 @@ class InnerGroup(ProcessGroup):
         # Opening is collective and calls need not be: so all that may be called for is opened here.
         kinds = {opening.device_type, *(["cuda"] if torch.cuda.is_available() else [])}
         backends = dict.fromkeys(sorted(wire.device_types & kinds), wire.name)
-        world = World(ranks[opening.rank], max(ranks) + 1, opening.store, backends, timeout)
-        if opening.hosts or not opening.is_one_host:  # else all are on one, as far as is known
-            hosts = dict(zip(ranks, opening.hosts or ranks, strict=True))
-            world.hosts = tuple(hosts.get(rank, -1) for rank in range(world.size))
+        size, hosts = max(ranks) + 1, dict(zip(ranks, opening.hosts, strict=False))
+        world = World(ranks[opening.rank], size, opening.store, backends, timeout)
+        world.hosts = tuple(hosts.get(rank, -1) for rank in range(size))  # one, if none is known
         super().__init__(world, ranks, name=f"group {label!r} ({ranks_text(ranks)})")
         facts = GroupFacts(self.name, ranks, opening.rank, label, wire.name, timeout)
         self.here, self.recorder, self._label = facts.here, Recorder(), label

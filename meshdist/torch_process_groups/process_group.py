@@ -236,7 +236,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
         inner, form = self.inner, _form_of(verb)
         inner.check_unbroken()
-        written: Any = given.get(form.written)
+        written: Any = given[form.tensors[0]] if form.tensors else None
         noted = given.get(form.noted)
         if form.is_sum and written.layout is not torch.strided:
             kind, factor = split_premul(asked.op)
@@ -410,8 +410,8 @@ class _Form(NamedTuple):
     Args:
         run: the verb, without its marks: no fast path, which is for one thread, no record of its
             own in a profile, and nothing for typed contexts, as torch's own verbs.
-        tensors: its parameters of tensors.
-        written, noted: those that it writes, and that a profile shows.
+        tensors: its parameters of tensors, first that which it writes.
+        noted: that which a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
         is_nested: whether torch's result is a list of the list that it writes.
         is_sum: whether it reduces one tensor for all members, which may be sparse.
@@ -419,7 +419,6 @@ class _Form(NamedTuple):
 
     run: Callable[..., Any]
     tensors: tuple[str, ...]
-    written: str
     noted: str
     has_blocks: bool
     is_nested: bool
@@ -436,4 +435,4 @@ def _form_of(verb: str) -> _Form:
     has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
     is_nested = row.is_plain and forms in ((Form.ONE, Form.EACH), (Form.ONE, Form.AT_ROOT))
     is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
-    return _Form(run, tensors, row.writes, noted, has_blocks, is_nested, is_sum)
+    return _Form(run, tensors, noted, has_blocks, is_nested, is_sum)

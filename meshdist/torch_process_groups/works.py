@@ -21,8 +21,7 @@ import torch.distributed as torch_distributed
 from torch._C._profiler import _RecordFunctionFast
 
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
-from ..errors import BackendError
-from ..wires.operations import WorkerQueue
+from ..wires.operations import DONE, WorkerQueue
 from ..wires.work import Work
 
 __all__ = ["TorchWork", "begin_record", "tensors_of"]
@@ -118,7 +117,7 @@ class TorchWork(torch_distributed.Work):
         """The group rank that a finished receive came from."""
         for work in self._works:
             return work.source_rank()
-        raise BackendError("only a receive has a source rank", fix="call it on one of irecv")
+        return DONE.source()  # it raises, as for all that is no receive
 
     _source_rank = source_rank  # as torch's front end calls it
 
