@@ -40,10 +40,10 @@ from meshdist.bootstrap import bounded_store
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.world import World, world_here
-from meshdist.groups import header_tables, registry
+from meshdist.groups import communicators, host_tables
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
-from meshdist.wires import registry as wire_registry
+from meshdist.wires import communicators as wire_registry
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 
@@ -287,10 +287,10 @@ def run(
     patches = (
         # One process wakes for all of them: a thousand times a second at most.
         mock.patch.object(bounded_store, "_POLL_S", max(1.0, size / 1000)),
-        mock.patch.object(registry, "SignalThread", NoSignals),
+        mock.patch.object(communicators, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),
-        mock.patch.object(header_tables, "make_shared_words", return_value=None),
+        mock.patch.object(host_tables, "make_shared_words", return_value=None),
     )
     with serve() as (connect, cpu_s), ExitStack() as stack:
         for patch in patches:

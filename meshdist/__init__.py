@@ -63,7 +63,7 @@ def __getattr__(name: str) -> object:
     if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
         import_module(".collectives", __name__)
         if isinstance(found, FunctionType) and _FOLDER in found.__code__.co_filename:
-            import_module(".runtime.untraced", __name__).leave_untraced(found)
+            import_module(".runtime.untraced", __name__).untraced(found)
     return found
 
 

@@ -19,7 +19,6 @@ from .checking.debug_levels import (
     set_debug_level as set_debug_level,
     set_debug_level_from_env as set_debug_level_from_env,
 )
-from .collectives.annotations import annotate as annotate, typeof as typeof
 from .collectives.list_verbs import (
     all_gather as all_gather,
     all_to_all as all_to_all,
@@ -28,8 +27,7 @@ from .collectives.list_verbs import (
     reduce_scatter as reduce_scatter,
     scatter as scatter,
 )
-from .collectives.monitored import monitored_barrier as monitored_barrier
-from .collectives.named_axes.asserting import assert_equal as assert_equal
+from .collectives.monitored_barrier import monitored_barrier as monitored_barrier
 from .collectives.objects import (
     all_gather_object as all_gather_object,
     broadcast_object_list as broadcast_object_list,
@@ -46,7 +44,6 @@ from .collectives.point_to_point import (
     recv as recv,
     send as send,
 )
-from .collectives.seeding import seed as seed
 from .collectives.several_tensors import (
     all_gather_coalesced as all_gather_coalesced,
     all_gather_multigpu as all_gather_multigpu,
@@ -56,7 +53,6 @@ from .collectives.several_tensors import (
     reduce_multigpu as reduce_multigpu,
 )
 from .collectives.shared_buffers import shared_empty as shared_empty
-from .collectives.typed_context import typed as typed, untyped as untyped
 from .collectives.verbs import (
     all_gather_into_tensor as all_gather_into_tensor,
     all_gather_single as all_gather_single,
@@ -77,16 +73,9 @@ from .ddp.averaging import (
 from .ddp.comm_hooks.bucket import GradBucket as GradBucket
 from .ddp.data_parallel import DDP as DDP, DistributedDataParallel as DistributedDataParallel
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
-from .ddp.joining import (
-    Join as Join,
-    Joinable as Joinable,
-    JoinHook as JoinHook,
-    uneven as uneven,
-)
 from .ddp.precision import MixedPrecision as MixedPrecision
 from .ddp.sampler import DistributedSampler as DistributedSampler
 from .ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from .debug.pausing import breakpoint as breakpoint
 from .errors import (
     AbortedError as AbortedError,
     AgreementError as AgreementError,
@@ -138,6 +127,13 @@ from .groups.process_group import (
     ProcessGroup as ProcessGroup,
     group as group,
 )
+from .joining.join import (
+    Join as Join,
+    Joinable as Joinable,
+    JoinHook as JoinHook,
+    uneven as uneven,
+)
+from .lax.asserting import assert_equal as assert_equal
 from .mesh.current_mesh import (
     find_current_mesh as find_current_mesh,
     get_current_mesh as get_current_mesh,
@@ -170,8 +166,12 @@ from .sharding.placing import reshard as reshard, shard as shard, unshard as uns
 from .sharding.planning import plan as plan
 from .sharding.routes import Link as Link
 from .sharding.sharded_array import ShardedArray as ShardedArray
+from .typed_contexts.annotations import annotate as annotate, typeof as typeof
+from .typed_contexts.mode import typed as typed, untyped as untyped
+from .typed_contexts.random_draws import seed as seed
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
+from .worlds.breakpoints import breakpoint as breakpoint
 from .worlds.initialization import (
     destroy_process_group as destroy_process_group,
     get_backend as get_backend,

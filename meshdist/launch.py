@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .cli.arguments import Parser, add_launch_arguments, launch, report_usage_error
+from .cli.flags import Parser, add_launch_arguments, launch, report_usage_error
 from .error_text import explain
 
 __all__ = ["main"]

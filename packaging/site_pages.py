@@ -39,7 +39,14 @@ _TITLES = {
     "reduce_ops": "Reductions",
     "errors": "Errors",
 }
-_ELSEWHERE = {"checking": "debug", "dtypes": "reduce_ops", "torch_process_groups": "wires"}
+_ELSEWHERE = {
+    "checking": "debug",
+    "dtypes": "reduce_ops",
+    "functional": "collectives",
+    "joining": "ddp",
+    "torch_process_groups": "wires",
+    "typed_contexts": "collectives",
+}
 _FIELDS = ("where", "expected", "found", "fix")
 
 
@@ -91,7 +98,7 @@ def reference() -> dict[str, str]:
         thing = getattr(meshdist.comm_hooks, name)
         if inspect.isroutine(thing) or inspect.isclass(thing):
             pages["ddp"].append(f"::: {thing.__module__}.{thing.__name__}\n")
-    pages["debug"].append("::: meshdist.debug.pausing.breakpoint\n")
+    pages["debug"].append("::: meshdist.worlds.breakpoints.breakpoint\n")
     missing = _TITLES.keys() ^ pages.keys()
     if missing:
         raise PluginError(f"the reference has no page, or no names, for: {sorted(missing)}")

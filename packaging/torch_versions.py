@@ -37,8 +37,8 @@ TESTS = (
     "tests/ddp/test_data_parallel.py",
     "tests/ddp/test_everyday.py",
     "tests/ddp/test_torch_*.py",
-    "tests/collectives/test_custom_functions.py",
-    "tests/collectives/test_leaf_gradients.py",
+    "tests/typed_contexts/test_custom_functions.py",
+    "tests/functional/test_leaf_gradients.py",
     "tests/collectives/test_torch_private.py",
     "tests/collectives/test_typed_[cgip]*.py",
 )

@@ -36,7 +36,7 @@ from meshdist.bootstrap.mpi_library import find_mpi_problem
 from meshdist.bootstrap.stores import HashStore
 from meshdist.bootstrap.world import World, world_here
 from meshdist.checking import debug_levels
-from meshdist.cli import arguments as cli_arguments, bench, main as cli, run
+from meshdist.cli import bench, flags as cli_arguments, main as cli, run
 from meshdist.errors import MeshdistError
 from meshdist.launching.launcher import LaunchError
 from meshdist.mesh.layout import Layout

@@ -29,13 +29,13 @@ from meshdist.bootstrap.world import World
 from meshdist.checking.header_table import HeaderTable
 from meshdist.checking.shared_words import Regions, SharedWords, SharedWordsView
 from meshdist.collectives.object_rounds import Parcel, unpack
-from meshdist.groups.header_tables import HeaderTables
+from meshdist.groups.host_tables import HeaderTables
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.core import core
 from meshdist.wires.failures import WireFailure
 from meshdist.wires.mpi import arrivals as mpi_arrivals
 from meshdist.wires.mpi.arrivals import Arrivals
-from meshdist.wires.mpi.link import Link
+from meshdist.wires.mpi.connection import MpiConnection
 from meshdist.wires.shm import handshake
 from meshdist.wires.shm.door import Door
 from tests.test_fuzz import changed, records, texts
@@ -310,7 +310,7 @@ def mpi_arrivals_of(given: list[tuple[int, int]]) -> None:
         rank=0, ranks=(0, 1, 2), num_local=1 << 20, look=None, store=Memory(), name="a group"
     )  # on a crowded host no wait spins
     comm = SimpleNamespace(Iprobe=lambda: False)
-    link = Link(None, comm, opening, [my_card()] * 3, nothing)
+    link = MpiConnection(None, comm, opening, [my_card()] * 3, nothing)
     words = [memoryview(bytearray(8 * Arrivals.num_words)).cast("Q") for _ in range(3)]
     arrivals = Arrivals(link, words[0], words[1:])
     with mock.patch.multiple(mpi_arrivals, _SETTLING=timedelta(seconds=1e-5), _LEAVING_S=0.0):

@@ -21,11 +21,11 @@ from meshdist.bootstrap.bounded_store import read_json
 from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.world import World
 from meshdist.checking.shared_words import Regions, SignsOfLife
-from meshdist.collectives.monitored import MonitoredBarrier
+from meshdist.collectives.monitored_barrier import MonitoredBarrier
 from meshdist.errors import MeshdistError
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
-from meshdist.groups.registry import Registry
+from meshdist.groups.communicators import Registry
 from meshdist.groups.signals import Endings, SignalThread, collect, last_call_text, parse_answer
 from meshdist.runtime import deadlines
 from meshdist.runtime.deadlines import Grace, clock

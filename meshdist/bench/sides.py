@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import verb_table
 
-__all__ = ["DTYPES", "SIDES", "VERBS", "Side"]
+__all__ = ["DTYPES", "SIDES", "VERBS", "Library"]
 
 VERBS = (
     "all_reduce",
@@ -43,7 +43,7 @@ _SINGLE = {verb.alias_of: verb.name for verb in verb_table.VERBS.values() if ver
 Call = Callable[[], Any]
 
 
-class Side(ABC):
+class Library(ABC):
     """One library with its world of ranks."""
 
     rank: int
@@ -77,7 +77,7 @@ class Side(ABC):
         return first if self.rank == 0 else second if self.rank == 1 else lambda: None
 
 
-class TorchSide(Side):
+class TorchSide(Library):
     """torch.distributed, or anything with its names: meshdist is called by the same code."""
 
     def __init__(self, name: str, backend: str) -> None:
@@ -161,7 +161,7 @@ class CopySide(TorchSide):
         return partial(self._ones(count, kind).copy_, self._ones(count, kind))
 
 
-class MpiSide(Side):
+class MpiSide(Library):
     """mpi4py on NumPy arrays: one call of MPI for each verb."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class MpiSide(Side):
         return partial(function, *(make() for make in makers))
 
 
-class JaxSide(Side):
+class JaxSide(Library):
     """JAX over its CPU collectives: one device a process, one jitted function for each verb."""
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class JaxSide(Side):
         return lambda: function(x).block_until_ready()
 
 
-SIDES: dict[str, Callable[[], Side]] = {
+SIDES: dict[str, Callable[[], Library]] = {
     "meshdist/shm": partial(TorchSide, "meshdist", "shm"),
     "meshdist/shm/shared": partial(SharedSide, "meshdist", "shm"),
     "meshdist/gloo": partial(TorchSide, "meshdist", "gloo"),

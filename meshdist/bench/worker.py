@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .sides import Side
+    from .sides import Library
 
 __all__ = ["ADDRESS", "main", "say", "serve"]
 
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def serve(side: Side, label: str) -> None:
+def serve(side: Library, label: str) -> None:
     """Report the side's rank, and measure until the measuring process ends it.
 
     This needs no other module of meshdist: benchmarks run it beside another checkout's.
@@ -44,7 +44,7 @@ def serve(side: Side, label: str) -> None:
     side.close()
 
 
-def _measure(side: Side, order: dict[str, Any]) -> float | None:
+def _measure(side: Library, order: dict[str, Any]) -> float | None:
     """Seconds per call; None where the side has no such verb."""
     call = side.call(order["verb"], order["bytes"], order["dtype"])
     if call is None:

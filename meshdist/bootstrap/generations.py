@@ -42,7 +42,7 @@ from .bounded_store import (
 from .head_counts import head_count_of
 from .stores import PrefixStore, Store
 
-__all__ = ["SERVER", "Attempt", "Joined", "lost_while_joining"]
+__all__ = ["SERVER", "Attempt", "Rendezvous", "lost_while_joining"]
 
 SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
@@ -55,7 +55,7 @@ _MOST_TRIES = 8  # generations that end while this process comes
 
 
 @dataclass(frozen=True)
-class Joined:
+class Rendezvous:
     """A world in which every rank has joined.
 
     Args:
@@ -129,7 +129,7 @@ class Attempt:
         self._heads = head_count_of(tuple(range(self.size)), (0,) * self.size)
         self.store = PrefixStore(self.prefix, self.handle)
 
-    def join(self) -> Joined:
+    def join(self) -> Rendezvous:
         """Return the world, once every rank has joined.
 
         Raises:
@@ -177,7 +177,7 @@ class Attempt:
         """Let the processes that come later begin the next generation."""
         self.store.compare_set("open", self._terms, f"[{generation + 1}]")
 
-    def try_generation(self, generation: int) -> Joined | None:
+    def try_generation(self, generation: int) -> Rendezvous | None:
         """Return the world of this generation; None where the next one has to be tried."""
         keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         mine = self._claim(keys, generation)
@@ -268,7 +268,7 @@ class Attempt:
 
     def _conclude(
         self, keys: Store, generation: int, rank: int, outcome: dict[str, Any] | None
-    ) -> Joined | None:
+    ) -> Rendezvous | None:
         if outcome is not None:
             self._resolve(keys, outcome)
         state = _state(keys, self.size)
@@ -285,7 +285,7 @@ class Attempt:
             self.handle.server = SERVER.format(server)
         if state["served_by"] is not None:
             self.handle.watch(state["served_by"])
-        return Joined(
+        return Rendezvous(
             rank,
             self.size,
             generation,

@@ -26,7 +26,7 @@ from ..runtime.whole_numbers import find_whole_number
 from . import file_records
 from .bounded_store import BoundedStore
 from .environments import MOST_RANKS, Surroundings, read_surroundings
-from .generations import SERVER, Attempt, Joined, lost_while_joining
+from .generations import SERVER, Attempt, Rendezvous, lost_while_joining
 from .mpi_library import directory_of_mpiexec, store_by_mpi
 from .stores import (
     LEAST_STORE_TIMEOUT,
@@ -86,7 +86,7 @@ def meet(
     is_mpi_asked: bool = False,
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
-) -> Joined:
+) -> Rendezvous:
     """Meet the other ranks; return when all have joined.
 
     Args:
@@ -291,7 +291,7 @@ def _meet_in(
     attempt: str = "",
     is_served_by_0: bool = False,
     **known: Any,
-) -> Joined:
+) -> Rendezvous:
     prefix = "/".join(["meshdist", *filter(None, (terms.group_name, attempt))])
     patience = max(terms.timeout, LEAST_STORE_TIMEOUT)
     server = {"server": SERVER.format(0)} if is_served_by_0 else {}
@@ -310,7 +310,7 @@ def _meet_in(
         raise
 
 
-def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Joined:
+def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
     rank, size, local_rank = surroundings.rank, surroundings.size, surroundings.local_rank
@@ -385,7 +385,7 @@ def _listener_at(address: str, port: int) -> Any:
     return bind_listener(address, port) if is_safe else None
 
 
-def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Joined:
+def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
@@ -436,7 +436,7 @@ def _address_of(url: SplitResult) -> tuple[str, int]:
     return address, port
 
 
-def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Joined:
+def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
     if url.netloc not in ("", "localhost") or not url.path:
         raise ArgumentError(
             "file:// needs an absolute path",
@@ -450,7 +450,7 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Joine
 
 def _meet_in_file(
     path: str, rank: int, size: int, origin: str, terms: Terms, **known: Any
-) -> Joined:
+) -> Rendezvous:
     given = rank if rank >= 0 else None
     entry = file_records.enter(path, given, size, terms.group_name, terms.timeout)
     pid = os.getpid()
@@ -475,7 +475,7 @@ def _meet_in_file(
 
 def _meet_by_handler(
     url: SplitResult, rank: int, size: int, terms: Terms, more: Mapping[str, Any]
-) -> Joined:
+) -> Rendezvous:
     rest = [(name, text) for name, text in parse_qsl(url.query, True) if name not in _IN_QUERY]
     plain = url._replace(query=urlencode(rest)).geturl()  # torch adds rank and size itself
     try:

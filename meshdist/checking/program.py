@@ -35,7 +35,7 @@ import torch
 
 from ..bootstrap.world import find_world
 from ..errors import MeshdistError, NestedVerbError
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
 from .debug_levels import DebugLevel, get_debug_level
 
 __all__ = [
@@ -169,7 +169,7 @@ def one_frame(function: Callable[P, R]) -> Callable[P, R]:
             raise
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)
-    return leave_untraced(wraps(function)(call))
+    return untraced(wraps(function)(call))
 
 
 def _keeps_all() -> bool:

@@ -14,7 +14,7 @@ from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
 from ..bench.reporting import plot, size_text, table_text, to_json, write
 from ..bench.sides import DTYPES, SIDES, VERBS
 from ..runtime.whole_numbers import find_whole_number
-from .arguments import Parser
+from .flags import Parser
 
 __all__ = ["SUMMARY", "main"]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..launching.rank_environment import HUGE_PAGES
 from ..verb_table import VERBS
-from .arguments import Parser
 from .checkup import (
     check_wire,
     find_device_types,
@@ -26,6 +25,7 @@ from .checkup import (
     python,
     torch_wheel,
 )
+from .flags import Parser
 
 if TYPE_CHECKING:
     from rich.console import Console

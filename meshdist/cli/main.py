@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..error_text import explain
 from ..runtime.hosts import find_version
-from .arguments import report_usage_error
+from .flags import report_usage_error
 
 __all__ = ["COMMANDS", "main"]
 

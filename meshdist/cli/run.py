@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from ..launching.launcher import LaunchError
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
-from .arguments import (
+from .checkup import has_core
+from .flags import (
     Parser,
     add_habits,
     add_launch_arguments,
@@ -19,7 +20,6 @@ from .arguments import (
     launch,
     report_usage_error,
 )
-from .checkup import has_core
 from .torchrun_flags import number_of_processes
 
 __all__ = ["SUMMARY", "main"]

@@ -19,7 +19,7 @@ from ..verb_table import VERBS
 from ..wires.packing import Sizes, Tensors
 from ..wires.prepared import PreparedCall, Written
 from ..wires.work import Work
-from .checks import as_wire_tensor, check_flag, check_reducible, premultiplied
+from .roots import as_wire_tensor, check_flag, check_reducible, premultiplied
 
 __all__ = ["Collective", "VerbCall"]
 

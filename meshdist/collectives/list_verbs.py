@@ -12,9 +12,9 @@ from typing import Any
 from ..groups.process_group import GroupLike
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.work import Work
-from .checks import get_root
-from .instruments import verb
+from .marks import verb
 from .prepare import prepare
+from .roots import get_root
 
 __all__ = [
     "all_gather",

@@ -20,8 +20,7 @@ import torch
 from ..errors import BackendError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.prepared import PreparedCall
-from .checks import find_peer, get_peer, get_root
-from .instruments import verb
+from .marks import verb
 from .object_rounds import (
     Parcel,
     Rounds,
@@ -33,6 +32,7 @@ from .object_rounds import (
     unpack,
 )
 from .point_to_point import ANSWER_TAG, check_not_me, open_channel, prepare_message
+from .roots import find_peer, get_peer, get_root
 
 __all__ = [
     "all_gather_object",
@@ -267,7 +267,7 @@ def send_object_list(
     peer = get_peer(target, dst, group_dst, name, "dst")
     check_not_me(target, peer, name)
     check_is_list(object_list, "object_list", name, is_written=False)
-    line = _Line(name, target, device, use_batch)
+    line = _Conversation(name, target, device, use_batch)
     num_sent = len(object_list)
     parcel = Parcel(entries("object_list", object_list))
     line.move(line.numbers(_MARK, num_sent, parcel.signed_size), peer, is_send=True)
@@ -312,7 +312,7 @@ def recv_object_list(
     check_not_me(target, peer, name)
     check_is_list(object_list, "object_list", name, is_written=True)
     num_taken = len(object_list)
-    line = _Line(name, target, device, use_batch)
+    line = _Conversation(name, target, device, use_batch)
     numbers = line.numbers(0, 0, 0)
     source = line.move(numbers, peer, is_send=False).operation.source()
     mark, num_sent, signed_size = numbers.view(torch.int64).tolist()
@@ -334,7 +334,7 @@ def recv_object_list(
     return sender
 
 
-class _Line:
+class _Conversation:
     """The messages of one call between two members."""
 
     def __init__(self, verb: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:

@@ -19,9 +19,9 @@ from ..groups.channel import Channel
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..wires.prepared import LARGEST_TAG, PreparedCall
 from ..wires.work import Work
-from .checks import find_peer, get_peer
 from .collective import VerbCall
-from .instruments import verb
+from .marks import verb
+from .roots import find_peer, get_peer
 
 __all__ = [
     "ANSWER_TAG",

@@ -26,11 +26,11 @@ from ..arrays import apart, apart_from_all, shape_text
 from ..checking.program import run_unnested
 from ..errors import KindError, ShapeError
 from ..groups.process_group import ProcessGroup
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
 from ..verb_table import VERBS, Form, Verb
 from ..wires.work import Work
 from .collective import Collective
-from .instruments import num_bytes, recorded
+from .marks import num_bytes, recorded
 
 __all__ = ["check_devices", "lax_title", "prepare", "run_titled"]
 
@@ -55,7 +55,7 @@ def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
     return call
 
 
-@leave_untraced
+@untraced
 def run_titled(
     verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
 ) -> Work | None:
@@ -76,7 +76,7 @@ def _run(
     return prepare(verb, group, *given, title=title).run(async_op)
 
 
-class _Form(NamedTuple):
+class _Recipe(NamedTuple):
     """The facts from which a call of a verb is made.
 
     Args:
@@ -94,7 +94,7 @@ class _Form(NamedTuple):
     is_elementwise: bool
 
 
-def _in_place(call: Collective, form: _Form, tensor: Any, *op_and_root: Any) -> None:
+def _in_place(call: Collective, form: _Recipe, tensor: Any, *op_and_root: Any) -> None:
     root = form.root
     buffer = call.take(tensor, form.names[0], writes=root != "to" or call.is_root)
     if form.reduces:
@@ -110,7 +110,7 @@ def _in_place(call: Collective, form: _Form, tensor: Any, *op_and_root: Any) -> 
     call.noted = buffer
 
 
-def _several_in_place(call: Collective, form: _Form, tensors: Any, op: Any) -> None:
+def _several_in_place(call: Collective, form: _Recipe, tensors: Any, op: Any) -> None:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     (name, _), given = form.names, call.check_list(tensors, form.names[0])
     buffers = [call.take(x, name, writes=True) for x in given]
@@ -119,7 +119,7 @@ def _several_in_place(call: Collective, form: _Form, tensors: Any, op: Any) -> N
     call.inputs = call.outputs = call.noted = buffers
 
 
-def _blocks(call: Collective, form: _Form, output: Any, input: Any, *op: Any) -> None:
+def _blocks(call: Collective, form: _Recipe, output: Any, input: Any, *op: Any) -> None:
     names = form.names
     buffer = call.take(output, names[0], writes=True)
     tensor = call.take(input, names[1])
@@ -137,7 +137,7 @@ def _blocks(call: Collective, form: _Form, output: Any, input: Any, *op: Any) ->
     call.inputs, call.outputs, call.noted = [sent], [buffer], tensor
 
 
-def _to_each(call: Collective, form: _Form, outputs: Any, tensor: Any) -> None:
+def _to_each(call: Collective, form: _Recipe, outputs: Any, tensor: Any) -> None:
     written, read = form.names
     block = call.take(tensor, read)
     buffers = call.take_list(outputs, written, block, read, writes=True)
@@ -147,7 +147,7 @@ def _to_each(call: Collective, form: _Form, outputs: Any, tensor: Any) -> None:
     call.inputs, call.outputs, call.noted = [block], buffers, block
 
 
-def _to_root(call: Collective, form: _Form, tensor: Any, outputs: Any, _: int) -> None:
+def _to_root(call: Collective, form: _Recipe, tensor: Any, outputs: Any, _: int) -> None:
     written, read = form.names
     block = call.take(tensor, read)
     buffers = call.take_list(outputs, written, block, read, "destination", writes=True)
@@ -155,7 +155,7 @@ def _to_root(call: Collective, form: _Form, tensor: Any, outputs: Any, _: int) -
     call.inputs, call.outputs, call.noted = [block], buffers, block
 
 
-def _from_each(call: Collective, form: _Form, output: Any, inputs: Any, op: Any) -> None:
+def _from_each(call: Collective, form: _Recipe, output: Any, inputs: Any, op: Any) -> None:
     written, read = form.names
     buffer = call.take(output, written, writes=True)
     call.take_op(op, buffer)
@@ -165,14 +165,14 @@ def _from_each(call: Collective, form: _Form, output: Any, inputs: Any, op: Any)
     call.inputs, call.outputs, call.noted = list(map(call.scaled, tensors)), [buffer], tensors
 
 
-def _from_root(call: Collective, form: _Form, output: Any, inputs: Any, _: int) -> None:
+def _from_root(call: Collective, form: _Recipe, output: Any, inputs: Any, _: int) -> None:
     written, read = form.names
     buffer = call.take(output, written, writes=True)
     tensors = call.take_list(inputs, read, buffer, written, "source")
     call.inputs, call.outputs, call.noted = [apart(x, buffer) for x in tensors], [buffer], buffer
 
 
-def _exchanged_lists(call: Collective, form: _Form, outputs: Any, inputs: Any) -> None:
+def _exchanged_lists(call: Collective, form: _Recipe, outputs: Any, inputs: Any) -> None:
     written, read = form.names
     first = call.check_list(inputs, read, call.group.size())[0]
     like = call.take(first, read)
@@ -185,7 +185,7 @@ def _exchanged_lists(call: Collective, form: _Form, outputs: Any, inputs: Any) -
 
 
 def _exchanged_parts(
-    call: Collective, form: _Form, output: Any, input: Any, output_sizes: Any, input_sizes: Any
+    call: Collective, form: _Recipe, output: Any, input: Any, output_sizes: Any, input_sizes: Any
 ) -> None:
     names = form.names
     buffer = call.take(output, names[0], writes=True)
@@ -228,12 +228,12 @@ _PREPARE: dict[_Forms, Callable[..., None]] = {
 }
 
 
-def _form(row: Verb) -> _Form:
+def _form(row: Verb) -> _Recipe:
     carrier = row.carrier
     names = row.writes, "".join(row.reads)
     is_elementwise = carrier.takes is Form.IN_PLACE
     prepare = _PREPARE[carrier.takes, carrier.gives]
-    return _Form(prepare, carrier.name, carrier.reduces, carrier.root, names, is_elementwise)
+    return _Recipe(prepare, carrier.name, carrier.reduces, carrier.root, names, is_elementwise)
 
 
 _FORMS = {

@@ -23,10 +23,10 @@ from ..reduce_ops import ReduceKind, ReduceOp, Reduction, is_whole_mean
 from ..wires.built_verbs import divide, reduced
 from ..wires.c10d.substitutes import read_as
 from ..wires.work import Work
-from .checks import get_peer
 from .collective import Collective
-from .instruments import verb
+from .marks import verb
 from .prepare import check_devices, prepare
+from .roots import get_peer
 
 __all__ = [
     "all_gather_coalesced",

@@ -13,14 +13,14 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from ..checking.program import end_here
 from ..errors import MeshdistError
-from ..runtime.untraced import leave_untraced
-from .instruments import watchers
+from ..runtime.untraced import untraced
+from .marks import watchers
 
 __all__ = [
     "ENDS_RECORDS_ANYWHERE",
     "BackwardHookFunction",
     "FunctionMeta",
-    "NotSeen",
+    "HiddenFromModes",
     "OverloadPacket",
     "SingleLevelFunction",
     "are_transforms_active",
@@ -33,7 +33,7 @@ __all__ = [
     "num_modes",
     "outside_transforms",
     "storage_uses",
-    "unseen",
+    "hidden_from_modes",
     "unwrapped",
 ]
 
@@ -54,7 +54,7 @@ is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 unwrapped = _C._functorch.get_unwrapped
 """The function that gives the tensor in such a wrapper."""
 
-NotSeen = _C.DisableTorchFunction
+HiddenFromModes = _C.DisableTorchFunction
 """A context in which no mode sees what torch is asked to do."""
 
 is_mode_enabled = _C._is_torch_function_mode_enabled
@@ -83,7 +83,7 @@ FunctionMeta = function_module.FunctionMeta
 _unwrapped_if_dead = _C._functorch.unwrap_if_dead
 
 
-@leave_untraced
+@untraced
 def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """``function.apply(x, *rest)``, at a fifth of its cost outside torch.func's transforms.
 
@@ -105,7 +105,7 @@ def storage_uses(tensor: torch.Tensor) -> int:
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
-def unseen(function: _F) -> _F:
+def hidden_from_modes(function: _F) -> _F:
     """Mark a function of ours that torch's modes, as those of typed contexts, do not look into."""
 
     @wraps(function)
@@ -113,11 +113,11 @@ def unseen(function: _F) -> _F:
         try:
             if not watchers:
                 return function(*args, **kwargs)
-            with NotSeen():
+            with HiddenFromModes():
                 return function(*args, **kwargs)
         except MeshdistError as error:
             __tracebackhide__ = True
             end_here(error)
             raise
 
-    return cast(_F, leave_untraced(call))
+    return cast(_F, untraced(call))

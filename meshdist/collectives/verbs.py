@@ -20,9 +20,9 @@ from ..groups.process_group import GroupLike, ProcessGroup
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work, joined
-from .checks import check_flag, first_cuda_device, get_peer
-from .instruments import verb
+from .marks import verb
 from .prepare import prepare
+from .roots import check_flag, first_cuda_device, get_peer
 
 __all__ = [
     "all_gather_into_tensor",

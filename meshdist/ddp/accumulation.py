@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from ..collectives.axis_types import ATTRIBUTE, KINDS, REDUCED_BY_OWNER, kinds_in, with_kinds
-from ..collectives.casting import BUCKET_BYTES
-from ..collectives.named_axes.axes import AxisName, get_axes
 from ..collectives.sparse_sums import sparse_psum
-from ..collectives.torch_private import unseen
-from ..collectives.type_errors import tensor_text, type_of, where
+from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError
+from ..functional.axis_types import ATTRIBUTE, KINDS, REDUCED_BY_OWNER, kinds_in, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
+from ..lax.axes import AxisName, get_axes
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
+from ..typed_contexts.casting import BUCKET_BYTES
+from ..typed_contexts.refusals import tensor_text, type_of, where
 from .buckets import assign_buckets, items_of, views_into
 from .gradient_hooks import find_reducing_world
 
@@ -84,7 +84,7 @@ def accumulate_gradients(
 
 
 @contextmanager
-@leave_untraced
+@untraced
 def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[None]:
     group = resolve_group(axes)
     texts = [type_of(leaf) for leaf in leaves]
@@ -153,7 +153,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                 )
 
 
-@unseen
+@hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
     """Mark the leaves reduced, and take their gradients."""
     kept = [leaf.grad for leaf in leaves]
@@ -163,13 +163,13 @@ def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torc
     return kept
 
 
-@unseen
+@hidden_from_modes
 def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None]) -> None:
     for leaf, grad in zip(leaves, kept, strict=True):
         leaf.grad = grad
 
 
-@unseen
+@hidden_from_modes
 @torch.no_grad()
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup

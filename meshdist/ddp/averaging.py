@@ -12,7 +12,7 @@ import torch
 
 from ..arguments import get_whole_number
 from ..checking.program import warn_caller
-from ..collectives.torch_private import unseen
+from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, AxisError, KindError, MeshError
@@ -46,7 +46,7 @@ class ModelAverager(ABC):
         self.process_group = process_group
         self.step = 0
 
-    @unseen
+    @hidden_from_modes
     def average_parameters(self, params: Parameters) -> None:
         """Count one step, and average where it is one that does; then collective over the group.
 

@@ -17,9 +17,9 @@ from ..collectives.torch_private import storage_uses
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .arrivals import Arrivals
 from .buckets import ReductionOptions, dense_stride, items_of, lay_out
 from .flat_bucket import Bucket, Pending
+from .history import History
 from .reports import Reports
 
 __all__ = ["AnyBucket", "BucketList", "InPlaceBucket", "SingleBucket", "SparseBucket"]
@@ -226,7 +226,7 @@ class BucketList:
 
     def lay(
         self,
-        arrivals: Arrivals,
+        arrivals: History,
         options: ReductionOptions,
         group: ProcessGroup,
         scale: float | None,

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..checking.program import warn_caller
 from ..collectives.flat_broadcast import broadcast_from
-from ..collectives.torch_private import unseen
+from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
 from .buckets import ReductionOptions, bucket_caps
 from .comm_hooks.registered import hook_name
 from .gradient_hooks import moved
@@ -26,7 +26,7 @@ from .logging_data import DataLogger
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
-from .replicas import Buffers, check_equal_lines, tensor_line
+from .replicas import ModelBuffers, check_equal_lines, tensor_line
 from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import (
@@ -124,7 +124,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         [2.0, 2.0]
     """
 
-    @unseen
+    @hidden_from_modes
     def __init__(
         self,
         module: nn.Module,
@@ -218,7 +218,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             for name, parameter in module.named_parameters()
             if name not in trainable and name not in self.parameters_to_ignore
         ]
-        self._buffers_of_model = Buffers(module, self.parameters_to_ignore)
+        self._buffers_of_model = ModelBuffers(module, self.parameters_to_ignore)
         self._cast: CastParameters | None = None
         reduce_dtype = None
         if self.mixed_precision is not None:
@@ -289,7 +289,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.reducer.prepare_for_backward(outputs)
 
     @contextmanager
-    @leave_untraced
+    @untraced
     def no_sync(self) -> Iterator[None]:
         """Let the forwards inside have backwards that are not averaged: gradients add up here.
 
@@ -377,7 +377,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.reducer.register_hook(state, hook)
         self.logger.note("comm_hook", hook_name(hook))
 
-    @unseen
+    @hidden_from_modes
     def _begin_forward(self) -> None:
         if not self._has_begun:
             self._begin()
@@ -419,7 +419,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         source = self.reducer.source
         self.reducer.awaited += self._buffers_of_model.synchronise(self.process_group, source)
 
-    @unseen
+    @hidden_from_modes
     def _end_forward(self, outputs: Any) -> Any:
         if self.takes_buffers(is_before=False):
             self.take_buffers()

@@ -12,9 +12,9 @@ from typing import Protocol, TypeAlias, cast
 import torch
 
 from .buckets import LaidBucket, ReductionOptions, assign_buckets, views_into
+from .device_streams import streams_for
 from .graph_tasks import is_in_task
 from .reports import Reports
-from .streams import streams_for
 
 __all__ = ["Bucket", "Pending"]
 

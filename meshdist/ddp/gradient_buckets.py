@@ -16,7 +16,7 @@ import torch
 
 from ..arrays import as_tensor, describe, like
 from ..collectives.shared_buffers import flat_memory
-from ..collectives.torch_private import unseen
+from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
@@ -174,7 +174,7 @@ class GradientBuckets:
         ([5.0, 5.0, 5.0], [1.5, 1.5])
     """
 
-    @unseen
+    @hidden_from_modes
     def __init__(
         self, tree: Any, group: GroupLike = None, *, bucket_cap_mb: float | None = None
     ) -> None:
@@ -242,7 +242,7 @@ class GradientBuckets:
         arrays, buckets = len(self._names), len(self._flats)
         return f"<GradientBuckets: {arrays} arrays in {buckets} buckets on {self._group.name}>"
 
-    @unseen
+    @hidden_from_modes
     def ready(self, path: Any) -> None:
         """Say that gradients are written: that at ``path``, or all below it.
 
@@ -271,7 +271,7 @@ class GradientBuckets:
         while len(self._works) < len(self._flats) and not self._num_pending[len(self._works)]:
             self._start()
 
-    @unseen
+    @hidden_from_modes
     def wait(self) -> Any:
         """Return ``views`` when they hold the averages; collective over the group.
 

@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
-from ..runtime.untraced import leave_untraced
-from .arrivals import Arrivals
+from ..runtime.untraced import untraced
 from .bucket_list import AnyBucket
 from .graph_tasks import current_task
+from .history import History
 
 __all__ = ["Backward", "GradientHooks", "Hook", "find_reducing_world", "moved", "tensors_in"]
 
@@ -82,7 +82,7 @@ class GradientHooks:
     """The hooks of one reducer, which count ``arrivals`` and tell ``backward``."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], arrivals: Arrivals, backward: Backward
+        self, parameters: Sequence[torch.nn.Parameter], arrivals: History, backward: Backward
     ) -> None:
         self._parameters = parameters
         self._arrivals = arrivals
@@ -141,7 +141,7 @@ class GradientHooks:
         """A hook that learns what comes."""
         backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
 
-        @leave_untraced
+        @untraced
         def gradient_is_watched(parameter: torch.Tensor) -> None:
             if current_task() != backward.task and not backward.takes(
                 index, gradient_is_watched, parameter
@@ -163,7 +163,7 @@ class GradientHooks:
         counts = arrivals.counts
         goes_at_once = bucket.at_once[slot]
 
-        @leave_untraced
+        @untraced
         def gradient_came(parameter: torch.Tensor) -> None:
             if current_task() != backward.task and not backward.takes(
                 index, gradient_came, parameter

@@ -17,9 +17,9 @@ from ..collectives.flat_broadcast import broadcast_from
 from ..collectives.verbs import all_reduce
 from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
+from ..joining.join import Join, Joinable, ReplicaHook
 from ..reduce_ops import ReduceOp
 from .graph_tasks import NO_TASK, current_task
-from .joining import Join, Joinable, ReplicaHook
 from .wrapping import module_state
 
 __all__ = ["JoinMethods", "JoinedReplica"]

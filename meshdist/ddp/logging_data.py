@@ -25,11 +25,11 @@ from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..checking.program import end_here
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup
-from ..runtime.untraced import leave_untraced
-from .arrivals import Arrivals
+from ..runtime.untraced import untraced
 from .bucket_list import AnyBucket
 from .buckets import ReductionOptions
-from .streams import is_capturing
+from .device_streams import is_capturing
+from .history import History
 
 __all__ = ["DataLogger", "Timing", "has_sync_batch_norm", "notes_errors"]
 
@@ -222,7 +222,7 @@ class DataLogger:
         return self._timing
 
     def gradients_came(
-        self, came: Sequence[bool], arrivals: Arrivals, order: Sequence[int], num_buckets: int
+        self, came: Sequence[bool], arrivals: History, order: Sequence[int], num_buckets: int
     ) -> None:
         """Take which gradients came in a backward that is sampled, or lacks some."""
         self._is_static = self._is_static and not arrivals.changes(came)
@@ -319,4 +319,4 @@ def notes_errors(method: F) -> F:
             end_here(error)
             raise
 
-    return cast(F, leave_untraced(noting))
+    return cast(F, untraced(noting))

@@ -24,18 +24,18 @@ import torch
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors
 
-from ..collectives.axis_types import kinds_in
 from ..collectives.objects import all_gather_object
-from ..collectives.torch_private import unseen
-from ..collectives.type_errors import type_of
-from ..collectives.value_checks import find_differing
+from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
+from ..functional.axis_types import kinds_in
+from ..functional.value_checks import find_differing
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .streams import is_capturing, reader_for
+from ..typed_contexts.refusals import type_of
+from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
 
 __all__ = ["Parting", "checksum"]
@@ -130,7 +130,7 @@ class Parting:
         if is_due and is_compared and group.size() > 1 and not is_capturing(self._device):
             self._compare(group)
 
-    @unseen
+    @hidden_from_modes
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
         """Let all ranks have the largest checksum and the smallest; a device is not awaited."""
@@ -152,7 +152,7 @@ class Parting:
                 state[name] = one.detach()
         return state
 
-    @unseen
+    @hidden_from_modes
     def report(self, group: ProcessGroup) -> None:
         """Raise on every rank where replicas differed behind the last backward, and still do."""
         numbers = self._reader.take()

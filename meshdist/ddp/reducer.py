@@ -33,14 +33,14 @@ from functools import partial
 
 import torch
 
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
+from .device_streams import is_capturing
 from .distributed_autograd import ContextGradients, find_context, is_rpc_on
 from .gradient_hooks import Hook, tensors_in
 from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .logging_data import notes_errors
 from .reduction_setup import ReductionSetup
 from .settling import Ending
-from .streams import is_capturing
 
 __all__ = ["Reducer"]
 
@@ -104,7 +104,7 @@ class Reducer(ReductionSetup):
         keep ``owner`` alive as long as a backward may come.
         """
 
-        @leave_untraced
+        @untraced
         def output_is_reached(_: torch.Tensor, owner: object = owner) -> None:
             if self._is_closed:
                 return

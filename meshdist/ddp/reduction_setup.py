@@ -13,16 +13,16 @@ import torch
 
 from ..collectives.verbs import broadcast
 from ..groups.process_group import ProcessGroup
-from .arrivals import Arrivals
 from .bucket_list import AnyBucket, BucketList
 from .buckets import ReductionOptions
 from .comm_hooks.registered import RegisteredHook
 from .gradient_hooks import Backward, GradientHooks, Hook
+from .history import History
 from .logging_data import DataLogger, notes_errors
 from .parting import Parting
 from .reports import Reports
 from .sending import Sending
-from .settling import Settling
+from .settling import Verdict
 
 __all__ = ["ReductionSetup"]
 
@@ -61,8 +61,8 @@ class ReductionSetup(Backward):
         self._options = options
         self._lock = threading.RLock()  # a module on several devices has a thread on each
         self.buckets: list[AnyBucket] = []
-        self.arrivals = Arrivals(len(self.parameters))
-        self._settling = Settling(self.parameters, self.arrivals, options, self._reports, group)
+        self.arrivals = History(len(self.parameters))
+        self._settling = Verdict(self.parameters, self.arrivals, options, self._reports, group)
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
         self._parting = parting
         self._sending = Sending(self._list, group, parting)
@@ -135,7 +135,7 @@ class ReductionSetup(Backward):
         self._reports = Reports(self._names, group)
         self.arrivals.forget()
         stays = self._settling.stays
-        self._settling = Settling(
+        self._settling = Verdict(
             self.parameters, self.arrivals, self._options, self._reports, group
         )
         self._settling.stays = stays

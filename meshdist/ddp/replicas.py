@@ -20,10 +20,10 @@ from ..errors import AgreementError, KindError
 from ..groups.process_group import ProcessGroup
 from .typed_owner import note_equal
 
-__all__ = ["Buffers", "check_equal_lines", "tensor_line"]
+__all__ = ["ModelBuffers", "check_equal_lines", "tensor_line"]
 
 
-class Buffers:
+class ModelBuffers:
     """The buffers of one model, found again by their names where the model re-assigns them."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:

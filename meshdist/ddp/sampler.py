@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..arguments import get_whole_number
 from ..bootstrap.world import find_world
 from ..checking.program import warn_caller
-from ..collectives.torch_private import unseen
+from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
@@ -131,7 +131,7 @@ class DistributedSampler(data.DistributedSampler[T]):
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_reader": None}  # a DataLoader's workers cannot be copied
 
-    @unseen
+    @hidden_from_modes
     def __iter__(self) -> Iterator[T]:
         self._warn_of_axes()
         if self.shuffle and self._num_passes == 1:

@@ -17,12 +17,12 @@ import torch
 
 from ..collectives.objects import all_gather_object
 from ..groups.process_group import ProcessGroup
-from .arrivals import Arrivals
 from .buckets import ReductionOptions
+from .device_streams import reader_for
+from .history import History
 from .reports import Reports
-from .streams import reader_for
 
-__all__ = ["Ending", "Settling"]
+__all__ = ["Ending", "Verdict"]
 
 T = TypeVar("T")
 
@@ -44,13 +44,13 @@ class Ending(IntEnum):
 _HAD_ONE = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
 
 
-class Settling:
+class Verdict:
     """Numbers that this rank sends behind the last bucket, and what it learns there of all."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        arrivals: Arrivals,
+        arrivals: History,
         options: ReductionOptions,
         reports: Reports,
         group: ProcessGroup,

@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..bootstrap.world import find_unjoined_place, find_world
-from ..collectives.typed_verbs import made_equal
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, GradientError, KindError, ShapeError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import leave_untraced
-from .streams import reader_for
+from ..runtime.untraced import untraced
+from ..typed_contexts.verb_calls import made_equal
+from .device_streams import reader_for
 
 __all__ = ["SyncBatchNorm"]
 
@@ -204,7 +204,7 @@ class SyncBatchNorm(_BatchNorm):
                 fix="pass (0, C, ...) on a rank that has no data" if input.dim() < 2 else None,
             )
 
-    @leave_untraced
+    @untraced
     def _find_group(self) -> ProcessGroup | None:
         """The group over which there is something to synchronise."""
         if self.process_group is None and find_world() is None and find_unjoined_place() is None:
@@ -221,7 +221,7 @@ class SyncBatchNorm(_BatchNorm):
         return clone
 
 
-@leave_untraced
+@untraced
 def _normalize(
     x: torch.Tensor,
     module: SyncBatchNorm,

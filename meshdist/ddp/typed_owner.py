@@ -13,7 +13,9 @@ from typing import Protocol
 
 import torch
 
-from ..collectives.axis_types import (
+from ..error_text import ranks_text
+from ..errors import AxisTypeError
+from ..functional.axis_types import (
     ATTRIBUTE,
     KINDS,
     REDUCED_BY_OWNER,
@@ -22,14 +24,12 @@ from ..collectives.axis_types import (
     type_text,
     with_kinds,
 )
-from ..collectives.contexts import find_mode, innermost_mode
-from ..collectives.type_errors import mesh_text, tensor_text, type_of, where
-from ..collectives.typed_verbs import kinds_over
-from ..error_text import ranks_text
-from ..errors import AxisTypeError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
+from ..typed_contexts.context import find_context, open_context
+from ..typed_contexts.refusals import mesh_text, tensor_text, type_of, where
+from ..typed_contexts.verb_calls import kinds_over
 
 __all__ = ["OWNER", "TypedOwner", "note_equal", "refuse_shards"]
 
@@ -53,10 +53,10 @@ class TypedOwner:
         if axes is not None and axes.mesh_dim_names is not None:
             self._mark(axes, axes.axis_names, is_reduced=True)
 
-    @leave_untraced
+    @untraced
     def claim(self, wrapper: _Wrapper) -> None:
         """Claim the wrapper's axes in the context that its forward is in, if it is in one."""
-        mode = find_mode()
+        mode = find_context()
         if mode is None or not torch.is_grad_enabled():
             return
         names = self._names(mode.mesh, wrapper.process_group, wrapper.device_mesh)
@@ -155,7 +155,7 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
 
 def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
     """Say in the context that the wrapper has made ``tensors`` equal, where none sees it do so."""
-    mode = innermost_mode()
+    mode = open_context()
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
         for one in tensors:

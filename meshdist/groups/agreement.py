@@ -158,7 +158,7 @@ class Agreements:
             if len(offers[slot][1]) > 1
         }
         about = name, kind, definition, members, timeout
-        meeting = _Meeting(world, self.endings, self.find_guard(), *about)
+        meeting = _PendingAgreement(world, self.endings, self.find_guard(), *about)
         with within(meeting.deadline):
             try:
                 meeting.come(keys.values(), lack)
@@ -179,7 +179,7 @@ class Agreements:
 
 
 @dataclass(eq=False)
-class _Meeting:
+class _PendingAgreement:
     """One agreement in the making.
 
     The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of

@@ -39,9 +39,9 @@ from ..wires.packing import ROW_MAJOR, Layout, Sizes, find_layout, flat
 from ..wires.prepared import PreparedCall
 from ..wires.registry import Wire
 from ..wires.work import Work
-from .failures import Explainer, OtherMembers
-from .matching import Receive
-from .registry import OpenCommunicator
+from .communicators import OpenCommunicator
+from .explainer import Explainer, OtherMembers
+from .matching import UnnamedReceive
 
 if TYPE_CHECKING:
     from ..wires.native import FastPath
@@ -379,7 +379,9 @@ class Channel:
         assert self.matching is not None and prepared.number is not None
         peer, tag, number = prepared.root, prepared.tag, prepared.number
         explain = partial(self.explain, note=number)
-        receive = Receive(prepared.outputs[0], peer, tag, header, number, self.timeout, explain)
+        receive = UnnamedReceive(
+            prepared.outputs[0], peer, tag, header, number, self.timeout, explain
+        )
         return self.matching.add(receive, waits=prepared.waits)
 
     def _native_entry(self) -> Any:

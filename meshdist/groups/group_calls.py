@@ -20,8 +20,8 @@ from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
 from ..wires.names import backends_in, parse_backends
 from ..wires.registry import get_wire
+from .communicators import get_registry
 from .process_group import GroupMember, ProcessGroup, resolve_group, world_group
-from .registry import get_registry
 
 __all__ = [
     "get_global_rank",

@@ -22,7 +22,7 @@ from ..wires.failures import MemberLost, MembersDisagree, WireAborted
 from ..wires.operations import Deferred
 from ..wires.prepared import PreparedCall
 
-__all__ = ["Matching", "Receive"]
+__all__ = ["Matching", "UnnamedReceive"]
 
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
@@ -32,7 +32,7 @@ _LONGEST_REST_S = 0.02
 
 
 @dataclass(eq=False)
-class Receive:
+class UnnamedReceive:
     """A receive that waits for its sender.
 
     Args:
@@ -67,7 +67,7 @@ class Matching:
     is_broken: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        self.receives: list[Receive] = []
+        self.receives: list[UnnamedReceive] = []
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._checked = 0.0
@@ -81,7 +81,7 @@ class Matching:
                 return True
             return peer is None and self.header_table.can_find_sender(tag)
 
-    def add(self, receive: Receive, *, waits: bool) -> Deferred:
+    def add(self, receive: UnnamedReceive, *, waits: bool) -> Deferred:
         """Start a receive once its sender is known; no other thread looks if its caller waits."""
         deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
@@ -134,7 +134,7 @@ class Matching:
                 self._checked = time.monotonic()
                 self._check()
 
-    def _start_if_sent(self, receive: Receive) -> bool:
+    def _start_if_sent(self, receive: UnnamedReceive) -> bool:
         peer, tag = receive.peer, receive.tag
         try:
             if peer is None:
@@ -152,7 +152,7 @@ class Matching:
         self._start(receive, peer)
         return True
 
-    def _start(self, receive: Receive, peer: int | None) -> None:
+    def _start(self, receive: UnnamedReceive, peer: int | None) -> None:
         try:
             into = [receive.tensor]
             prepared = PreparedCall("recv", "recv", (), into, root=peer, tag=receive.tag)
@@ -183,6 +183,6 @@ class Matching:
             for receive in tuple(self.receives):
                 self._end(receive, failure())
 
-    def _end(self, receive: Receive, failure: Exception) -> None:
+    def _end(self, receive: UnnamedReceive, failure: Exception) -> None:
         self.receives.remove(receive)
         receive.deferred.failure = failure

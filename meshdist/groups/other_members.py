@@ -26,17 +26,17 @@ from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.failures import MembersDisagree
-from .failures import STORE_LOST, OtherMembers
-from .registry import (
+from .communicators import (
     DISAGREEMENT,
     OpenCommunicator,
     get_registry,
     parse_disagreement,
     reason_of,
 )
+from .explainer import STORE_LOST, OtherMembers
 from .signals import Endings, ask, last_call_text
 
 __all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
@@ -326,7 +326,7 @@ class LateMembers:
 
 
 @contextmanager
-@leave_untraced
+@untraced
 def wait_notice(after_s: float | None) -> Iterator[None]:
     """Let this rank tell of the waits inside after ``after_s`` seconds; None: never.
 

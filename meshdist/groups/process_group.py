@@ -32,9 +32,9 @@ from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_roo
 from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error
 from .channel import Channel
-from .failures import explained_opening
+from .communicators import get_registry
+from .explainer import explained_opening
 from .other_members import LateMembers, MembersOfWorld, silent_ranks
-from .registry import get_registry
 from .verb_methods import Asked, VerbMethods, verbs
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from ..runtime.deadlines import Deadline, Grace, clock, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
 
 __all__ = [
-    "Answer",
+    "SignalReply",
     "Endings",
     "PausedClocks",
     "SignalThread",
@@ -71,7 +71,7 @@ _END_S = 20.0  # a request to the store ends in a few seconds
 _NUM_LEFT = "ended"
 
 
-class Answer(TypedDict):
+class SignalReply(TypedDict):
     """A rank's answer to a question."""
 
     calls: list[dict[str, Any]]
@@ -82,7 +82,7 @@ class Answer(TypedDict):
     """The place of the program where it is; "" where that is in its last call."""
 
 
-def last_call_text(answer: Answer | None) -> str:
+def last_call_text(answer: SignalReply | None) -> str:
     """The last call in a rank's answer, or that it gave none (None)."""
     if answer is None:
         return "gives no answer: it has ended or is stopped"
@@ -106,7 +106,7 @@ class SignalThread:
         self,
         world: World,
         handle: BoundedStore,
-        answer: Callable[[dict[str, Any]], Answer],
+        answer: Callable[[dict[str, Any]], SignalReply],
         abort: Callable[[dict[str, Any]], None],
         look: Callable[[], None],
         signs: SignsOfLife,
@@ -353,7 +353,7 @@ def ask(
     about: dict[str, Any] | None = None,
     *,
     patience_s: float = _ANSWER_S,
-) -> dict[int, Answer]:
+) -> dict[int, SignalReply]:
     """Ask what each of ``ranks`` called last, and ``about`` a call or message; ranks that do not
     answer in time are left out.
     """
@@ -367,7 +367,7 @@ def ask(
     return collect(world.store, keys, grace, parse_answer)
 
 
-def parse_answer(value: Any) -> Answer:
+def parse_answer(value: Any) -> SignalReply:
     """Return an answer as its rank gave it; raises where it is none."""
     calls = [
         {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}

@@ -25,7 +25,7 @@ from . import guard
 from .guard import MARK, REMOVE_AFTER, Family
 from .questions import FOLDER, ask_where, read_answers
 
-__all__ = ["GRACE_S", "Ending", "Guard", "Launch", "remove_after"]
+__all__ = ["GRACE_S", "ProcessExit", "Guard", "Launch", "remove_after"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -35,7 +35,7 @@ _ANSWER_S = 1.0  # ranks look for questions eight times a second
 
 
 @dataclass(frozen=True)
-class Ending:
+class ProcessExit:
     """How one process ended (exit code, or minus the signal), and when, in monotonic seconds."""
 
     rank: int
@@ -75,8 +75,8 @@ class Launch:
         self.mark = secrets.token_hex(8)
         self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")
         self.running: dict[int, subprocess.Popen[Any]] = {}
-        self.endings: list[Ending] = []
-        self.failed: Ending | None = None
+        self.endings: list[ProcessExit] = []
+        self.failed: ProcessExit | None = None
         self.hurried = False
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -127,7 +127,7 @@ class Launch:
         """Call read() whenever file is readable, until it returns False."""
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
-    def step(self, timeout_s: float | None = None) -> list[Ending]:
+    def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
         """Wait until something happens, at most timeout_s; return what ended, first one first."""
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
@@ -154,7 +154,7 @@ class Launch:
             return
         del self.running[rank]
         self._forget_handle(rank)
-        self.endings.append(Ending(rank, child.pid, code, time.monotonic()))
+        self.endings.append(ProcessExit(rank, child.pid, code, time.monotonic()))
         if code != 0 and self.failed is None:
             self.failed = self.endings[-1]
 

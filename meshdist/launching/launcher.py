@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from ..error_text import ranks_text
 from ..runtime.deadlines import Grace
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
-from .child_processes import GRACE_S, Ending, Launch
+from .child_processes import GRACE_S, Launch, ProcessExit
+from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
 from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
-from .reports import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
 from .streams import LOOK_S, Console, Output, Sink, Stream, open_terminal, show
 
 __all__ = ["DEFAULT_PORT", "JobPlace", "LaunchError", "run_processes"]
@@ -199,7 +199,7 @@ def run_processes(
         asked = _Signals(launch)
         stack.enter_context(asked.noted(signals))
         job = stack.enter_context(
-            contextlib.closing(_Job(launch, asked, command, output, stopping_s))
+            contextlib.closing(_LocalRanks(launch, asked, command, output, stopping_s))
         )
         for local_rank in range(nprocs):
             listener = reservation.listener if reservation and local_rank == 0 else None
@@ -217,7 +217,7 @@ def run_processes(
 
 
 @dataclass
-class _Job:
+class _LocalRanks:
     """The ranks of one launch on this host."""
 
     _launch: Launch
@@ -368,7 +368,7 @@ class _Job:
             title = f"meshdist: {ranks_text(one.rank for one in group)} reported:\n"
             show(sys.stderr, title.encode() + text_of(group))
 
-    def _report(self, endings: Sequence[Ending], stopped: int) -> int:
+    def _report(self, endings: Sequence[ProcessExit], stopped: int) -> int:
         """Show what the ranks report, last the one that failed first; return its exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
@@ -395,7 +395,7 @@ class _Job:
         show(sys.stderr, f"{summary}{end}\n".encode() + text)
         return ending.exit_code
 
-    def _failure(self, ending: Ending) -> Failure:
+    def _failure(self, ending: ProcessExit) -> Failure:
         stream, at = self._errors[ending.rank], ending.at
         # What ends with a signal has raised nothing; an older traceback was caught.
         if ending.code > 0 and stream.reported_at is not None:

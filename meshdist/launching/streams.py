@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, TextIO
 
+from .failed_ranks import TRACEBACK
 from .rank_environment import LaunchError
-from .reports import TRACEBACK
 
 __all__ = ["LOOK_S", "Console", "Output", "Sink", "Stream", "follow_size", "open_terminal", "show"]
 
@@ -188,7 +188,7 @@ def show(screen: TextIO | None, data: bytes) -> None:
 
 
 @dataclass
-class _Line:
+class _OutputLine:
     """A line without an end that stands on a screen: who wrote it, and what."""
 
     owner: Stream
@@ -200,7 +200,7 @@ class Console:
 
     def __init__(self) -> None:
         self.num_shown = 0
-        self._lines: dict[object, _Line] = {}
+        self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
         """Show what ``owner`` has written, in a line of its own.
@@ -224,7 +224,7 @@ class Console:
         self._lines.pop(place, None)
         _, is_redrawn, latest = text.rpartition(b"\r")
         if text:
-            self._lines[place] = _Line(owner, is_redrawn + latest)
+            self._lines[place] = _OutputLine(owner, is_redrawn + latest)
 
 
 def _place(screen: TextIO) -> object:

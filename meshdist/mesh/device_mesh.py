@@ -14,8 +14,8 @@ from ..bootstrap.world import Caches, World, get_usable_world
 from ..checking.program import end_here, one_frame, run_unnested
 from ..error_text import explain, ranks_text
 from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
+from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, world_group
-from ..groups.registry import get_registry
 from ..wires.registry import make_room
 from .definition import (
     AxisOptions,

@@ -229,10 +229,10 @@ def draw(
         console = Console(stderr=False)
         color = console.is_terminal and console.color_system is not None and not console.no_color
     width = _DEFAULT_WIDTH if width is None else width
-    return _Drawing(layout, marks, legend, width, color, ascii_only).text()
+    return _GridDrawing(layout, marks, legend, width, color, ascii_only).text()
 
 
-class _Drawing:
+class _GridDrawing:
     """One drawing in the making; measures are characters."""
 
     def __init__(

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .drawing import draw, draw_svg
-from .inputs import (
+from .layout_arguments import (
     checked_modes,
     checked_names,
     checked_ranks,

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from ..errors import KindError, PatternError
 
-__all__ = ["Dim", "Pattern", "Side", "column_error", "cut_text", "parse"]
+__all__ = ["Dim", "Pattern", "PatternSide", "column_error", "cut_text", "parse"]
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)|(?P<sign>\.\.\.|->|[@(){}:;,]))")
 
@@ -61,7 +61,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Side:
+class PatternSide:
     """One array: its dims in order, and the axes over which it is unreduced and reduced."""
 
     dims: tuple[Dim, ...]
@@ -99,8 +99,8 @@ class Pattern:
         Pattern('b@dp (h k)@tp -> (h k) b@dp {R:tp}')
     """
 
-    operands: tuple[Side, ...]
-    result: Side | None = None
+    operands: tuple[PatternSide, ...]
+    result: PatternSide | None = None
     text: str = field(default="", compare=False)
     commas: tuple[int, ...] = field(default=(), compare=False)
 
@@ -111,7 +111,7 @@ class Pattern:
     def __repr__(self) -> str:
         return f"Pattern({str(self)!r})"
 
-    def get_operand(self) -> Side:
+    def get_operand(self) -> PatternSide:
         """Return the only operand; where a comma likely lacks brackets, the error shows them."""
         if len(self.operands) == 1:
             return self.operands[0]
@@ -173,7 +173,7 @@ def parse(text: str) -> Pattern:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> Pattern:
-    return _Parser(text).pattern()
+    return _PatternReader(text).pattern()
 
 
 def column_error(
@@ -210,7 +210,7 @@ class _Token:
         return "the end" if self.kind == "end" else repr(self.text)
 
 
-class _Parser:
+class _PatternReader:
     """Reads one text from left to right."""
 
     def __init__(self, text: str) -> None:
@@ -246,7 +246,7 @@ class _Parser:
             self.fail(self.next.start, expected, self.next.shown)
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
-    def side(self) -> Side:
+    def side(self) -> PatternSide:
         """Read dims up to what no dim begins with, then the kinds, which end a side."""
         dims: list[Dim] = []
         names: set[str] = set()
@@ -270,7 +270,7 @@ class _Parser:
             else:
                 break
         unreduced, reduced = self.kinds(axes) if self.next.kind == "{" else ((), ())
-        return Side(tuple(dims), unreduced, reduced)
+        return PatternSide(tuple(dims), unreduced, reduced)
 
     def group(self, names: set[str], axes: set[str]) -> Dim:
         opening = self.take("(", "")

@@ -14,7 +14,7 @@ from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
 from .partition_spec import P, PartitionSpec, axes_of
-from .splits import Box, DimSplit, Placement, index_of, place_along, split_dim
+from .placement import Box, DimSplit, Placement, index_of, place_along, split_dim
 
 __all__ = ["Box", "DimSplit", "NamedSharding", "P", "PartitionSpec", "Placement"]
 

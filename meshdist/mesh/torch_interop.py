@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.world import World
 from ..errors import BackendError, KindError, MeshError
-from ..groups.registry import get_registry
+from ..groups.communicators import get_registry
 from .definition import MeshDefinition
 
 __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]

@@ -11,7 +11,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-__all__ = ["leave_untraced"]
+__all__ = ["untraced"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -21,7 +21,7 @@ _WHY_NOT_TRACED = (
 )
 
 
-def leave_untraced(function: _F) -> _F:
+def untraced(function: _F) -> _F:
     """Let torch.compile run ``function``, and all that it calls, as they are.
 
     This has the effect of torch.compiler.disable, without importing the whole compiler and without

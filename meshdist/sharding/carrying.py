@@ -18,7 +18,7 @@ import torch
 from ..collectives.prepare import run_titled
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.splits import Box, index_of, shape_of, volume
+from ..mesh.placement import Box, index_of, shape_of, volume
 from ..reduce_ops import ReduceOp
 from ..runtime.memory import new_like
 from ..verb_table import VERBS, Role
@@ -183,15 +183,15 @@ class Carrier:
         if isinstance(step, Take):
             return itemgetter(index_of(step.box))
         if isinstance(step, Pad):
-            return _Pad(step)
+            return _PadAction(step)
         assert isinstance(step, (VerbStep, Exchange)), step
         group = mesh[tuple(mesh.axis_names[axis] for axis in step.axes)].open_group()
         if isinstance(step, VerbStep):
-            return _Verb(step, group, title, is_fresh=self._is_fresh)
-        return _Exchange(step, shape, group, title)
+            return _VerbAction(step, group, title, is_fresh=self._is_fresh)
+        return _ExchangeAction(step, shape, group, title)
 
 
-class _Pad:
+class _PadAction:
     def __init__(self, step: Pad) -> None:
         self._shape = step.shape
         self._index = None if step.box is None else index_of(step.box)
@@ -203,7 +203,7 @@ class _Pad:
         return out
 
 
-class _Verb:
+class _VerbAction:
     """A verb into new memory, or over ``x`` itself where that is new (``is_fresh``)."""
 
     def __init__(self, step: VerbStep, group: ProcessGroup, title: str, *, is_fresh: bool) -> None:
@@ -225,7 +225,7 @@ class _Verb:
         return received if self._unpack is None else self._unpack.of_received(received)
 
 
-class _Exchange:
+class _ExchangeAction:
     """Boxes to and from the members of a group; what stays is copied beside them, or added."""
 
     def __init__(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ..mesh.splits import Box, DimSplit, place_along, shape_of
+from ..mesh.placement import Box, DimSplit, place_along, shape_of
 from .changes import Change
 from .steps import Arrangement, Exchange, Pad, Part, Step, Take, VerbStep
 

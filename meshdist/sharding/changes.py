@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..mesh.splits import DimSplit, Placement, split_dim
+from ..mesh.placement import DimSplit, Placement, split_dim
 
 __all__ = [
     "Change",

@@ -18,8 +18,8 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, MeshdistError
 from ..mesh.drawing import draw, draw_svg
 from ..mesh.layout import Layout
+from ..mesh.placement import Box, box_text, place_along
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, box_text, place_along
 from .shardings import array_type
 
 __all__ = [

@@ -38,8 +38,8 @@ from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
 from ..mesh.partition_spec import Entry, PartitionSpec, axes_of
+from ..mesh.placement import DimSplit, split_dim
 from ..mesh.spec import NamedSharding
-from ..mesh.splits import DimSplit, split_dim
 from .sharded_array import ShardedArray
 
 __all__ = ["as_torch_holds_it", "from_dtensor", "from_placements", "to_dtensor", "to_placements"]

@@ -17,10 +17,16 @@ import numpy as np
 import torch
 
 from ..arrays import Array, shape_text
-from ..collectives.operation_rules import LINEARITY, OPERATIONS, Kind, Operation, has_own_rows
 from ..errors import ArgumentError, AxisTypeError, KindError
 from ..mesh.spec import NamedSharding
-from .joining import join_operands
+from ..typed_contexts.torch_functions import (
+    LINEARITY,
+    OPERATIONS,
+    Kind,
+    TorchFunction,
+    has_own_rows,
+)
+from .broadcasting import join_operands
 from .shardings import array_type, mesh_text
 
 __all__ = ["ElementwiseArray"]
@@ -263,7 +269,7 @@ def _is_pointwise(name: str) -> bool:
     )
 
 
-def _is_elementwise(operation: Operation) -> bool:
+def _is_elementwise(operation: TorchFunction) -> bool:
     name = operation.name.strip("_")
     return operation.kind in (Kind.ORDINARY, Kind.ROWS) and (
         name in _UNTAGGED.split() or _is_pointwise(name)

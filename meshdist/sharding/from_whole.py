@@ -18,17 +18,17 @@ import numpy as np
 import torch
 
 from ..arrays import Array, as_tensor, like as as_array_of
-from ..collectives.annotations import mark_spec
-from ..collectives.contexts import find_mode
 from ..collectives.objects import broadcast_object_list
-from ..collectives.torch_private import NotSeen
-from ..collectives.value_checks import check_replicas
+from ..collectives.torch_private import HiddenFromModes
 from ..dtypes import dtype_name
 from ..error_text import fields_among
 from ..errors import ArgumentError, DtypeError, KindError, MeshdistError
+from ..functional.value_checks import check_replicas
 from ..mesh.definition import select_device
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
+from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.context import find_context
 from .rooted import checked_root, scatter
 from .sharded_array import ShardedArray
 from .shardings import checked_sharding, cut_further, mesh_text, sharding_of, whole_sharding
@@ -126,7 +126,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     else:
         tensor = tensor.to(device).reshape(shape)
     title = f"device_put {source.spec!r} of {shape} from rank {rank}"
-    with NotSeen() if find_mode() is not None else nullcontext():
+    with HiddenFromModes() if find_context() is not None else nullcontext():
         own = mark_spec(scatter(tensor, mesh, source.placement(shape), rank, title), source.spec)
     local = move(own, source, lying, shape)
     if not facts.shape:

@@ -16,8 +16,8 @@ from ..collectives.objects import all_gather_object
 from ..error_text import grouped_text
 from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, box_text, index_of, shape_of
 from .from_whole import Making, in_library
 from .sharded_array import ShardedArray
 from .shardings import checked_sharding, mesh_text

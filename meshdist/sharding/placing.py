@@ -8,13 +8,13 @@ from typing import Any, cast
 from ..arguments import get_shape
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
-from ..collectives.value_checks import check_replicas
 from ..errors import ArgumentError, AxisError, KindError
+from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding, PartitionSpec
 from .requests import (
-    Request,
+    ReshardRequest,
     get_mesh,
     pattern_request,
     shard_request,
@@ -101,7 +101,7 @@ def reshard(
     known = None if shape is None else get_shape(shape, "reshard")
     target = None if is_pattern else mesh
 
-    def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
+    def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
         if isinstance(pattern, NamedSharding):
             return _request_between(pattern, target, local_shape, known, sizes)
         return pattern_request(cast(str, pattern), where, local_shape, known, sizes)
@@ -117,7 +117,7 @@ def _request_between(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     sizes: Mapping[str, int],
-) -> Request:
+) -> ReshardRequest:
     if not isinstance(target, NamedSharding):
         raise KindError(
             "reshard from a NamedSharding needs another to go to",
@@ -176,7 +176,7 @@ def shard(
     """
     tensor = as_tensor(whole, argument="whole", verb="shard", writable=False)
 
-    def request(mesh: DeviceMesh, shape: tuple[int, ...]) -> Request:
+    def request(mesh: DeviceMesh, shape: tuple[int, ...]) -> ReshardRequest:
         return shard_request(pattern, mesh, shape, sizes)
 
     more = tuple(sizes.items())
@@ -240,7 +240,7 @@ def unshard(
     tensor = as_tensor(local, argument="local", verb="unshard", writable=False)
     known = None if shape is None else get_shape(shape, "unshard")
 
-    def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> Request:
+    def request(mesh: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
         return unshard_request(lies, mesh, local_shape, known, sizes)
 
     if root is None:
@@ -259,7 +259,7 @@ def _get(
     mesh: DeviceMesh | None,
     shape: tuple[int, ...],
     more: tuple[Any, ...],
-    request: Callable[[DeviceMesh, tuple[int, ...]], Request],
+    request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
 ) -> Resharding:
     """The resharding that a call means, made at its first use on the mesh."""
     where = _mesh_of(verb, pattern, mesh)
@@ -272,11 +272,11 @@ def _get(
 
 
 def _asked(
-    request: Callable[[DeviceMesh, tuple[int, ...]], Request],
+    request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
     where: DeviceMesh,
     shape: tuple[int, ...],
     given: DeviceMesh | None,
-) -> Request:
+) -> ReshardRequest:
     """The request of a call on the mesh in force, or on the given mesh."""
     try:
         return request(where, tuple(shape))

@@ -14,8 +14,8 @@ from ..errors import ArgumentError, AxisError, KindError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
-from ..mesh.named_dims import Regrouping, regroup
 from ..mesh.partition_spec import PartitionSpec
+from ..mesh.pattern_sizes import Regrouping, regroup
 from ..mesh.spec import NamedSharding
 from .plans import Plan, make_plan
 from .refinement import refine

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ..mesh.layout import Layout
-from ..mesh.splits import Placement
+from ..mesh.placement import Placement
 from .changes import bare
 from .routes import DEFAULT_LINK, Link, find_route, slowest, stage_steps
 from .steps import GroupStep, Pad, Step

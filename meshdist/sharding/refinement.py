@@ -18,7 +18,7 @@ import numpy as np
 from ..error_text import ranks_text
 from ..errors import MeshError
 from ..mesh.layout import Layout
-from ..mesh.splits import DimSplit, Placement, split_dim
+from ..mesh.placement import DimSplit, Placement, split_dim
 from ..mesh.strides import AxisModes, strided_modes
 
 __all__ = ["Refinement", "refine"]

@@ -10,16 +10,16 @@ from ..arguments import get_whole_number
 from ..errors import KindError, ShapeError
 from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
-from ..mesh.named_dims import regroup, size_side
 from ..mesh.partition_spec import axes_of
 from ..mesh.pattern import parse
+from ..mesh.pattern_sizes import regroup, size_side
 from ..mesh.spec import NamedSharding, P
 from .planning import mesh_links, plan_shardings
 from .plans import Plan, make_plan
 from .refinement import refine
 
 __all__ = [
-    "Request",
+    "ReshardRequest",
     "check_shard",
     "get_mesh",
     "move_request",
@@ -35,7 +35,7 @@ _Sizes = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Request:
+class ReshardRequest:
     """How local arrays lie before and after a call, and the plan between.
 
     A pattern's groups stand for several parts. What moves are parts, in the order of the right
@@ -83,7 +83,7 @@ def pattern_request(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
-) -> Request:
+) -> ReshardRequest:
     """Make the request of ``reshard(x, "left -> right")``; raises as ``named_dims.regroup``."""
     _check_hashable(text, sizes)
     found = regroup(
@@ -109,7 +109,9 @@ def pattern_request(
         )
         join = f"{' '.join(names)} -> {_side_text(right.names, right.counts, letters)}"
     meshes = (mesh, mesh)
-    return Request("reshard", mesh, meshes, left.sharding, right.sharding, plan, take_apart, join)
+    return ReshardRequest(
+        "reshard", mesh, meshes, left.sharding, right.sharding, plan, take_apart, join
+    )
 
 
 def sharding_request(
@@ -117,7 +119,7 @@ def sharding_request(
     target: NamedSharding,
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
-) -> Request:
+) -> ReshardRequest:
     """Make the request of ``reshard(x, source, target)``; raises where a shape does not fit."""
     shape = whole_shape(source, local_shape) if shape is None else shape
     check_shard("reshard", get_mesh("reshard", source.mesh), source, shape, local_shape)
@@ -127,7 +129,7 @@ def sharding_request(
 
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
-) -> Request:
+) -> ReshardRequest:
     """Make the request of ``shard``, from whole to shards; raises as ``named_dims.size_side``."""
     target = pattern
     if not isinstance(target, NamedSharding):
@@ -142,7 +144,7 @@ def unshard_request(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
-) -> Request:
+) -> ReshardRequest:
     """Make the request of ``unshard``, from shards to the whole; raises as ``shard_request``."""
     if isinstance(pattern, NamedSharding):
         source = pattern
@@ -164,7 +166,7 @@ def unshard_request(
 
 def move_request(
     verb: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
-) -> Request:
+) -> ReshardRequest:
     """A move between shardings on a DeviceMesh each, for an array of known shape.
 
     Raises:
@@ -176,7 +178,7 @@ def move_request(
     whole = mesh
     if plan.layout != mesh.layout:
         whole = mesh.refined(plan.layout, refine(mesh.layout, other.layout).owners)
-    return Request(verb, whole, (mesh, other), source, target, plan)
+    return ReshardRequest(verb, whole, (mesh, other), source, target, plan)
 
 
 def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[int, ...]:

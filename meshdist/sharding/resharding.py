@@ -9,27 +9,27 @@ import torch
 from einops import rearrange
 
 from ..arrays import describe
-from ..collectives.annotations import find_spec, mark_spec
-from ..collectives.axis_types import (
+from ..collectives.torch_private import HiddenFromModes, call_function
+from ..errors import ArgumentError, DtypeError
+from ..functional.axis_types import (
     ATTRIBUTE,
     REDUCED_BY_OWNER,
     SPEC_ATTRIBUTE,
     kinds_in,
     with_kinds,
 )
-from ..collectives.contexts import ContextMode, find_mode
-from ..collectives.linear_function import LinearFunction
-from ..collectives.torch_private import NotSeen, call_function
-from ..collectives.type_errors import foreign_mesh, refused_sharding, unmarked_shard
-from ..collectives.value_checks import check_replicas
-from ..errors import ArgumentError, DtypeError
+from ..functional.linear_function import LinearFunction
+from ..functional.value_checks import check_replicas
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
-from ..mesh.splits import Placement, split_dim
+from ..typed_contexts.annotations import find_spec, mark_spec
+from ..typed_contexts.context import ContextMode, find_context
+from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
 from .carrying import Carrier
 from .plans import Plan, make_plan
-from .requests import Request
+from .requests import ReshardRequest
 
 __all__ = [
     "Resharding",
@@ -188,7 +188,7 @@ class Resharding:
 
     __slots__ = ("_alike", "_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ReshardRequest) -> None:
         self._request = request
         self._take_apart, self._join = request.take_apart, request.join
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
@@ -216,7 +216,7 @@ class Resharding:
                 found=describe(x),
                 fix="count in integers: x.to(torch.int32)",
             )
-        mode = find_mode()
+        mode = find_context()
         if mode is None:
             self._check_lies(x)
             return mark_spec(self._moved(x, check), request.target.spec)
@@ -224,7 +224,7 @@ class Resharding:
         text = typed_result(mode, request.verb, x, request.target, other)
         cast = typed_operand(mode, request.verb, x, request.source, mesh)
         self._check_lies(x)
-        with NotSeen():
+        with HiddenFromModes():
             result = mark_spec(self._moved(cast, check), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])

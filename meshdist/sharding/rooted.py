@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from ..arguments import get_whole_number
-from ..collectives.linear_function import LinearFunction
 from ..collectives.torch_private import call_function
 from ..error_text import ranks_text
 from ..errors import GradientError, NotInGroupError
+from ..functional.linear_function import LinearFunction
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.placement import Placement, place_along, volume
 from ..mesh.spec import NamedSharding, P
-from ..mesh.splits import Placement, place_along, volume
 from .carrying import Carrier
 from .change_steps import group_at, relative
-from .requests import Request, move_request
+from .requests import ReshardRequest, move_request
 from .resharding import Resharding
 from .shardings import cut_further
 from .steps import Exchange
@@ -51,7 +51,7 @@ class RootedGather:
         root: the rank.
     """
 
-    def __init__(self, request: Request, root: int) -> None:
+    def __init__(self, request: ReshardRequest, root: int) -> None:
         mesh, source, shape = request.mesh, request.source, request.plan.source.shape
         self._title = f"{request.plan.title} on rank {root}"
         self._sum = None

@@ -24,7 +24,7 @@ from itertools import product
 
 from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
-from ..mesh.splits import DimSplit, Placement
+from ..mesh.placement import DimSplit, Placement
 from .change_steps import exchange_steps, group_at, local_steps, verb_steps
 from .changes import Change, change_between, dim_of_largest_cells, extended
 from .steps import Step, VerbStep

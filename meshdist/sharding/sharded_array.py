@@ -12,16 +12,16 @@ import torch
 
 from ..arrays import Array, as_tensor, shape_text
 from ..checking.program import one_frame
-from ..collectives.annotations import mark_spec
-from ..collectives.axis_types import ATTRIBUTE
 from ..dtypes import dtype_name
 from ..error_text import explain
 from ..errors import ArgumentError, KindError
+from ..functional.axis_types import ATTRIBUTE
 from ..mesh.device_mesh import coordinate_in
-from ..mesh.named_dims import size_side
 from ..mesh.pattern import parse
+from ..mesh.pattern_sizes import size_side
+from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import Box, box_text, index_of, shape_of
+from ..typed_contexts.annotations import mark_spec
 from .descriptions import Drawing, SvgDrawing, describe_array, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
 from .requests import on_mesh, whole_shape

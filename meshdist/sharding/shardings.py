@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..collectives.annotations import dims_text
-from ..collectives.axis_types import type_text
-from ..collectives.type_errors import type_as_text
 from ..errors import AxisError, KindError, MeshError
+from ..functional.axis_types import type_text
 from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from ..mesh.placement import DimSplit, Placement
 from ..mesh.spec import NamedSharding, PartitionSpec
-from ..mesh.splits import DimSplit, Placement
+from ..typed_contexts.annotations import dims_text
+from ..typed_contexts.refusals import type_as_text
 from .changes import dim_of_largest_cells, extended
 
 __all__ = [

@@ -19,10 +19,10 @@ from ..arrays import Array, as_tensor, like, shape_text
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.named_dims import regroup
+from ..mesh.pattern_sizes import regroup
+from ..mesh.placement import Box, DimSplit
 from ..mesh.spec import NamedSharding
-from ..mesh.splits import Box, DimSplit
-from .requests import Request, on_mesh, pattern_request, sharding_request
+from .requests import ReshardRequest, on_mesh, pattern_request, sharding_request
 from .resharding import Resharding
 from .shardings import mesh_text, sharding_of
 
@@ -319,7 +319,9 @@ def move_by_pattern(
     return moved, on_mesh(mesh, right), found.target.shape
 
 
-def _carried_out(local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], Request]) -> Array:
+def _carried_out(
+    local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], ReshardRequest]
+) -> Array:
     """The result of a request, made at its first use on the mesh, on this rank's shard."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
     found = mesh.caches.find(Resharding, key)

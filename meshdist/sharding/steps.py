@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ..mesh.splits import Box, box_text, volume
+from ..mesh.placement import Box, box_text, volume
 from ..verb_table import VERBS
 
 __all__ = [

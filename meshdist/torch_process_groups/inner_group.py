@@ -27,10 +27,10 @@ from ..checking.recorder import FORGOTTEN, Recorder
 from ..error_text import grouped_text, ranks_text
 from ..errors import AbortedError
 from ..groups.channel import Channel
-from ..groups.failures import OtherMembers, explained_opening
-from ..groups.header_tables import HeaderTables
+from ..groups.communicators import OpenCommunicator
+from ..groups.explainer import OtherMembers, explained_opening
+from ..groups.host_tables import HeaderTables
 from ..groups.process_group import ProcessGroup
-from ..groups.registry import OpenCommunicator
 from ..groups.signals import Endings, collect
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import forks

@@ -46,7 +46,7 @@ def offer(*, is_mpi_offered: bool = True) -> None:
 
 
 def _make_shm(options: Any, wire_options: Any) -> Any:
-    from .opening import open_group
+    from .creating import open_group
 
     return open_group("shm", options, wire_options)
 
@@ -57,6 +57,6 @@ class _Mpi:
     @staticmethod
     def create(ranks: list[int]) -> Any:
         """The group of these global ranks, or of all; torch asks members alone."""
-        from .opening import open_mpi_group
+        from .creating import open_mpi_group
 
         return open_mpi_group(ranks)

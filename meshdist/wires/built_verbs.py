@@ -30,7 +30,7 @@ from .prepared import EXCHANGE_TAG, PreparedCall
 
 __all__ = [
     "BUILT",
-    "Carrier",
+    "BuildingCommunicator",
     "all_reduce_by_gathering",
     "all_reduce_dividing",
     "all_reduce_widened",
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-class Carrier(Protocol):
+class BuildingCommunicator(Protocol):
     """The communicator that a verb is built for."""
 
     wire: str
@@ -193,7 +193,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
     return whole
 
 
-def all_reduce_by_gathering(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """An all-reduce of an op or dtype that the wire cannot reduce: gathered, then reduced here."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
@@ -203,7 +203,7 @@ def all_reduce_by_gathering(wire: Carrier, prepared: PreparedCall) -> Operation:
     return followed(gathered, lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
 
 
-def all_reduce_dividing(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """An all-reduce to the mean: the sum, divided where it lies."""
     (tensor,) = prepared.outputs
     check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
@@ -211,7 +211,9 @@ def all_reduce_dividing(wire: Carrier, prepared: PreparedCall) -> Operation:
     return followed(summed, lambda: divide(tensor, wire.size))
 
 
-def all_reduce_widened(wire: Carrier, prepared: PreparedCall, dtype: torch.dtype) -> Operation:
+def all_reduce_widened(
+    wire: BuildingCommunicator, prepared: PreparedCall, dtype: torch.dtype
+) -> Operation:
     """An all-reduce in another dtype, which holds all values of the tensor's; rounded once.
 
     Where that is one of whole numbers, floats are compared there in their order, and NaN is kept.
@@ -228,7 +230,7 @@ def all_reduce_widened(wire: Carrier, prepared: PreparedCall, dtype: torch.dtype
 
 
 def reduce_scatter_by_exchange(
-    wire: Carrier,
+    wire: BuildingCommunicator,
     prepared: PreparedCall,
     output: torch.Tensor,
     tensor: torch.Tensor,
@@ -252,7 +254,7 @@ def reduce_scatter_by_exchange(
 
 
 def all_to_all_by_packing(
-    wire: Carrier, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
+    wire: BuildingCommunicator, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
 ) -> Operation:
     """An all-to-all over consecutive parts of two scratch tensors."""
     together = packed(inputs)
@@ -265,20 +267,20 @@ def all_to_all_by_packing(
 # -- a verb that a wire has no way of its own for ------------------------------------------------
 
 
-def all_reduce_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """One all-reduce after the other."""
     op = prepared.op
     return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
-def reduce(wire: Carrier, prepared: PreparedCall) -> Operation:
+def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """An all-reduce, in a copy on all members but the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if wire.rank == prepared.root else tensor.clone()]
     return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
-def gather(wire: Carrier, prepared: PreparedCall) -> Operation:
+def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """An all-gather, of which the root alone keeps the result."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())
@@ -286,7 +288,7 @@ def gather(wire: Carrier, prepared: PreparedCall) -> Operation:
     return followed(gathered, lambda: write_blocks(outputs, whole))
 
 
-def scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
+def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """A broadcast of everything, of which each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
@@ -296,7 +298,7 @@ def scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
     return followed(sent, lambda: write(tensor, whole[wire.rank * count :][:count]))
 
 
-def all_gather_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """One all-gather where sizes are equal, else one broadcast from each member."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     if all(output.numel() == tensor.numel() for output in outputs):
@@ -310,13 +312,13 @@ def all_gather_list(wire: Carrier, prepared: PreparedCall) -> Operation:
     )
 
 
-def reduce_scatter(wire: Carrier, prepared: PreparedCall) -> Operation:
+def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """That of a list, of equal blocks."""
     parts = blocks(prepared.inputs[0], wire.size)
     return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
-def reduce_scatter_list(wire: Carrier, prepared: PreparedCall) -> Operation:
+def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """An all-reduce of all inputs one after the other, of which each member keeps its own."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
@@ -325,7 +327,7 @@ def reduce_scatter_list(wire: Carrier, prepared: PreparedCall) -> Operation:
     return followed(reduction, lambda: write(output, whole[start:][: output.numel()]))
 
 
-def all_to_all(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """One message to and from each other member."""
     outputs, inputs = prepared.outputs, prepared.inputs
     write(outputs[wire.rank], inputs[wire.rank])
@@ -336,7 +338,7 @@ def all_to_all(wire: Carrier, prepared: PreparedCall) -> Operation:
     return Chain([wire.start(message.later()) for message in messages])
 
 
-def all_to_all_single(wire: Carrier, prepared: PreparedCall) -> Operation:
+def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """That of lists, of consecutive parts."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
@@ -344,7 +346,7 @@ def all_to_all_single(wire: Carrier, prepared: PreparedCall) -> Operation:
     return wire.start(prepared.by("all_to_all", inputs, outputs))
 
 
-BUILT: dict[str, Callable[[Carrier, PreparedCall], Operation]] = {
+BUILT: dict[str, Callable[[BuildingCommunicator, PreparedCall], Operation]] = {
     build.__name__: build
     for build in (
         all_reduce_list,

@@ -16,7 +16,16 @@ from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 from .failures import WireTimeout
 
-__all__ = ["DONE", "Chain", "Deferred", "Done", "Job", "Operation", "WorkerQueue", "followed"]
+__all__ = [
+    "DONE",
+    "Chain",
+    "Deferred",
+    "Done",
+    "QueuedOperation",
+    "Operation",
+    "WorkerQueue",
+    "followed",
+]
 
 
 class Operation(ABC):
@@ -188,7 +197,7 @@ _SLICE_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
-class Job(Operation):
+class QueuedOperation(Operation):
     """An operation in the queue; ``_failed``, at a failure, gives the error to raise.
 
     Without an event it is run by the thread that finishes it.
@@ -230,9 +239,9 @@ class WorkerQueue:
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[QueuedOperation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Job | None = None
+        self._last: QueuedOperation | None = None
         self._at_exit = _end_at_exit(WeakMethod(self.end))
         finalize(self, self._queue.put, None).atexit = False  # nothing can be started any more
 
@@ -245,7 +254,7 @@ class WorkerQueue:
         self,
         act: Callable[[], None],
         failed: Callable[[BaseException], BaseException] | None = None,
-    ) -> Job:
+    ) -> QueuedOperation:
         """Let the thread do ``act`` after all that was started before."""
         if self._thread is None:
             self._thread = threading.Thread(
@@ -253,7 +262,7 @@ class WorkerQueue:
             )
             self._thread.start()
             atexit.register(self._at_exit)
-        self._last = job = Job(act, failed, threading.Event())
+        self._last = job = QueuedOperation(act, failed, threading.Event())
         self._queue.put(job)
         return job
 
@@ -271,7 +280,7 @@ class WorkerQueue:
             thread.join(_GRACE_S)
 
 
-def _work(queue: SimpleQueue[Job | None]) -> None:
+def _work(queue: SimpleQueue[QueuedOperation | None]) -> None:
     while (job := queue.get()) is not None:
         job.run()
         del job

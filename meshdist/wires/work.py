@@ -471,7 +471,7 @@ def joined(works: Sequence[Work]) -> Work:
         return first
     names = first._verb, first._group
     dropped = first._note, first._warn_dropped
-    parts = _Joined([may_be_dropped(work) for work in works])
+    parts = _SeveralWorks([may_be_dropped(work) for work in works])
     return Work(parts, first._timeout, first._explain, [], None, *names, False, None, *dropped)
 
 
@@ -482,7 +482,7 @@ def may_be_dropped(work: Work) -> Work:
 
 
 @dataclass(eq=False, slots=True)
-class _Joined(Operation):
+class _SeveralWorks(Operation):
     """The operations of several Works."""
 
     works: Sequence[Work]

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..bootstrap.environments import read_local_rank
-from ..bootstrap.generations import Joined
+from ..bootstrap.generations import Rendezvous
 from ..bootstrap.init_methods import Terms, meet
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
@@ -32,7 +32,7 @@ from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
 from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
 from ..runtime import memory
-from ..runtime.untraced import leave_untraced
+from ..runtime.untraced import untraced
 from ..wires.names import (
     Backend,
     backends_text,
@@ -209,7 +209,7 @@ def is_initialized() -> bool:
     return world is not None and not world.is_closed
 
 
-@leave_untraced
+@untraced
 def get_rank(group: GroupLike = None) -> int:
     """Return this rank's number in ``group`` (None: the world); -1 outside the group.
 
@@ -230,7 +230,7 @@ def get_rank(group: GroupLike = None) -> int:
     return target.rank()
 
 
-@leave_untraced
+@untraced
 def get_world_size(group: GroupLike = None) -> int:
     """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
 
@@ -421,7 +421,7 @@ def _adopt_simulated(world: World, rank: int, world_size: int) -> None:
     world.is_adopted = True
 
 
-def _meet_in_torch_world(terms: Terms) -> Joined:
+def _meet_in_torch_world(terms: Terms) -> Rendezvous:
     asked = terms.rank, terms.world_size
     real = torch_distributed.get_rank(), torch_distributed.get_world_size()
     for name, given, there in zip(("rank", "world_size"), asked, real, strict=True):
@@ -437,7 +437,7 @@ def _meet_in_torch_world(terms: Terms) -> Joined:
 
 
 def _make_world(
-    joined: Joined,
+    joined: Rendezvous,
     given_store: Store | None,
     backends: dict[str, str],
     timeout: timedelta | None,

@@ -16,8 +16,8 @@ from ..arguments import get_whole_number
 from ..bootstrap.world import Caches, World, find_world, world_here
 from ..checking.program import end_here, enter_program
 from ..errors import ArgumentError, KindError, WorldError
-from ..groups.registry import get_registry
-from ..launching.reports import places_text
+from ..groups.communicators import get_registry
+from ..launching.failed_ranks import places_text
 from ..launching.streams import show
 from ..wires.simulated.communicator import DEVICE_TYPES
 from ..wires.simulated.scheduler import Scheduler, find_rank_here

@@ -38,9 +38,9 @@ from ..errors import (
     RankFailedError,
     WorldError,
 )
-from ..launching.child_processes import Ending, Launch
+from ..launching.child_processes import Launch, ProcessExit
+from ..launching.failed_ranks import places_text
 from ..launching.rank_environment import JobPlace, rank_environment, reserve_port
-from ..launching.reports import places_text
 from ..launching.streams import show
 from ..runtime.deadlines import Deadline, Grace
 from .spawned import is_loading_main
@@ -208,7 +208,7 @@ def _call_file(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 # -- the processes ------------------------------------------------------------------------------
 
 
-class _Answer:
+class _RankResult:
     """The message that one rank sends through its pipe."""
 
     def __init__(self, descriptor: int) -> None:
@@ -245,15 +245,15 @@ class _Team:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._answers: dict[int, _Answer] = {}
-        self._endings: dict[int, Ending] = {}
+        self._answers: dict[int, _RankResult] = {}
+        self._endings: dict[int, ProcessExit] = {}
 
     def start(
         self, rank: int, environment: dict[str, str], call: int, listener: socket.socket | None
     ) -> None:
         """Start one rank, which inherits listener; this process then gives it up."""
         reader, writer = os.pipe()
-        answer = self._answers[rank] = _Answer(reader)
+        answer = self._answers[rank] = _RankResult(reader)
         # The interpreter with its options, as multiprocessing would call it.
         interpreter = multiprocessing.spawn.get_command_line()[:-3]
         command = _COMMAND.format(root=_ROOT, call=call, answer=writer, parent=os.getpid())

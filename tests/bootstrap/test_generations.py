@@ -14,7 +14,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.generations import Attempt, Joined
+from meshdist.bootstrap.generations import Attempt, Rendezvous
 from meshdist.runtime.hosts import my_card
 
 LONG = timedelta(seconds=30)
@@ -22,8 +22,8 @@ SHORT = timedelta(seconds=0.3)
 
 
 def join_all(
-    store: md.Store, calls: Sequence[Callable[[md.Store], Joined]]
-) -> list[Joined | md.MeshdistError]:
+    store: md.Store, calls: Sequence[Callable[[md.Store], Rendezvous]]
+) -> list[Rendezvous | md.MeshdistError]:
     """Let one thread per call join; return by call what it got, or its error."""
     outcomes: list[Any] = [None] * len(calls)
 
@@ -44,7 +44,7 @@ def join_all(
 
 def as_rank(
     rank: int | None, size: int, timeout: timedelta = LONG, **settings: Any
-) -> Callable[[md.Store], Joined]:
+) -> Callable[[md.Store], Rendezvous]:
     return lambda store: Attempt(
         BoundedStore(store, LONG), rank, size, timeout, "a test", **settings
     ).join()
@@ -154,7 +154,7 @@ def test_a_process_for_which_no_world_stays_open_says_so() -> None:
 
 
 def test_one_rank_claimed_twice() -> None:
-    def latecomer(store: md.Store) -> Joined:
+    def latecomer(store: md.Store) -> Rendezvous:
         keys = md.PrefixStore("meshdist/0", store)
         while keys.add("joined/0.0", 0) != 0b11:  # when the others wait for it
             time.sleep(0.01)
@@ -176,9 +176,9 @@ def test_different_sizes() -> None:
 
 def test_more_processes_than_ranks() -> None:
     outcomes = join_all(md.HashStore(), [as_rank(None, 2, SHORT)] * 3)
-    found = [one for one in outcomes if isinstance(one, Joined)]
+    found = [one for one in outcomes if isinstance(one, Rendezvous)]
     assert sorted(one.rank for one in found) == [0, 1]
-    (error,) = (one for one in outcomes if not isinstance(one, Joined))
+    (error,) = (one for one in outcomes if not isinstance(one, Rendezvous))
     assert "rank 1 has not joined the world of 2" in str(error)
 
 
@@ -282,7 +282,7 @@ def test_who_may_have_ended_as_the_last_that_confirms_is_named() -> None:
 def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     store = md.HashStore()
 
-    def interrupted(store: md.Store) -> Joined:
+    def interrupted(store: md.Store) -> Rendezvous:
         with monkeypatch.context() as patch:
             patch.setattr(Attempt, "_wait_for", raise_interrupt)
             try:
@@ -301,14 +301,14 @@ def test_an_interrupted_rank_frees_the_others(monkeypatch: pytest.MonkeyPatch) -
 # -- hosts --------------------------------------------------------------------------------------
 
 
-def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Joined]:
+def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Rendezvous]:
     """Join ranks that say they run on the given hosts."""
     calls = []
     for rank, (host, local) in enumerate(zip(hosts, told, strict=True)):
 
         def call(
             store: md.Store, rank: int = rank, host: str = host, local: int | None = local
-        ) -> Joined:
+        ) -> Rendezvous:
             attempt = Attempt(
                 BoundedStore(store, LONG), rank, len(hosts), LONG, "a test", (), local
             )
@@ -318,7 +318,7 @@ def layout_of(hosts: Sequence[str], told: Sequence[int | None]) -> list[Joined]:
             return joined
 
         calls.append(call)
-    return [one for one in join_all(md.HashStore(), calls) if isinstance(one, Joined)]
+    return [one for one in join_all(md.HashStore(), calls) if isinstance(one, Rendezvous)]
 
 
 def test_ranks_on_two_hosts() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap import init_methods
-from meshdist.bootstrap.generations import Joined
+from meshdist.bootstrap.generations import Rendezvous
 from meshdist.bootstrap.world import get_world
 from tests.few_files import room_for
 from tests.pool import Pool
@@ -27,7 +27,7 @@ LONG = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.3)
 
 
-def meet(init_method: str | None = None, **given: Any) -> Joined:
+def meet(init_method: str | None = None, **given: Any) -> Rendezvous:
     return init_methods.meet(init_methods.Terms(init_method, **given))
 
 

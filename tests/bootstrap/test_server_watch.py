@@ -44,7 +44,7 @@ import os, re, sys
 from pathlib import Path
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.groups.registry import get_registry
+from meshdist.groups.communicators import get_registry
 from meshdist.runtime.deadlines import Deadline, wait_until
 
 def count(port):  # of the connections of this process: all, and those to the store

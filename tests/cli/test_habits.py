@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from meshdist.cli.arguments import Parser, add_habits
+from meshdist.cli.flags import Parser, add_habits
 from meshdist.cli.run import main
 from meshdist.cli.torchrun_flags import add_torchrun_flags, launch_settings
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from meshdist.collectives.monitored import MonitoredBarrier, Outcome, failed_text
+from meshdist.collectives.monitored_barrier import BarrierResult, MonitoredBarrier, failed_text
 
 RANKS = (4, 1, 7)
 SHORT, LONG = timedelta(seconds=1), timedelta(seconds=20)
@@ -16,9 +16,9 @@ SHORT, LONG = timedelta(seconds=1), timedelta(seconds=20)
 
 def meet(
     store: dist.Store, ranks: tuple[int, ...], number: int, timeout: timedelta, names_all: bool
-) -> dict[int, Outcome]:
+) -> dict[int, BarrierResult]:
     """The outcomes for these members, which arrive at the same time."""
-    found: dict[int, Outcome] = {}
+    found: dict[int, BarrierResult] = {}
     start = threading.Barrier(len(ranks))
 
     def come(rank: int) -> None:

@@ -116,7 +116,7 @@ def test_what_typed_contexts_ask_torch() -> None:
         assert torch_private.is_mode_enabled()
         assert torch_private.num_modes() == before + 1
         assert type(torch_private.mode_at(before)).__name__ == "DeviceContext"
-        with torch_private.NotSeen():
+        with torch_private.HiddenFromModes():
             assert torch.empty(1).device.type == "cpu"
             assert not torch_private.is_mode_enabled()
     assert isinstance(torch.ops.aten.add, torch_private.OverloadPacket)

@@ -10,7 +10,7 @@ import torch
 
 import meshdist as md
 from meshdist.bootstrap import world as bootstrap_world
-from meshdist.collectives.checks import first_cuda_device
+from meshdist.collectives.roots import first_cuda_device
 from tests.pool import Pool
 
 SIZES = (1, 2, 3, 4)

@@ -21,7 +21,7 @@ from torch.testing._internal.common_distributed import TEST_SKIPS, DistTestCases
 from torch.testing._internal.common_utils import TestCase
 
 import meshdist.torch_backends
-import meshdist.torch_process_groups.opening  # noqa: F401 (so that forked ranks have it)
+import meshdist.torch_process_groups.creating  # noqa: F401 (so that forked ranks have it)
 
 OURS = ("shm", "mpi")
 SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from meshdist.ddp import parting, settling
-from meshdist.ddp.streams import ImmediateReader
+from meshdist.ddp.device_streams import ImmediateReader
 from meshdist.wires.simulated import communicator, meeting
 from tests.wires.c10d.nccl_stand_in import standing_in
 

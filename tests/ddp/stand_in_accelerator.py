@@ -15,7 +15,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp import flat_bucket, sending, settling
-from meshdist.ddp.streams import DeferredReader, FlagReader, GradientStreams
+from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     def enqueue(*args: Any, **kwargs: Any) -> EnqueuedWork:
         return EnqueuedWork(here(), all_reduce(*args, **kwargs))
 
-    def reader_for(device: torch.device, count: int) -> FlagReader:
+    def reader_for(device: torch.device, count: int) -> TailReader:
         return DeferredReader(device, here(), here().pinned(count))
 
     def streams_for(device: torch.device) -> GradientStreams:

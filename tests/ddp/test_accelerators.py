@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.streams import DeferredReader
+from meshdist.ddp.device_streams import DeferredReader
 from meshdist.errors import GradientError
 from tests.ddp.models import Fragile, Two
 from tests.ddp.stand_in_accelerator import in_place_of_the_cpu

@@ -12,7 +12,7 @@ import meshdist as md
 from meshdist import lax
 from meshdist.ddp import accumulation
 from meshdist.errors import AgreementError, ArgumentError, AxisTypeError, KindError, MeshError
-from tests.collectives.typed_cases import F64, in_mesh, kinds, varying
+from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, varying
 
 
 def model(dtype: torch.dtype = F64) -> nn.Module:

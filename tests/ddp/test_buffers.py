@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
 
 import meshdist as md
-from meshdist.ddp.replicas import Buffers
+from meshdist.ddp.replicas import ModelBuffers
 from meshdist.errors import KindError
 
 
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def test_buffers_are_named_as_the_module_names_them_and_found_where_they_are_now() -> None:
     net = Net()
-    buffers = Buffers(net, ())
+    buffers = ModelBuffers(net, ())
     assert [*buffers.named()] == ["count", "inner.scale"]
     net()
     assert buffers.named()["count"] is net.count and net.count.item() == 1.0
@@ -45,8 +45,8 @@ def test_buffers_are_named_as_the_module_names_them_and_found_where_they_are_now
 
 
 def test_ignored_buffers_are_left_alone() -> None:
-    assert [*Buffers(Net(), {"inner.scale"}).named()] == ["count"]
-    assert Buffers(nn.Linear(1, 1), ()).named() == {}
+    assert [*ModelBuffers(Net(), {"inner.scale"}).named()] == ["count"]
+    assert ModelBuffers(nn.Linear(1, 1), ()).named() == {}
 
 
 def test_the_first_rank_gives_its_buffers() -> None:
@@ -54,7 +54,7 @@ def test_the_first_rank_gives_its_buffers() -> None:
         net = Net()
         net.count.fill_(5.0 + md.get_rank())
         net.inner.scale = torch.full((2,), 7.0 + md.get_rank())
-        buffers = Buffers(net, {"inner.scale"})
+        buffers = ModelBuffers(net, {"inner.scale"})
         assert buffers.is_synchronised_now(is_before=True)
         assert not buffers.is_synchronised_now(is_before=False)
         assert buffers.synchronise(md.group.WORLD) == []

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.ddp import streams
-from meshdist.ddp.streams import DeferredReader, FlagReader, ImmediateReader, reader_for
+from meshdist.ddp import device_streams
+from meshdist.ddp.device_streams import DeferredReader, ImmediateReader, TailReader, reader_for
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
 DTYPES = [torch.float32, torch.float16, torch.complex64]
 COPIED = ["copy, non_blocking=True", "record on stream of cpu"]
 
 
-def taken(reader: FlagReader) -> list[float] | None:
+def taken(reader: TailReader) -> list[float] | None:
     found = reader.take()
     return None if found is None else found[:].tolist()
 
@@ -55,7 +55,7 @@ def test_while_a_graph_is_captured_nothing_is_copied_or_awaited(
     reader = deferred(accelerator)
     assert reader.note(torch.ones(3))
     with monkeypatch.context() as patch:
-        patch.setattr(streams, "is_capturing", lambda _: True)
+        patch.setattr(device_streams, "is_capturing", lambda _: True)
         assert taken(reader) is None
         assert not reader.note(torch.zeros(3))
     assert accelerator.told == COPIED

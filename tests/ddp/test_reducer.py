@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist.ddp import flat_bucket, reducer, sending, settling
 from meshdist.ddp.buckets import ReductionOptions
+from meshdist.ddp.device_streams import TailReader
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.settling import Ending
-from meshdist.ddp.streams import FlagReader
 from meshdist.errors import BackendError, GradientError
 
 ONE_EACH = (1,)
@@ -365,7 +365,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
     noted: list[torch.Tensor] = []
     reader_for = settling.reader_for
 
-    def telling(device: torch.device, count: int) -> FlagReader:
+    def telling(device: torch.device, count: int) -> TailReader:
         asked.append((device, count))
         reader = reader_for(device, count)
         note = reader.note

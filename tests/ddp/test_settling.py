@@ -10,10 +10,10 @@ import torch
 from torch.nn import Parameter
 
 import meshdist as md
-from meshdist.ddp.arrivals import Arrivals
 from meshdist.ddp.buckets import ReductionOptions
+from meshdist.ddp.history import History
 from meshdist.ddp.reports import Reports
-from meshdist.ddp.settling import Ending, Settling
+from meshdist.ddp.settling import Ending, Verdict
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import Accelerator, in_place_of_the_cpu
 
@@ -32,10 +32,10 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[], Acceler
 
 def settling_of(
     num: int, dtype: torch.dtype = torch.float32, **options: bool
-) -> tuple[Settling, list[Parameter], Arrivals]:
+) -> tuple[Verdict, list[Parameter], History]:
     parameters = [Parameter(torch.ones(1)) for _ in range(num)]
-    arrivals = Arrivals(num)
-    settling = Settling(
+    arrivals = History(num)
+    settling = Verdict(
         parameters,
         arrivals,
         ReductionOptions(caps=(1,), **options),
@@ -47,7 +47,7 @@ def settling_of(
 
 
 def reduced(
-    settling: Settling, ending: Ending, has: Sequence[bool] | None, dtype: torch.dtype
+    settling: Verdict, ending: Ending, has: Sequence[bool] | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """What lies behind the last bucket after the all-reduce."""
     behind = torch.full((settling.size,), 7, dtype=dtype)
@@ -56,7 +56,7 @@ def reduced(
     return behind
 
 
-def settle(settling: Settling, came: Sequence[bool], unexpected: Sequence[str] = ()) -> None:
+def settle(settling: Verdict, came: Sequence[bool], unexpected: Sequence[str] = ()) -> None:
     """All that follows one backward."""
     ending = settling.backward_ends(came, unexpected)
     settling.note(reduced(settling, ending, came, torch.float32), ending)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import streams, sync_batch_norm
-from meshdist.ddp.streams import DeferredReader
+from meshdist.ddp import device_streams, sync_batch_norm
+from meshdist.ddp.device_streams import DeferredReader
 from meshdist.errors import ArgumentError, GradientError, KindError, ShapeError
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 from tests.pool import Pool
@@ -337,7 +337,7 @@ def test_on_an_accelerator_the_flags_are_read_in_the_backward(
     monkeypatch.setattr(sync_batch_norm, "reader_for", lambda *_: module_readers[md.get_rank()])
     assert md.simulate(program, 2, (False,)) == [True, True]
     assert calls == [9, 9]  # no input needs a gradient
-    monkeypatch.setattr(streams, "is_capturing", lambda _: True)
+    monkeypatch.setattr(device_streams, "is_capturing", lambda _: True)
     assert md.simulate(program, 2, (True,)) == [False, False]
     assert sorted(calls[2:]) == [4, 4, 9, 9]
 

@@ -15,8 +15,8 @@ from torch import nn
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import AxisTypeError
-from tests.collectives.typed_cases import F64, in_mesh, kinds, refusal, varying
 from tests.pool import Pool
+from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, refusal, varying
 
 # -- one model, in every way ----------------------------------------------------------------------
 

@@ -361,10 +361,10 @@ def test_a_root_far_ahead_of_one_that_died_does_not_wait_for_it(pool: Pool) -> N
 def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: Pool) -> None:
     def program() -> tuple:
         from meshdist.bootstrap.world import get_world
-        from meshdist.groups.registry import get_registry
+        from meshdist.groups.communicators import get_registry
 
-        registry = get_registry(get_world())
-        registry.header_tables.close()
+        communicators = get_registry(get_world())
+        communicators.header_tables.close()
         group = md.new_group(timeout=timedelta(seconds=1))
         assert group.open_channel("cpu").header_table is None
         x = ones(2)
@@ -399,18 +399,18 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
 def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_path: Path) -> None:
     def program(rank: int, path: str) -> tuple[float, list[int], bool]:
         from meshdist.bootstrap.world import get_world
-        from meshdist.groups import header_tables, registry
+        from meshdist.groups import communicators, host_tables
 
-        make_shared_words = header_tables.make_shared_words
+        make_shared_words = host_tables.make_shared_words
         if rank == 1:
-            header_tables.make_shared_words = lambda: None
+            host_tables.make_shared_words = lambda: None
         try:
             md.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
         finally:
-            header_tables.make_shared_words = make_shared_words
+            host_tables.make_shared_words = make_shared_words
         x = ones(1)
         md.all_reduce(x)
-        views = registry.get_registry(get_world()).header_tables._views
+        views = communicators.get_registry(get_world()).header_tables._views
         known = [other for other, view in views.items() if view is None]
         md.barrier()
         for _ in range(100):
@@ -425,7 +425,7 @@ def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_pa
 def test_full_shared_words_leave_a_group_without_headers_that_works(pool: Pool) -> None:
     def program() -> tuple[bool, float]:
         from meshdist.bootstrap.world import get_world
-        from meshdist.groups.registry import get_registry
+        from meshdist.groups.communicators import get_registry
 
         words = get_registry(get_world()).header_tables._words
         assert words is not None

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups import process_group, registry
-from meshdist.groups.registry import get_registry
+from meshdist.groups import communicators, process_group
+from meshdist.groups.communicators import get_registry
 from meshdist.wires.simulated.store import SimulatedStore
 from tests.mpi_job import job_of
 from tests.pool import Pool
@@ -391,7 +391,7 @@ def test_an_interrupt_while_a_group_is_opened_leaves_nothing(
 
 
 def test_a_group_that_is_gone_for_good_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_COLLECTED_S", 0.01)
+    monkeypatch.setattr(communicators, "_COLLECTED_S", 0.01)
 
     def program() -> list[Any]:
         group = md.new_group()

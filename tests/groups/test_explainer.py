@@ -12,7 +12,7 @@ import torch
 import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import Recorder
-from meshdist.groups.failures import STORE_LOST, Explainer, OtherMembers, explained_opening
+from meshdist.groups.explainer import STORE_LOST, Explainer, OtherMembers, explained_opening
 from meshdist.wires.failures import (
     Interrupted,
     MemberGaveUp,

@@ -15,7 +15,7 @@ import torch
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.world import get_world
-from meshdist.groups.registry import get_registry
+from meshdist.groups.communicators import get_registry
 from meshdist.groups.signals import ask
 from meshdist.runtime.hosts import read_process
 from tests.load import is_within
@@ -158,7 +158,7 @@ import torch
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups import header_tables
-from meshdist.groups.registry import get_registry
+from meshdist.groups.communicators import get_registry
 from meshdist.groups.signals import ask
 
 for turn in range(4):

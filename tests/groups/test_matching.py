@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups.matching import Matching, Receive
+from meshdist.groups.matching import Matching, UnnamedReceive
 from tests.load import is_within
 from tests.pool import Pool
 
@@ -338,7 +338,7 @@ def test_a_look_that_was_held_up_does_not_hold_up_the_next() -> None:
     header_table.find_lost.return_value = header_table.note.return_value = None
     matching = Matching(communicator, header_table, mock.Mock(), lambda: False)
     limit = timedelta(seconds=9)
-    receive = Receive(torch.zeros(1), None, 0, 0, 1, limit, explain=mock.Mock())
+    receive = UnnamedReceive(torch.zeros(1), None, 0, 0, 1, limit, explain=mock.Mock())
     deferred = matching.add(receive, waits=False)
     time.sleep(0.7)
     sent.set()

@@ -19,7 +19,7 @@ from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.error_text import ranks_text
 from meshdist.groups import other_members
-from meshdist.groups.failures import STORE_LOST
+from meshdist.groups.explainer import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
 from meshdist.groups.signals import Endings, last_call_text
 from meshdist.wires.failures import MembersDisagree

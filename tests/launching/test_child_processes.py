@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.child_processes import GRACE_S, Ending, Launch
+from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit
 from tests.load import is_within
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -33,8 +33,8 @@ DEAF = [
     ],
 )
 def test_an_ending_is_told_in_words(code: int, exit_code: int, text: str) -> None:
-    assert str(Ending(0, 1, code)) == text
-    assert Ending(0, 1, code).exit_code == exit_code
+    assert str(ProcessExit(0, 1, code)) == text
+    assert ProcessExit(0, 1, code).exit_code == exit_code
 
 
 @pytest.fixture(params=["told by the system", "polled"])
@@ -55,7 +55,7 @@ def start(command: list[str], *, leads: bool = True) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=leads, stdout=subprocess.PIPE)
 
 
-def end_of(launch: Launch) -> list[Ending]:
+def end_of(launch: Launch) -> list[ProcessExit]:
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if ended := launch.step(0.5):
@@ -70,8 +70,8 @@ def test_endings_are_told_in_order_and_the_first_failure_is_kept(launch: Launch)
         launch.add(rank, child)
     for rank, code in [(2, 0), (1, 7), (0, 3)]:
         children[rank].communicate(f"{code}\n")
-        assert end_of(launch) == [Ending(rank, children[rank].pid, code)]
-    assert launch.failed == Ending(1, children[1].pid, 7)
+        assert end_of(launch) == [ProcessExit(rank, children[rank].pid, code)]
+    assert launch.failed == ProcessExit(1, children[1].pid, 7)
     assert launch.running == {}
 
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given, strategies as st
 
 from meshdist.errors import AxisError, MeshdistError, NotInGroupError, ShapeError
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.named_dims import SizedSide, size_side, spec_of
 from meshdist.mesh.partition_spec import P
 from meshdist.mesh.pattern import parse
+from meshdist.mesh.pattern_sizes import SizedSide, size_side, spec_of
 
 MESH = Layout.from_shape((2, 4), ("dp", "tp"))
 

@@ -11,15 +11,15 @@ from hypothesis import given, strategies as st
 
 from meshdist.errors import KindError, MeshdistError, PatternError, ShapeError
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.named_dims import parse_side, regroup, size_side
-from meshdist.mesh.pattern import Dim, Pattern, Side
+from meshdist.mesh.pattern import Dim, Pattern, PatternSide
+from meshdist.mesh.pattern_sizes import parse_side, regroup, size_side
 
 MESH = Layout.from_shape((2, 3), ("dp", "tp"))
 PART_SIZES = {"a": 4, "b": 5, "c": 3}
 
 
 @st.composite
-def grouped(draw: st.DrawFn) -> Side:
+def grouped(draw: st.DrawFn) -> PatternSide:
     names = list(draw(st.permutations(list(PART_SIZES))))
     axes = list(draw(st.permutations(["dp", "tp"])))
     dims = []
@@ -30,11 +30,11 @@ def grouped(draw: st.DrawFn) -> Side:
         names, axes = names[size:], axes[count:]
         if draw(st.booleans()):
             dims.append(Dim(("1",)))
-    return Side(tuple(dims))
+    return PatternSide(tuple(dims))
 
 
 @given(grouped(), grouped())
-def test_parts_lie_where_slices_of_the_whole_do(left: Side, right: Side) -> None:
+def test_parts_lie_where_slices_of_the_whole_do(left: PatternSide, right: PatternSide) -> None:
     text = str(Pattern((left,), right))
     ungrouped = [" ".join(str(Dim(dim.names)) for dim in side.dims) for side in (left, right)]
     shape = tuple(

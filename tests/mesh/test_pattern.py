@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from meshdist.errors import ArgumentError, KindError, MeshdistError, PatternError
-from meshdist.mesh.pattern import Dim, Pattern, Side, parse
+from meshdist.mesh.pattern import Dim, Pattern, PatternSide, parse
 
 NAMES = ("b", "s", "d", "h", "k", "β_1", "U", "dp")
 AXES = ("dp", "tp", "cp", "ep", "R", "axis_7")
 
 
 @st.composite
-def sides(draw: st.DrawFn) -> Side:
+def sides(draw: st.DrawFn) -> PatternSide:
     names = list(draw(st.permutations(NAMES)))[: draw(st.integers(0, 6))]
     axes = list(draw(st.permutations(AXES)))
     dims: list[Dim] = []
@@ -32,7 +32,9 @@ def sides(draw: st.DrawFn) -> Side:
         dims.insert(draw(st.integers(0, len(dims))), Dim(("...",)))
     both = draw(st.integers(0, len(axes)))
     unreduced, rest = axes[:both], axes[both:]
-    return Side(tuple(dims), tuple(unreduced), tuple(rest[: draw(st.integers(0, len(rest)))]))
+    return PatternSide(
+        tuple(dims), tuple(unreduced), tuple(rest[: draw(st.integers(0, len(rest)))])
+    )
 
 
 PATTERNS = st.builds(
@@ -136,7 +138,7 @@ def test_what_is_printed(text: str, printed: str) -> None:
 
 def test_what_is_parsed() -> None:
     pattern = parse("b@(dp,cp) (h k)@tp 1 ... {U:ep} -> b")
-    assert pattern.get_operand() == Side(
+    assert pattern.get_operand() == PatternSide(
         (Dim(("b",), ("dp", "cp")), Dim(("h", "k"), ("tp",)), Dim(("1",)), Dim(("...",))), ("ep",)
     )
     assert [dim.column for dim in pattern.operands[0].dims] == [0, 10, 19, 21]
@@ -144,7 +146,7 @@ def test_what_is_parsed() -> None:
     assert pattern.operands[0].axes == ("dp", "cp", "tp", "ep")
     assert [dim.is_one for dim in pattern.operands[0].dims] == [False, False, True, False]
     assert [dim.is_rest for dim in pattern.operands[0].dims] == [False, False, False, True]
-    assert pattern.result == Side((Dim(("b",)),))
+    assert pattern.result == PatternSide((Dim(("b",)),))
 
 
 # text: column of the caret from 1, expected, found

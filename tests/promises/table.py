@@ -350,7 +350,7 @@ FAULTS = [
         "[A rank that dies](debugging.md#how-to-read-a-report) is noticed, and named, by those "
         "that wait",
         others={
-            "shm": "tests/groups/test_waits.py::test_an_idle_wait_sees_that_a_rank_has_ended",
+            "shm": "tests/joining/test_waits.py::test_an_idle_wait_sees_that_a_rank_has_ended",
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
             "hierarchical": "tests/wires/hierarchical/test_communicator.py::"
             "test_a_killed_rank_is_an_error_on_all_others",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from meshdist.mesh.splits import DimSplit, Placement, split_dim
+from meshdist.mesh.placement import DimSplit, Placement, split_dim
 from tests.sharding.interpreter import Array, Coordinate, coordinates, index_of
 
 MESHES = (

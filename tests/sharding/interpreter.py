@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshdist.mesh.splits import Box
+from meshdist.mesh.placement import Box
 from meshdist.sharding.steps import (
     Arrangement,
     Exchange,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshdist.mesh.splits import Placement
+from meshdist.mesh.placement import Placement
 from meshdist.sharding.plans import make_plan
 from tests.sharding.cases import (
     ends_on_one_rank,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from meshdist.mesh.splits import DimSplit, Placement
+from meshdist.mesh.placement import DimSplit, Placement
 from meshdist.sharding.changes import bare, change_between, extended
 from tests.sharding.cases import lacking, mask, pairs, placed, summed_axes
 from tests.sharding.interpreter import coordinates

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.mesh.splits import Box
+from meshdist.mesh.placement import Box
 from meshdist.sharding.carrying import Boxes, Rearrangement, fresh_copy
 from meshdist.sharding.steps import Arrangement
 

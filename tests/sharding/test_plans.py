@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.splits import Placement, split_dim
+from meshdist.mesh.placement import Placement, split_dim
 from meshdist.sharding import changes, plans, routes
 from meshdist.sharding.plans import make_plan
 from meshdist.sharding.routes import Link

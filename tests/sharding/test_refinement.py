@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from meshdist.errors import MeshError
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.splits import DimSplit, Placement
+from meshdist.mesh.placement import DimSplit, Placement
 from meshdist.sharding.refinement import refine
 from tests.sharding.cases import placements, whole_array
 from tests.sharding.interpreter import index_of

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshdist.errors import ArgumentError, KindError, LengthError
-from meshdist.mesh.splits import DimSplit
+from meshdist.mesh.placement import DimSplit
 from meshdist.sharding.shards import slice_shard
 
 

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.recorder import Recorder
-from meshdist.groups.header_tables import HeaderTables
+from meshdist.groups.host_tables import HeaderTables
 from meshdist.groups.signals import Endings
 from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
 from meshdist.wires.failures import MembersDisagree

@@ -64,7 +64,7 @@ SOAK = pytest.mark.soak  # each starts an interpreter that imports torch
         ),
         (f"import meshdist as md, torch; md.ReduceOp; {SHOWS}", {}, "shm False\n"),
         pytest.param(
-            f"import meshdist.torch_process_groups.opening; import torch; {SHOWS}",
+            f"import meshdist.torch_process_groups.creating; import torch; {SHOWS}",
             {},
             "shm False\n",
             marks=SOAK,

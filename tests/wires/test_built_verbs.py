@@ -14,7 +14,7 @@ from meshdist import verb_table
 from meshdist.reduce_ops import ReduceKind, ReduceOp
 from meshdist.verb_table import Form, WireVerb
 from meshdist.wires import built_verbs
-from meshdist.wires.built_verbs import Carrier
+from meshdist.wires.built_verbs import BuildingCommunicator
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.operations import Chain, Operation
 from meshdist.wires.packing import blocks, parts, write
@@ -134,7 +134,7 @@ def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
 NEW = WireVerb("take_next", Form.ONE, Form.ONE)
 
 
-def take_next(wire: Carrier, prepared: PreparedCall) -> Operation:
+def take_next(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     """What the next member brings, of an all-gather."""
     (tensor,), (output,) = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())

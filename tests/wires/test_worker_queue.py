@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from meshdist.wires.failures import WireTimeout
-from meshdist.wires.operations import Job, WorkerQueue
+from meshdist.wires.operations import QueuedOperation, WorkerQueue
 from tests.load import is_within
 
 SECONDS = timedelta(seconds=5)
@@ -72,7 +72,7 @@ def test_nothing_is_kept_of_what_is_done() -> None:
 
     thing = Thing()
     gone = weakref.ref(thing)
-    job = Job(lambda thing=thing: None)  # type: ignore[misc]
+    job = QueuedOperation(lambda thing=thing: None)  # type: ignore[misc]
     job.run()
     del thing
     gc.collect()

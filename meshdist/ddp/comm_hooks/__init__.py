@@ -17,7 +17,7 @@ from .compressing import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from .reducing import allreduce_hook, noop_hook, post_localSGD_hook
+from .uncompressed import allreduce_hook, noop_hook, post_localSGD_hook
 from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [

@@ -20,7 +20,7 @@ from ...collectives.verbs import all_gather_into_tensor, all_reduce
 from ...groups.process_group import ProcessGroup
 from ...reduce_ops import ReduceOp
 from .bucket import GradBucket, PowerSGDState, group_for
-from .reducing import averaged, done_with, reduced
+from .uncompressed import averaged, done_with, reduced
 
 __all__ = [
     "batched_powerSGD_hook",

@@ -38,7 +38,7 @@ from .compressing import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from .reducing import allreduce_hook, noop_hook, post_localSGD_hook
+from .uncompressed import allreduce_hook, noop_hook, post_localSGD_hook
 
 __all__ = ["PendingBucket", "RegisteredHook", "hook_name", "ours_for"]
 

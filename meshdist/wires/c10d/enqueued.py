@@ -119,7 +119,7 @@ _ABORT_S = timedelta(seconds=30)
 
 
 @dataclass(eq=False, slots=True)
-class Outcome:
+class DeviceResult:
     """How one work ends, as far as that can be known without the device.
 
     It does not hold the work, which keeps the tensors' memory; ``note`` is the recorder's number.
@@ -161,7 +161,7 @@ class EnqueuedWork:
     """A work of c10d's that the communicator has started, and what is known of its outcome."""
 
     work: Any
-    outcome: Outcome
+    outcome: DeviceResult
     communicator: EnqueueingCommunicator
 
     def is_completed(self) -> bool:
@@ -196,7 +196,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._process_id = os.getpid()
         self._device: torch.device | None = None
         self._explain: Explain | None = None
-        self._outcomes: set[Outcome] = set()
+        self._outcomes: set[DeviceResult] = set()
         # Held while the error of a failure is made, so that a wait for the work raises that one.
         self._failing = threading.Lock()
         self._unraised: MeshdistError | None = None
@@ -344,7 +344,9 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._mailbox.abort()
         return group
 
-    def _fail(self, failure: WireFailure, limit: timedelta, outcome: Outcome | None = None) -> None:
+    def _fail(
+        self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
+    ) -> None:
         """Explain a failure, which breaks the group, and abort what is enqueued."""
         failure.limit, error = limit, None
         with self._failing:
@@ -368,7 +370,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             return WireTimeout.after(self._timeout)
         return WireFailure(f"{self.wire.upper()} reports {found}")
 
-    def _check_outcome(self, outcome: Outcome) -> None:
+    def _check_outcome(self, outcome: DeviceResult) -> None:
         """Raise where a work was cut off."""
         if not self.is_aborted or outcome.is_good:
             return
@@ -389,7 +391,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return DONE if work is None else super()._operation(work, prepared)
 
     def _started(self, work: Any, prepared: PreparedCall) -> EnqueuedWork:
-        outcome = Outcome(_result_of(work), prepared.timeout, prepared.number)
+        outcome = DeviceResult(_result_of(work), prepared.timeout, prepared.number)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             outcome.is_good = True  # nothing runs now
         else:

@@ -36,7 +36,7 @@ from ..failures import (
     WireRefused,
     WireTimeout,
 )
-from ..operations import DONE, Chain, Job, Operation, WorkerQueue
+from ..operations import DONE, Chain, Operation, QueuedOperation, WorkerQueue
 from ..packing import Tensors, writing
 from ..prepared import PreparedCall
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
@@ -98,7 +98,7 @@ class HierarchicalCommunicator(Communicator):
         failed = partial(self._failed, prepared)
         if not (prepared.waits and self._queue.is_idle):
             return self._queue.start(perform, failed)
-        job = Job(perform, failed)
+        job = QueuedOperation(perform, failed)
         job.run()
         job.finish(prepared.timeout)
         return DONE

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from ...checking.shared_words import SharedWords, make_shared_words
 from ..core import core
 from ..failures import WireAborted, WireFailure, given_up_for
-from .link import Link
+from .connection import MpiConnection
 
 __all__ = ["Arrivals", "Turnout", "milliseconds", "words_of_process"]
 
@@ -64,7 +64,7 @@ class Arrivals:
     """One for each collective in the window, how many there were, and for how many milliseconds
     this member may stay in MPI's blocking call: 0 where it is in none."""
 
-    link: Link
+    link: MpiConnection
     mine: memoryview
     others: Sequence[memoryview]
     _interruption: BaseException | None = field(default=None, init=False)

@@ -27,9 +27,10 @@ from ..packing import Sizes, Tensors
 from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
 from .arrivals import Arrivals, Turnout
+from .connection import MpiConnection, MpiOperation
 from .datatypes import (
-    Buffers,
-    Plan,
+    MpiBuffers,
+    MpiReduction,
     find_plan,
     mpi_type,
     op_of,
@@ -39,7 +40,6 @@ from .datatypes import (
     unpacked,
 )
 from .fast_path import make_fast_path
-from .link import Link, MpiOperation
 from .opening import forget, open_link, watch
 from .staging import StagedCommunicator
 
@@ -59,13 +59,13 @@ class MpiCommunicator(Communicator):
     wants_senders = True
     posts_at_once = True
 
-    def __init__(self, opening: Opening, link: Link, arrivals: Arrivals | None) -> None:
+    def __init__(self, opening: Opening, link: MpiConnection, arrivals: Arrivals | None) -> None:
         super().__init__("mpi", opening.rank, len(opening.ranks))
         MPI = self._MPI = link.MPI
         self._link = link
         self._comm = link.comm
         self._arrivals = arrivals
-        self._buffers = Buffers(MPI)
+        self._buffers = MpiBuffers(MPI)
         self._mailbox = Mailbox(opening.rank)
         self._tag_numbers = TagNumbers(opening.store)
         self._largest_tag = int(link.comm.Get_attr(MPI.TAG_UB))
@@ -303,7 +303,7 @@ class MpiCommunicator(Communicator):
     # -- how it is done -----------------------------------------------------------------------
 
     def _copy_back(
-        self, plan: Plan, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
+        self, plan: MpiReduction, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
         """The function that writes a reduction into ``output``, and gives back its memory."""
 
@@ -315,7 +315,7 @@ class MpiCommunicator(Communicator):
 
         return copy_back
 
-    def _op(self, plan: Plan) -> Any:
+    def _op(self, plan: MpiReduction) -> Any:
         return op_of(self._MPI, plan)
 
     def _numbers(self, data: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:

@@ -31,8 +31,8 @@ from ..core import core
 from ..packing import Tensors, parts_like, write_all, writing
 
 __all__ = [
-    "Buffers",
-    "Plan",
+    "MpiBuffers",
+    "MpiReduction",
     "find_plan",
     "mpi_type",
     "op_of",
@@ -51,7 +51,7 @@ _MOST = (1 << 62) - 1
 _PIECE = 1 << 30
 
 
-class Buffers:
+class MpiBuffers:
     """The arguments of MPI's calls for tensors, ``most`` elements each; None asks the library."""
 
     def __init__(self, MPI: Any, most: int | None = None) -> None:
@@ -140,7 +140,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Plan:
+class MpiReduction:
     """How one reduction of one dtype is done.
 
     Args:
@@ -190,11 +190,11 @@ class Plan:
 
 
 @cache
-def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
+def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
     """How to reduce ``dtype`` with ``op``; raises DtypeError where that has no meaning."""
     check_reducible(wire, op, dtype)
     if dtype is torch.bool:
-        return Plan(ON_BOOL[op])
+        return MpiReduction(ON_BOOL[op])
     facts = DTYPES[dtype]
     divides = op == ReduceOp.AVG
     op = ReduceOp.SUM if divides else op
@@ -203,14 +203,14 @@ def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> Plan:
     computed = wide or dtype
     is_ordering = op in (ReduceOp.MIN, ReduceOp.MAX) and computed.is_floating_point
     in_order = IN_ORDER[computed] if is_ordering else None
-    return Plan(op, wide, in_order, divides)
+    return MpiReduction(op, wide, in_order, divides)
 
 
-_sums: dict[torch.dtype, Plan] = {}
-_sums_of_two = {dtype: Plan(ReduceOp.SUM, ours=dtype) for dtype in _HALVES}
+_sums: dict[torch.dtype, MpiReduction] = {}
+_sums_of_two = {dtype: MpiReduction(ReduceOp.SUM, ours=dtype) for dtype in _HALVES}
 
 
-def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> Plan:
+def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
     """How a group of ``size`` reduces; to hash an op takes longer than to add a few numbers."""
     if op is not ReduceOp.SUM:
         return find_plan("mpi", op, dtype)
@@ -245,7 +245,7 @@ def plain_reductions(
     return found
 
 
-def op_of(MPI: Any, plan: Plan) -> Any:
+def op_of(MPI: Any, plan: MpiReduction) -> Any:
     """The reduction of a plan, as MPI takes it."""
     return _mpi_op(MPI, plan.op) if plan.ours is None else _sum_of_two(MPI, plan.ours)
 

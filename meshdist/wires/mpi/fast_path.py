@@ -11,8 +11,8 @@ from ..communicator import Explain
 from ..core import core
 from ..failures import WireFailure
 from .arrivals import Arrivals, milliseconds
+from .connection import MpiConnection, MpiOperation
 from .datatypes import plain_reductions
-from .link import Link, MpiOperation
 
 if TYPE_CHECKING:
     from ..native import FastPath
@@ -21,7 +21,7 @@ __all__ = ["make_fast_path"]
 
 
 def make_fast_path(
-    link: Link,
+    link: MpiConnection,
     arrivals: Arrivals,
     entry: Any,
     explain: Explain,
@@ -76,13 +76,15 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
     )
 
 
-def _finish_collective(link: Link, timeout: timedelta, request: int, kept: Any) -> None:
+def _finish_collective(link: MpiConnection, timeout: timedelta, request: int, kept: Any) -> None:
     """Wait for a collective that had to be started."""
     started = link.MPI.Request.fromhandle(request)
     link.finish_at_once(link.start(MpiOperation(link, started, kept)), timeout)
 
 
-def _finish(link: Link, timeout: timedelta, request: int, kept: Any, is_send: bool) -> None:
+def _finish(
+    link: MpiConnection, timeout: timedelta, request: int, kept: Any, is_send: bool
+) -> None:
     """Wait for a message that was not done soon."""
     status = None if is_send else link.MPI.Status()
     num_bytes = 0 if is_send else kept.numel() * kept.itemsize

@@ -32,7 +32,7 @@ from ..communicator import Explain
 from ..failures import WireFailure, WireTimeout
 from ..registry import Opening
 from .arrivals import Arrivals, words_of_process
-from .link import Link, left_key, report_dead_ranks_at_the_end
+from .connection import MpiConnection, left_key, report_dead_ranks_at_the_end
 
 __all__ = ["forget", "limited", "open_link", "parse_member", "watch"]
 
@@ -176,7 +176,7 @@ _closed: set[_Region] = set()
 """Regions of groups that this process has closed, and another member has not."""
 
 
-def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
+def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
     """Open a group among its members alone; arrivals are None where they cannot be seen.
 
     Raises:
@@ -218,7 +218,7 @@ def open_link(opening: Opening) -> tuple[Link, Arrivals | None]:
     for one in (group, all_ranks):
         one.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
-    link = Link(MPI, comm, opening, cards, region.release_after_all)
+    link = MpiConnection(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
     words, others = region.words, _words_of_others(opening, members)
     # On a buffer: mpi4py's calls for objects can hold the GIL while they wait for other ranks, and

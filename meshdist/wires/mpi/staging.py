@@ -25,7 +25,7 @@ from ...runtime.deadlines import Deadline
 from ...verb_table import WIRE_VERBS, Form
 from ..communicator import Communicator, Explain
 from ..failures import WireAborted, WireFailure
-from ..operations import Chain, Job, Operation, WorkerQueue
+from ..operations import Chain, Operation, QueuedOperation, WorkerQueue
 from ..packing import Tensors, writing
 from ..prepared import PreparedCall
 
@@ -38,7 +38,7 @@ class _Queued(Operation):
 
     communicator: StagedCommunicator
     begin: Callable[[], Operation]
-    job: Job | None = field(default=None, init=False)
+    job: QueuedOperation | None = field(default=None, init=False)
     started: Operation | None = field(default=None, init=False)
 
     def run(self) -> None:

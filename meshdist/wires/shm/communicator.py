@@ -35,7 +35,7 @@ from ..operations import DONE, Done, Operation
 from ..packing import ROW_MAJOR, Layout, Sizes, Tensors, find_layout
 from ..prepared import LARGEST_TAG, PreparedCall
 from ..registry import Opening, Wire, register_wire
-from .failures import failure_of
+from .core_failures import failure_of
 from .handshake import Shared, share
 
 if TYPE_CHECKING:

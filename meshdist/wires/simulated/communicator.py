@@ -24,7 +24,7 @@ from ..operations import DONE, Operation
 from ..packing import Tensors, parts
 from ..prepared import PreparedCall
 from ..registry import Opening, Wire, register_wire
-from .meeting import Collective, Meeting, Message, Receive, synchronize
+from .meeting import Meeting, PendingCollective, PendingReceive, SentMessage, synchronize
 from .scheduler import Rank, find_rank_here
 
 __all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
@@ -86,7 +86,9 @@ class SimulatedCommunicator(Communicator):
                 note = note._replace(sizes=sizes or ())
             if note.call.is_uneven != (is_uneven := sizes is not None and root is None):
                 note = note._replace(call=replace(note.call, is_uneven=is_uneven))
-        started = Collective(self._meeting, self.rank, self._rank, note, way, inputs, outputs, op)
+        started = PendingCollective(
+            self._meeting, self.rank, self._rank, note, way, inputs, outputs, op
+        )
         self._meeting.enter(started)
         return started
 
@@ -96,7 +98,7 @@ class SimulatedCommunicator(Communicator):
         (tensor,), peer = prepared.inputs, prepared.root
         assert peer is not None
         synchronize(tensor)
-        message = Message(self.rank, prepared.tag, tensor.detach(), self._noted(prepared))
+        message = SentMessage(self.rank, prepared.tag, tensor.detach(), self._noted(prepared))
         self._meeting.send(message, peer)
         return DONE
 
@@ -106,7 +108,7 @@ class SimulatedCommunicator(Communicator):
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         synchronize(tensor)
         note = self._noted(prepared)
-        receive = Receive(self._meeting, self.rank, self._rank, note, peer, tag, tensor)
+        receive = PendingReceive(self._meeting, self.rank, self._rank, note, peer, tag, tensor)
         self._meeting.receive(receive)
         return receive
 

@@ -34,11 +34,11 @@ from ..packing import Tensors, blocks, writing
 from .scheduler import Rank, find_rank_here
 
 __all__ = [
-    "Collective",
+    "PendingCollective",
     "Meeting",
-    "Message",
-    "Receive",
-    "Round",
+    "SentMessage",
+    "PendingReceive",
+    "MemberData",
     "find_mismatch",
     "move",
     "synchronize",
@@ -50,7 +50,7 @@ Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
-class Round:
+class MemberData:
     """The members' parts in one collective, in group order.
 
     Args:
@@ -66,7 +66,7 @@ class Round:
     root: int = 0
 
 
-def move(verb: WireVerb, round_: Round) -> None:
+def move(verb: WireVerb, round_: MemberData) -> None:
     """Do one collective: read everything, then write each member's results."""
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with writing():
@@ -103,7 +103,7 @@ _ONE, _IN_PLACE = Form.ONE, Form.IN_PLACE
 _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, strict=True)
 
 
-def _writes(verb: WireVerb, round_: Round) -> Writes:
+def _writes(verb: WireVerb, round_: MemberData) -> Writes:
     """The data that a verb writes into each output, by its forms.
 
     All members' tensors stand in columns; a member gets one column, all, or a part of one:
@@ -143,7 +143,7 @@ _BROKEN = "; the group is broken now"
 
 
 @dataclass(eq=False)
-class Step(Operation):
+class PendingCall(Operation):
     """A started operation of one member."""
 
     meeting: Meeting
@@ -183,7 +183,7 @@ class Step(Operation):
 
 
 @dataclass(eq=False)
-class Collective(Step):
+class PendingCollective(PendingCall):
     """One member's part in a collective, carried by the verb ``way`` of a communicator.
 
     ``op`` is what that reduces by: the call's own may be done in several steps.
@@ -216,7 +216,7 @@ class Collective(Step):
 
 
 @dataclass(eq=False)
-class Receive(Step):
+class PendingReceive(PendingCall):
     """A receive from ``peer``, or anyone, that waits for its message, or has it."""
 
     peer: int | None
@@ -227,11 +227,11 @@ class Receive(Step):
     def source(self) -> int:
         return super().source() if self._source is None else self._source
 
-    def takes(self, message: Message) -> bool:
+    def takes(self, message: SentMessage) -> bool:
         """Whether a message is meant."""
         return self.tag == message.tag and self.peer in (None, message.source)
 
-    def accept(self, message: Message) -> None:
+    def accept(self, message: SentMessage) -> None:
         """Take a message; one that does not fit is an error of the whole group."""
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
@@ -273,7 +273,7 @@ class Receive(Step):
 
 
 @dataclass
-class Message:
+class SentMessage:
     """A message that a member has sent, and its note."""
 
     source: int
@@ -290,14 +290,14 @@ class Meeting:
         self.title = f"{name} ({ranks_text(ranks)})" if name else ranks_text(ranks)
         self.size = len(ranks)
         self.num_calls = [0] * self.size
-        self.rounds: dict[int, dict[int, Collective]] = {}
-        self.messages: list[list[Message]] = [[] for _ in ranks]
-        self.receives: list[list[Receive]] = [[] for _ in ranks]
+        self.rounds: dict[int, dict[int, PendingCollective]] = {}
+        self.messages: list[list[SentMessage]] = [[] for _ in ranks]
+        self.receives: list[list[PendingReceive]] = [[] for _ in ranks]
         self.is_aborted = False
         self.failure: Exception | None = None
         """Of members that disagreed; whatever is started after that fails with it."""
 
-    def enter(self, started: Collective) -> None:
+    def enter(self, started: PendingCollective) -> None:
         """Add a member's call to its round; the last one moves the data."""
         number = started.note.sequence
         there = self.rounds.setdefault(number, {})
@@ -310,8 +310,8 @@ class Meeting:
             self._perform([there[member] for member in range(self.size)])
             del self.rounds[number]
 
-    def _perform(self, parts: Sequence[Collective]) -> None:
-        data = Round(
+    def _perform(self, parts: Sequence[PendingCollective]) -> None:
+        data = MemberData(
             [part.inputs for part in parts],
             [part.outputs for part in parts],
             parts[0].op or ReduceOp.SUM,
@@ -322,7 +322,7 @@ class Meeting:
             part.end(failure)
 
     def _find_disagreement(
-        self, started: Collective, there: Mapping[int, Collective]
+        self, started: PendingCollective, there: Mapping[int, PendingCollective]
     ) -> AgreementError | None:
         """Compare the newest call with all that are there."""
         first = next(iter(there.values()))
@@ -352,7 +352,7 @@ class Meeting:
             fix=f"{fix}{_BROKEN}",
         )
 
-    def send(self, message: Message, to: int) -> None:
+    def send(self, message: SentMessage, to: int) -> None:
         """Deliver to the first receive that takes the message, or keep a copy."""
         waiting = self.receives[to]
         for place, receive in enumerate(waiting):
@@ -363,7 +363,7 @@ class Meeting:
         synchronize(message.data)
         self.messages[to].append(message)
 
-    def receive(self, receive: Receive) -> None:
+    def receive(self, receive: PendingReceive) -> None:
         """Take the first message that is meant, or wait for it."""
         waiting = self.messages[receive.member]
         for place, message in enumerate(waiting):
@@ -383,7 +383,9 @@ class Meeting:
         self._end(WireAborted("the communicator was aborted"))
 
     def _end(self, failure: Exception) -> None:
-        pending: list[Step] = [one for there in self.rounds.values() for one in there.values()]
+        pending: list[PendingCall] = [
+            one for there in self.rounds.values() for one in there.values()
+        ]
         pending.extend(receive for waiting in self.receives for receive in waiting)
         for step in pending:
             if not step.is_done:

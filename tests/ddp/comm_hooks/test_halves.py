@@ -9,7 +9,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp.comm_hooks import compressing
-from tests.ddp.comm_hooks.test_reducing import averaged
+from tests.ddp.comm_hooks.test_uncompressed import averaged
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -10,7 +10,7 @@ import torch
 
 import meshdist as md
 from meshdist.ddp.comm_hooks.compressing import quantization_perchannel_hook
-from tests.ddp.comm_hooks.test_reducing import averaged
+from tests.ddp.comm_hooks.test_uncompressed import averaged
 
 
 def gradients(rank: int, numel: int) -> torch.Tensor:

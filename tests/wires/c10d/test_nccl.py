@@ -18,7 +18,7 @@ from torch.distributed import DebugLevel, HashStore
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.checking.header_table import HeaderTable
-from meshdist.groups.registry import Registry, get_registry
+from meshdist.groups.communicators import Registry, get_registry
 from meshdist.wires.operations import DONE, Operation
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, Wire, find_wire

@@ -9,7 +9,7 @@ import torch
 
 from meshdist.bootstrap.mpi_library import load_mpi
 from meshdist.runtime.memory import Scratch
-from meshdist.wires.mpi.datatypes import Buffers, packed, unpacked
+from meshdist.wires.mpi.datatypes import MpiBuffers, packed, unpacked
 
 
 def test_parts_in_a_row_are_one_view_and_others_are_copied() -> None:
@@ -64,7 +64,7 @@ class FakeMpi:
 
 
 def test_what_a_count_does_not_hold_is_one_element_of_a_datatype() -> None:
-    buffers = Buffers(FakeMpi)
+    buffers = MpiBuffers(FakeMpi)
     assert buffers.most == (1 << 31) - 1
     few = torch.empty(10, dtype=torch.int16)
     assert buffers.moved(few)[1:] == (20, FakeMpi.BYTE)
@@ -77,4 +77,4 @@ def test_what_a_count_does_not_hold_is_one_element_of_a_datatype() -> None:
 
 def test_a_library_of_mpi_4_counts_all() -> None:
     MPI = load_mpi()
-    assert Buffers(MPI).most == ((1 << 62) - 1 if MPI.Get_version() >= (4, 0) else (1 << 31) - 1)
+    assert MpiBuffers(MPI).most == ((1 << 62) - 1 if MPI.Get_version() >= (4, 0) else (1 << 31) - 1)

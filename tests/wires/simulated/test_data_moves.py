@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshdist.verb_table import WIRE_VERBS, Form, WireVerb
-from meshdist.wires.simulated.meeting import Round, move, write
+from meshdist.wires.simulated.meeting import MemberData, move, write
 
 
 def numbers(*values: float) -> torch.Tensor:
@@ -15,7 +15,7 @@ def numbers(*values: float) -> torch.Tensor:
 
 def test_an_all_to_all_in_place_reads_before_it_writes() -> None:
     members = [[numbers(10.0 * i + j) for j in range(3)] for i in range(3)]
-    move(WIRE_VERBS["all_to_all"], Round(members, members))
+    move(WIRE_VERBS["all_to_all"], MemberData(members, members))
     assert [[x.item() for x in row] for row in members] == [
         [10.0 * j + i for j in range(3)] for i in range(3)
     ]
@@ -23,13 +23,15 @@ def test_an_all_to_all_in_place_reads_before_it_writes() -> None:
 
 def test_a_gather_into_the_tensors_that_are_gathered() -> None:
     first, second = numbers(1.0), numbers(2.0)
-    move(WIRE_VERBS["gather"], Round([[first], [second]], [[second, first], []]))
+    move(WIRE_VERBS["gather"], MemberData([[first], [second]], [[second, first], []]))
     assert (first.item(), second.item()) == (2.0, 1.0)
 
 
 def test_a_scatter_over_its_own_inputs() -> None:
     inputs = [numbers(1.0), numbers(2.0), numbers(3.0)]
-    move(WIRE_VERBS["scatter"], Round([inputs, [], []], [[inputs[2]], [inputs[0]], [inputs[1]]]))
+    move(
+        WIRE_VERBS["scatter"], MemberData([inputs, [], []], [[inputs[2]], [inputs[0]], [inputs[1]]])
+    )
     assert [x.item() for x in inputs] == [2.0, 3.0, 1.0]
 
 
@@ -38,8 +40,8 @@ def test_parts_of_one_memory_are_gathered_in_place() -> None:
     for member, whole in enumerate(wholes):
         whole[member] = member + 1.0
     blocks = [[whole[member]] for member, whole in enumerate(wholes)]
-    move(WIRE_VERBS["all_gather"], Round(blocks, [[whole] for whole in wholes]))
-    move(WIRE_VERBS["all_gather_list"], Round(blocks, [list(whole) for whole in wholes]))
+    move(WIRE_VERBS["all_gather"], MemberData(blocks, [[whole] for whole in wholes]))
+    move(WIRE_VERBS["all_gather_list"], MemberData(blocks, [list(whole) for whole in wholes]))
     for whole in wholes:
         assert whole.tolist() == [[1.0, 1.0], [2.0, 2.0]]
 
@@ -47,7 +49,7 @@ def test_parts_of_one_memory_are_gathered_in_place() -> None:
 def test_a_block_is_reduced_into_its_own_input() -> None:
     wholes = [numbers(1.0, 2.0), numbers(10.0, 20.0)]
     blocks = [[whole[member : member + 1]] for member, whole in enumerate(wholes)]
-    move(WIRE_VERBS["reduce_scatter"], Round([[whole] for whole in wholes], blocks))
+    move(WIRE_VERBS["reduce_scatter"], MemberData([[whole] for whole in wholes], blocks))
     assert [w.tolist() for w in wholes] == [[11.0, 2.0], [10.0, 22.0]]
 
 
@@ -55,7 +57,8 @@ def test_nothing_is_written_where_one_output_does_not_fit() -> None:
     fits, does_not = torch.zeros(2), torch.zeros(3)
     with pytest.raises(RuntimeError, match="shape"):
         move(
-            WIRE_VERBS["all_gather"], Round([[numbers(1.0)], [numbers(2.0)]], [[fits], [does_not]])
+            WIRE_VERBS["all_gather"],
+            MemberData([[numbers(1.0)], [numbers(2.0)]], [[fits], [does_not]]),
         )
     assert fits.tolist() == [0.0, 0.0]
 
@@ -76,11 +79,11 @@ def test_a_verb_that_is_new_moves_by_its_forms_alone() -> None:
     exchange = WireVerb("exchange_single", Form.EACH, Form.ONE)
     given = [[numbers(10.0 * i + j) for j in range(3)] for i in range(3)]
     outputs = [[torch.zeros(3)] for _ in range(3)]
-    move(exchange, Round(given, outputs))
+    move(exchange, MemberData(given, outputs))
     assert [x.tolist() for (x,) in outputs] == [[j, 10.0 + j, 20.0 + j] for j in range(3)]
 
     reduce_list = WireVerb("reduce_list", Form.IN_PLACE, Form.ANY, reduces=True, root="to")
     tensors = [[numbers(float(i)), numbers(1.0, i)] for i in range(3)]
-    move(reduce_list, Round(tensors, tensors, root=2))
+    move(reduce_list, MemberData(tensors, tensors, root=2))
     assert [x.tolist() for x in tensors[2]] == [[3.0], [3.0, 3.0]]
     assert [x.tolist() for x in tensors[0]] == [[0.0], [1.0, 0.0]]

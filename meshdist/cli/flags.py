@@ -1,0 +1,173 @@
+"""The common part of the commands: the parser, and the arguments that start a program."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..error_text import explain
+from ..launching.launcher import LaunchError, run_processes
+from .torchrun_flags import add_torchrun_flags, launch_settings
+
+__all__ = [
+    "Parser",
+    "add_habits",
+    "add_launch_arguments",
+    "command_of",
+    "launch",
+    "report_usage_error",
+]
+
+
+def report_usage_error(program: str, text: str) -> int:
+    """Print text as the error of program; return the exit code for it, argparse's."""
+    print(f"{program}: {text}", file=sys.stderr)
+    return 2
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which accepts no abbreviations and explains a wrong argument."""
+
+    def __init__(self, prog: str, usage: str, description: str, epilog: str) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, usage, description, epilog, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is; exit."""
+        usage = self.format_usage().strip().removeprefix("usage: ")
+        text = explain(message, expected=usage, fix=f"{self.prog} --help tells more")
+        self.exit(report_usage_error(self.prog, text))
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
+    """Add the arguments that start a program; with short, -n for the number of processes."""
+    add_torchrun_flags(parser, short=short)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
+    )
+
+
+def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The program to start, and its arguments; raises LaunchError where none can be started."""
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not words:
+        raise LaunchError(
+            "there is nothing to start",
+            expected="a script, or -m and a module, after the launcher's own arguments",
+            fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
+        )
+    is_python = arguments.run_path or not arguments.no_python
+    is_module = arguments.module and not arguments.run_path
+    if is_module and not is_python:
+        raise LaunchError(
+            "-m and --no-python exclude each other",
+            expected="a Python module (-m), or a program that is not Python (--no-python)",
+            fix="leave one out",
+        )
+    target, *rest = words
+    if not is_python:
+        start = [target]
+    elif is_module:
+        start = [sys.executable, "-u", "-m", target]
+    else:
+        # A directory or zip file with a __main__.py is a script to Python, too.
+        if not os.path.exists(target):
+            raise LaunchError(
+                f"there is no script {target!r}",
+                where=f"directory {os.getcwd()}",
+                expected="the path of a Python script",
+                found=f"no file at {os.path.abspath(target)}",
+                fix="check the path; `-m` starts a module, `--no-python` another program",
+            )
+        start = [sys.executable, "-u", target]
+    return start, rest
+
+
+def launch(
+    program: str,
+    arguments: argparse.Namespace,
+    *,
+    hands_local_rank: bool = False,
+    **output: Any,
+) -> int:
+    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
+    try:
+        start, rest = command_of(program, arguments)
+
+        def command(local_rank: int) -> Sequence[str]:
+            handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
+            return [*start, *handed, *rest]
+
+        return run_processes(command, **launch_settings(arguments, **output))
+    except LaunchError as error:
+        return report_usage_error(program, str(error))
+
+
+_SERVED = {
+    "nproc_per_node": ("-np", "--np", "--nproc", "--num-processes", "--num-gpus"),
+    "nnodes": ("--num-nodes", "--num-machines"),
+    "node_rank": ("--machine-rank",),
+    "master_addr": ("--main-process-ip",),
+    "master_port": ("--main-process-port",),
+}
+"""By what they set: of mpiexec, DeepSpeed and accelerate, in either spelling."""
+
+_BY_MPIEXEC = "add --launcher mpi, and hand it on: --mpi-args='{flag} ...'"
+_VARIABLES = "variables of the environment reach the ranks as they are: NAME=VALUE {run}"
+_ANSWERED: dict[str, tuple[str, str]] = {}
+for _whose, _instead, _flags in (
+    ("mpiexec's", _BY_MPIEXEC, "-H -host --host -hostfile --hostfile --machinefile"),
+    ("mpiexec's", _BY_MPIEXEC, "-mca --mca -map-by --map-by -bind-to --bind-to"),
+    ("mpiexec's", _BY_MPIEXEC, "-ppn -npernode --npernode"),
+    ("mpiexec's, and needless here", "leave it out", "-oversubscribe --oversubscribe"),
+    ("mpiexec's, and needless here", "leave it out", "--allow-run-as-root"),
+    ("mpiexec's", _VARIABLES, "-x -genv -env"),
+    ("mpiexec's", "--prefix begins each line with its rank", "-tag-output --tag-output -l"),
+    ("DeepSpeed's", "CUDA_VISIBLE_DEVICES=0,1 {run}", "--include --exclude"),
+    ("accelerate's", "say -n, --nnodes, --node-rank, --master-addr", "--config-file"),
+    ("accelerate's", "leave it out: -n says how many ranks there are", "--multi-gpu --cpu"),
+    ("not known", "init_process_group('gloo'), in the program, chooses it", "--backend"),
+):
+    _ANSWERED.update(dict.fromkeys(_flags.split(), (_whose, _instead)))
+"""By flag: whose it is, and what to type instead."""
+_RUN = "meshdist run -n 4 script.py"
+
+
+def add_habits(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of other launchers to a parser that has torchrun's; help does not list them."""
+    for target, names in _SERVED.items():
+        spellings = [*names, *(_with_underscores(name) for name in names)]
+        kind = int if target in ("node_rank", "master_port") else str
+        parser.add_argument(
+            *dict.fromkeys(spellings),
+            dest=target,
+            type=kind,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+    for name in _ANSWERED:
+        spelled = dict.fromkeys((name, _with_underscores(name)))
+        parser.add_argument(*spelled, action=_HabitHint, nargs="?", help=argparse.SUPPRESS)
+
+
+def _with_underscores(name: str) -> str:
+    dashes = len(name) - len(name.lstrip("-"))
+    return name[:dashes] + name[dashes:].replace("-", "_")
+
+
+class _HabitHint(argparse.Action):
+    """Ends the command with what to type instead of the flag."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        whose, instead = _ANSWERED[self.option_strings[0]]
+        fix = instead.format(flag=option_string, run=_RUN)
+        parser.exit(2, f"{parser.prog}: {explain(f'{option_string} is {whose}', fix=fix)}\n")

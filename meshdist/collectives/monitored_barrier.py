@@ -1,0 +1,359 @@
+"""A barrier that names the members that do not come.
+
+It goes through the store of the world instead of a wire, so that a rank that does not come breaks
+nothing: the group can be used afterwards. It is not one of the collectives that the members count
+and compare.
+
+Under keys of its own a group keeps in the store the number of the latest barrier at which each
+member has arrived, and one outcome. The outcome is replaced by compare-and-set, so that each
+barrier ends in the same way for all members.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from ..arguments import check_timeout
+from ..bootstrap.bounded_store import read_json, read_number, within
+from ..bootstrap.world import World
+from ..checking.calls import GroupFacts, Note, get_call
+from ..checking.program import call_site, show_site
+from ..errors import AbortedError, CollectiveTimeoutError, WorldError
+from ..groups.agreement import digest_of_ranks
+from ..groups.communicators import get_registry
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
+from ..groups.signals import ask, last_call_text
+from ..runtime.deadlines import Deadline, wait_until
+from ..wires.simulated.scheduler import find_rank_here
+from ..wires.simulated.store import CallWait
+from .marks import verb
+
+__all__ = ["MonitoredBarrier", "BarrierResult", "failed_text", "monitored_barrier", "pass_by"]
+
+_NAME = "monitored_barrier"
+
+
+@verb()
+def monitored_barrier(
+    group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Return when every member has called it; raise on every member where one does not come.
+
+    Rank 0 of the group collects, the others wait for it: each of them at most ``timeout`` until it
+    comes, and as long again for its outcome.
+
+    Args:
+        group: whose members take part.
+        timeout: how long to wait; None takes the group's.
+        wait_all_ranks: let rank 0 name every absent member, not the first alone.
+
+    Raises:
+        CollectiveTimeoutError: a member did not come. Rank 0 names it, with what it called last;
+            the others point to rank 0. A member that comes too late raises, too.
+        DeadlockError: on simulated ranks, which have no clock, where a member cannot come any
+            more.
+        KindError, ArgumentError: a wrong timeout.
+        AbortedError: the group was aborted meanwhile.
+
+    Cost: some requests to the store per rank, and rank 0 one for each member.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     if md.get_rank() != 1:
+        ...         md.monitored_barrier()
+        >>> try:
+        ...     md.simulate(program, 2)
+        ... except md.DeadlockError as error:
+        ...     print(error.found)
+        rank 0: waits in monitored_barrier on the world, called at ...: Rank 1 failed to pass \
+monitoredBarrier
+        rank 1: returned
+    """
+    target = resolve_group(group)
+    check_timeout(timeout)
+    target.check_usable()
+    if target.size() == 1:
+        return
+    context = get_registry(target.world).guard
+    ranks = target.ranks if context is None else context.announce_call(target, _NAME)
+    if target.world.is_simulated:
+        _meet_simulated(target, ranks)
+    else:
+        _meet(target, ranks, timeout or target.timeout, wait_all_ranks)
+
+
+def pass_by(group: ProcessGroup) -> None:
+    """Count a barrier of the members that have data, for which this rank, without, need not wait.
+
+    They have learned from its announcement which ranks those are.
+    """
+    if group.world.is_simulated:
+        counts = _counts_of_simulated(group)
+        counts[group.world.rank] = counts.get(group.world.rank, 0) + 1
+    else:
+        group.world.next_number(_keys_of(group))
+
+
+def _keys_of(group: ProcessGroup) -> str:
+    """The prefix of the keys of a group's barriers; equal on its members, and theirs alone."""
+    if group.is_private:
+        return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
+    return f"monitored/{digest_of_ranks(group.ranks)}"
+
+
+def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
+    """Wait for the others of ``ranks``; raise where one did not arrive, or the store is lost."""
+    world = group.world
+    registry = get_registry(world)
+    known_aborts = set(registry.aborts)
+    prefix = _keys_of(group)
+    number = world.next_number(prefix)
+    facts = GroupFacts(group.name, group.ranks, group.rank())
+    note = Note(*registry.beside_wires.note(facts, get_call(_NAME, None)))
+    where = f"rank {world.rank}, {note._replace(sequence=number).heading}"
+    barrier = MonitoredBarrier(
+        world.store,
+        prefix,
+        ranks,
+        world.rank,
+        number,
+        timeout,
+        names_all,
+        lambda: _check(group, known_aborts, where),
+    )
+    outcome = barrier.wait()
+    came = [rank for rank in ranks if rank not in outcome.absent]
+    registry.finish(f"{prefix}/{number}", came)
+    if outcome.failure:
+        raise _timed_out(group.world, ranks, outcome, where, names_all)
+
+
+def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
+    """Raise where waiting is in vain: the group was aborted."""
+    aborts = get_registry(group.world).aborts
+    for label in set(aborts) - known_aborts:
+        message = aborts[label]
+        if message.get("group") == group.name:
+            raise AbortedError(
+                f"{_NAME} on {group.name} was aborted",
+                where=where,
+                found=f"rank {message['rank']}: {message['reason']}",
+                fix="make a new mesh on the ranks that are left",
+            )
+
+
+def _timed_out(
+    world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
+) -> CollectiveTimeoutError:
+    """The error of a member: rank 0 raises its findings, the others point to rank 0's error."""
+    me, leader = world.rank, ranks[0]
+    found = f"rank {outcome.by}: {outcome.failure}"
+    if me in outcome.absent:
+        summary = f"rank {me} came to monitoredBarrier when rank {outcome.by} had given up"
+        fix = f"look at what kept rank {me}, or raise the timeout"
+    elif me == leader:
+        summary = outcome.failure
+        found = _last_calls(world, outcome.absent if names_all else outcome.absent[:1])
+        fix = "look at what these ranks do instead, or raise the timeout"
+    else:
+        summary = (
+            f"rank {me} successfully reached monitoredBarrier, but received errors while "
+            f"waiting for send/recv from rank {leader}"
+        )
+        fix = f"look at the error of rank {leader}, which tells more"
+        if leader in outcome.absent:
+            found = f"{found}\n{_last_calls(world, [leader])}"
+            fix = f"look at what rank {leader} does instead, or raise the timeout"
+    expected = f"the same call on ranks {', '.join(map(str, ranks))}"
+    return CollectiveTimeoutError(summary, where=where, expected=expected, found=found, fix=fix)
+
+
+def _last_calls(world: World, ranks: list[int]) -> str:
+    """The last calls of absent ranks, as far as they answer."""
+    answers = ask(world, tuple(ranks))
+    return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
+
+
+def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
+    """How many barriers each simulated member has come to."""
+    rank = find_rank_here()
+    assert rank is not None  # else the caller has raised
+    counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
+    return counts
+
+
+def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
+    """Wait for the others of ``ranks``; where they cannot come, the scheduler raises."""
+    rank = find_rank_here()
+    if rank is None:
+        raise WorldError(
+            f"{_NAME} of simulated rank {group.world.rank} was called from another thread",
+            where=f"called at {show_site(call_site())}",
+            expected="verbs on the rank's own thread",
+            fix="call it there, or run the program as processes (meshdist run, meshdist.spawn)",
+        )
+    counts = _counts_of_simulated(group)
+    me = group.world.rank
+    number = counts[me] = counts.get(me, 0) + 1
+
+    def find_absent() -> list[int]:
+        return [rank for rank in ranks if counts.get(rank, 0) < number]
+
+    try:
+        wait = CallWait(f"{_NAME} on {group.name}", call_site(), lambda: not find_absent())
+        wait.show_more = lambda: f": {failed_text(find_absent())}"
+        rank.wait(wait)
+    except BaseException:
+        counts[me] -= 1  # this rank waits no more, and did not pass
+        raise
+
+
+_GRACE = timedelta(seconds=1)
+
+
+def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
+    """Which ranks did not pass, in the words that torch uses."""
+    ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
+    return f"{ranks_named} failed to pass monitoredBarrier{limit}"
+
+
+@dataclass
+class BarrierResult:
+    """How a group's latest barrier ended; kept in the store.
+
+    Args:
+        number: the barrier's.
+        passed: the number of the latest barrier that all members passed.
+        by: the rank that decided.
+        failure: why it failed, or "".
+        absent: the ranks that had not arrived.
+    """
+
+    number: int
+    passed: int
+    by: int
+    failure: str
+    absent: list[int]
+
+    @classmethod
+    def parse(cls, value: dict[str, Any]) -> BarrierResult:
+        """Return what was kept; raises where it is something else."""
+        return cls(
+            number=int(value["number"]),
+            passed=int(value["passed"]),
+            by=int(value["by"]),
+            failure=str(value["failure"]),
+            absent=[int(rank) for rank in value["absent"]],
+        )
+
+
+@dataclass
+class MonitoredBarrier:
+    """One member's part in one monitored barrier.
+
+    Args:
+        store: where the members meet.
+        prefix: what the group's keys there begin with.
+        ranks: the members' global ranks; the first one decides as a rule.
+        rank: this member's.
+        number: the barrier's, from 1; all members count alike.
+        timeout: how long to wait.
+        names_all: whether the failure names all absent ranks, or the first one alone.
+        check: raises where waiting is in vain.
+    """
+
+    store: Store
+    prefix: str
+    ranks: Sequence[int]
+    rank: int
+    number: int
+    timeout: timedelta
+    names_all: bool
+    check: Callable[[], None] = lambda: None
+
+    def wait(self) -> BarrierResult:
+        """Wait for the outcome; the first member decides it.
+
+        The others wait at most the timeout until the first arrives, and as long again for its
+        decision; a member that waits in vain decides.
+
+        Raises:
+            StoreError: the store is lost.
+        """
+        with within(Deadline(self.timeout)):
+            outcome = self._find_outcome()
+            if outcome is None:
+                self.check()
+                self.store.set(f"{self.prefix}/arrived/{self.rank}", str(self.number))
+                outcome = self._lead() if self.rank == self.ranks[0] else self._follow()
+            return outcome
+
+    def _lead(self) -> BarrierResult:
+        absent = list(self.ranks[1:])
+
+        def collect() -> BarrierResult | None:
+            """The outcome, where all members have arrived or another one has given up."""
+            absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
+            return self._find_outcome() if absent else self._decide("", [])
+
+        outcome = wait_until(collect, Deadline(self.timeout), self.check)
+        return outcome or self._decide(self._why(absent), absent)
+
+    def _follow(self) -> BarrierResult:
+        leader = self.ranks[0]
+
+        def is_led() -> bool:
+            return self._find_outcome() is not None or self._has_arrived(leader)
+
+        if wait_until(is_led, Deadline(self.timeout), self.check):
+            limit = Deadline(self.timeout + _GRACE)
+            if outcome := wait_until(self._find_outcome, limit, self.check):
+                return outcome
+        absent = [rank for rank in self.ranks if not self._has_arrived(rank)]
+        why = self._why(absent) if absent else f"rank {leader} came, and did not decide in time"
+        return self._decide(why, absent)
+
+    def _has_arrived(self, rank: int) -> bool:
+        return read_number(self.store, f"{self.prefix}/arrived/{rank}") >= self.number
+
+    def _why(self, absent: list[int]) -> str:
+        return failed_text(absent if self.names_all else absent[:1], self.timeout)
+
+    def _find_outcome(self) -> BarrierResult | None:
+        """How this barrier ended, if it has."""
+        outcome, _ = self._read()
+        if outcome is None or outcome.number < self.number:
+            return None
+        if outcome.passed >= self.number:
+            outcome.failure = ""
+        return outcome
+
+    def _read(self) -> tuple[BarrierResult | None, str]:
+        key = f"{self.prefix}/outcome"
+        if not self.store.check([key]):
+            return None, ""
+        text = self.store.get(key).decode(errors="replace")
+        return read_json(self.store, key, BarrierResult.parse), text
+
+    def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
+        """Decide how it ends, unless another member has; return how it does."""
+        while True:
+            latest, before = self._read()
+            if latest is not None and latest.number >= self.number:
+                found = self._find_outcome()
+                assert found is not None  # numbers only rise
+                return found
+            passed = self.number if not failure else latest.passed if latest else 0
+            mine = BarrierResult(self.number, passed, self.rank, failure, absent)
+            text = json.dumps(vars(mine))
+            after = self.store.compare_set(f"{self.prefix}/outcome", before, text)
+            if after == text.encode():
+                return mine

@@ -1,1 +1,0 @@
-"""JAX's verbs, which name an axis: the public functions of ``meshdist.lax``."""

@@ -1,0 +1,149 @@
+"""Work of an accelerator that is enqueued on several streams, or into a graph.
+
+On the CPU the numbers behind the last bucket are there when the bucket's reduction has ended. On an
+accelerator it has only been enqueued then: they are copied to the host behind it, and read where
+the program comes next to a place at which every rank looks, by which time the copy has mostly been
+made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+__all__ = [
+    "DeferredReader",
+    "TailReader",
+    "GradientStreams",
+    "ImmediateReader",
+    "is_capturing",
+    "reader_for",
+    "streams_for",
+]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is captured into a CUDA graph, so that the CPU may not wait."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class GradientStreams:
+    """The streams of one device on which gradients came since they were last awaited."""
+
+    def __init__(self, device: torch.device, accelerator: Any) -> None:
+        self._device = device
+        self._accelerator = accelerator
+        self._seen: set[Any] = set()
+
+    def note(self) -> None:
+        """A gradient came on the current stream."""
+        self._seen.add(self._accelerator.current_stream(self._device))
+
+    def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Let the current stream wait for all others that were noted, and forget them.
+
+        Where there are others, the memory of ``gradients`` may be freed before the current stream
+        has read them, and is not used again until it has.
+        """
+        current = self._accelerator.current_stream(self._device)
+        others = self._seen - {current}
+        self._seen.clear()
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for gradient in gradients:
+                gradient.record_stream(current)
+
+
+def streams_for(device: torch.device) -> GradientStreams | None:
+    """Return what notes the streams of ``device``; None where there is one, as on the CPU."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(accelerator, "current_stream"):
+        return None
+    return GradientStreams(device, accelerator)
+
+
+class TailReader(ABC):
+    """Reads the numbers of one backward at a time."""
+
+    is_deferred: ClassVar[bool]
+    """Whether reading right after ``note`` would make the CPU wait for the device."""
+
+    @abstractmethod
+    def note(self, reduced: torch.Tensor) -> bool:
+        """The numbers have been reduced; whether ``take`` will give them."""
+
+    @abstractmethod
+    def take(self) -> torch.Tensor | None:
+        """Return what was noted last, once, as real numbers on the host.
+
+        None if there is nothing, or this is no time to wait.
+        """
+
+
+class ImmediateReader(TailReader):
+    """Reads from memory of the host."""
+
+    is_deferred = False
+
+    def __init__(self) -> None:
+        self._reduced: torch.Tensor | None = None
+
+    def note(self, reduced: torch.Tensor) -> bool:
+        """Keep them."""
+        self._reduced = reduced
+        return True
+
+    def take(self) -> torch.Tensor | None:
+        """Return what was kept."""
+        reduced, self._reduced = self._reduced, None
+        return None if reduced is None else _real(reduced)
+
+
+class DeferredReader(TailReader):
+    """Reads a copy in pinned memory, which is made behind the work that is enqueued.
+
+    While a CUDA graph is captured nothing is copied and nothing awaited. ``accelerator`` is torch's
+    module for the device's type, such as ``torch.cuda``.
+    """
+
+    is_deferred = True
+
+    def __init__(self, device: torch.device, accelerator: Any, copied: torch.Tensor) -> None:
+        self._device = device
+        self._accelerator = accelerator
+        self._copied = copied
+        self._event = accelerator.Event()
+        self._is_noted = False
+
+    def note(self, reduced: torch.Tensor) -> bool:
+        """Enqueue a copy, unless a graph is captured."""
+        if is_capturing(self._device):
+            return False
+        self._copied.copy_(_real(reduced), non_blocking=True)
+        self._event.record(self._accelerator.current_stream(self._device))
+        self._is_noted = True
+        return True
+
+    def take(self) -> torch.Tensor | None:
+        """Wait for the copy, unless a graph is captured."""
+        if not self._is_noted or is_capturing(self._device):
+            return None
+        self._event.synchronize()
+        self._is_noted = False
+        return self._copied
+
+
+def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.float32) -> TailReader:
+    """Return the reader for ``count`` numbers that lie on ``device``, on the host in ``dtype``."""
+    accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+    if not hasattr(accelerator, "current_stream"):  # it has one, which reading waits for
+        return ImmediateReader()
+    return DeferredReader(device, accelerator, torch.empty(count, dtype=dtype, pin_memory=True))
+
+
+def _real(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.real if numbers.is_complex() else numbers

@@ -1,1 +1,0 @@
-"""Tools to find out what a parallel program does."""

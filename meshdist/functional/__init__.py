@@ -1,0 +1,1 @@
+"""Verbs that return new tensors, beside their transposes."""

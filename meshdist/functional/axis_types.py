@@ -1,0 +1,272 @@
+"""Types of values over mesh axes: their text, how they join, what a join must cast.
+
+A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
+equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
+'ep'; a value is invariant over every axis that its type leaves out, and ``""`` is invariant
+everywhere. The text is what a tensor carries: a plain string is pickled with it, loads with
+``weights_only``, and its hash is computed once.
+
+This room knows neither torch nor meshes.
+
+Over each axis a value is of one kind:
+
+    V  varying      each rank holds its own
+    I  invariant    equal on every rank
+    U  unreduced    each rank holds a summand; the value meant is their sum
+    R  reduced      equal on every rank, with a gradient that is unreduced
+
+The gradient of a value is of the value's kind, but for U and R, which are each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+
+__all__ = [
+    "ATTRIBUTE",
+    "CASTS",
+    "GATHERED",
+    "GRADIENT_KINDS",
+    "INVARIANT",
+    "KINDS",
+    "REDUCED_BY_OWNER",
+    "SPEC_ATTRIBUTE",
+    "VERB_KINDS",
+    "JoinedType",
+    "Refusal",
+    "axes_of_kind",
+    "find_result_kind",
+    "gradient_type",
+    "join_types",
+    "kinds_in",
+    "shown",
+    "type_text",
+    "with_kinds",
+]
+
+KINDS: Mapping[str, str] = MappingProxyType(
+    {"V": "varying", "I": "invariant", "U": "unreduced", "R": "reduced"}
+)
+"""The word for each kind."""
+
+GRADIENT_KINDS: Mapping[str, str] = MappingProxyType({"V": "V", "I": "I", "U": "R", "R": "U"})
+"""The kind of a value's gradient."""
+
+CASTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "varying": MappingProxyType({"I": "V", "R": "V"}),
+        "reduced": MappingProxyType({"I": "R"}),
+        "unreduced": MappingProxyType({"V": "U"}),
+    }
+)
+"""The kinds of ``pcast`` by its ``to``: from each that it takes to that which it gives."""
+
+GATHERED: Mapping[str, str] = MappingProxyType({"varying": "V", "invarying": "I", "reduced": "R"})
+"""The kind that ``all_gather`` gives for a varying value, by its ``to``."""
+
+VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "psum": MappingProxyType({"V": "I", "U": "I"}),
+        "pmean": MappingProxyType({"V": "I"}),
+        "pmax": MappingProxyType({"V": "I"}),
+        "pmin": MappingProxyType({"V": "I"}),
+        "pvary": MappingProxyType({"I": "V"}),
+        "psum_scatter": MappingProxyType({"V": "V", "U": "V"}),
+        "all_to_all": MappingProxyType({"V": "V"}),
+        "ragged_all_to_all": MappingProxyType({"V": "V"}),
+        "ppermute": MappingProxyType({"V": "V"}),
+        "pshuffle": MappingProxyType({"V": "V"}),
+        "pswapaxes": MappingProxyType({"V": "V"}),
+        "pbroadcast": MappingProxyType({"V": "I"}),
+    }
+)
+"""The kinds of all other verbs: from each that a verb takes to that which it gives."""
+
+
+def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
+    """Return the kind of a verb's result over the verb's axis; None where it takes no such value.
+
+    Args:
+        verb: its public name.
+        kind: the kind of what it is given, a key of ``KINDS``.
+        to: the argument of that name of ``pcast`` and ``all_gather``.
+
+    Example:
+        >>> find_result_kind("psum", "V"), find_result_kind("pcast", "I", to="reduced")
+        ('I', 'R')
+        >>> find_result_kind("all_gather", "I", to="varying") is None
+        True
+    """
+    if verb == "pcast":
+        return CASTS.get(to or "", {}).get(kind)
+    if verb == "all_gather":
+        return GATHERED.get(to or "varying") if kind == "V" else None
+    return VERB_KINDS[verb].get(kind)
+
+
+ATTRIBUTE = "_axis_types"
+"""Where a tensor's ``__dict__`` has the text of its type."""
+
+SPEC_ATTRIBUTE = "_spec"
+"""Where a tensor's ``__dict__`` has the text of its spec (``annotations``)."""
+
+REDUCED_BY_OWNER = "_axes_of_owner"
+"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its
+``.grad`` behind the backward: it is invariant there, though the leaf is reduced."""
+
+INVARIANT = ""
+"""The text of the type of a value that is invariant over every axis."""
+
+_ORDER = "VRU"  # of the kinds in a text; "I" stands in none
+
+
+@lru_cache(maxsize=4096)
+def kinds_in(text: str) -> Mapping[str, str]:
+    """The kinds that the text of a type names, by axis.
+
+    Example:
+        >>> dict(kinds_in("V:dp,tp U:ep"))
+        {'dp': 'V', 'tp': 'V', 'ep': 'U'}
+    """
+    kinds = {}
+    for part in text.split():
+        kind, _, axes = part.partition(":")
+        kinds.update(dict.fromkeys(axes.split(","), kind))
+    return MappingProxyType(kinds)
+
+
+def type_text(kinds: Mapping[str, str]) -> str:
+    """The text of the type with these kinds by axis; the inverse of ``kinds_in``.
+
+    Example:
+        >>> type_text({"tp": "V", "ep": "U", "dp": "V", "pp": "I"})
+        'V:dp,tp U:ep'
+    """
+    axes = {kind: sorted(axis for axis, one in kinds.items() if one == kind) for kind in _ORDER}
+    return " ".join(f"{kind}:{','.join(names)}" for kind, names in axes.items() if names)
+
+
+@lru_cache(maxsize=4096)
+def gradient_type(text: str) -> str:
+    """The type of the gradient of a value of the type ``text``.
+
+    Example:
+        >>> gradient_type("V:dp R:ep")
+        'V:dp U:ep'
+    """
+    return type_text({axis: GRADIENT_KINDS[kind] for axis, kind in kinds_in(text).items()})
+
+
+def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
+    """The type ``text`` with other kinds over some axes.
+
+    Example:
+        >>> with_kinds("V:dp,tp", {"dp": "I"})
+        'V:tp'
+    """
+    return type_text({**kinds_in(text), **kinds})
+
+
+def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
+    """The axes over which a value of the type ``text`` is of one of the ``kinds``, sorted.
+
+    Example:
+        >>> axes_of_kind("V:tp R:ep U:dp", "RU")
+        ('dp', 'ep')
+    """
+    return tuple(sorted(axis for axis, kind in kinds_in(text).items() if kind in kinds))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The axis where operands do not join, and the place of the unreduced operand to blame."""
+
+    axis: str
+    operand: int
+
+
+@dataclass(frozen=True)
+class JoinedType:
+    """The result type of an operation on operands of certain types, and the casts that it lacks.
+
+    Args:
+        text: the type of its results.
+        missing: for each operand, the type that a cast must add before it takes part: the axes
+            over which it is invariant and the result is not; "" for none.
+    """
+
+    text: str
+    missing: tuple[str, ...]
+
+    @cached_property
+    def is_missing(self) -> bool:
+        """Whether any operand lacks anything."""
+        return any(self.missing)
+
+
+def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
+    """Join the types of an operation's operands, axis by axis.
+
+    One that varies lets the result vary; one that is reduced, beside invariant ones, lets it be
+    reduced. Unreduced operands pass where the operation is linear in them:
+
+        linearity       what it stands for       unreduced operands
+        "add"           a + b, cat               all, or none
+        "multiply"      a * b, a @ b             one, beside invariant and reduced ones
+        "first"         a / b, a[b], a.sum()     the first, beside invariant and reduced ones
+        "multiply add"  a @ b + c                of the first two as in "multiply"; and then c
+        "add multiply"  a + b @ c                the same with the sum's own operand first
+        ""              all else                 none
+
+    Example:
+        >>> join(["V:dp", "", "R:tp"])
+        Join(text='V:dp R:tp', missing=('R:tp', 'V:dp R:tp', 'V:dp'))
+        >>> join(["U:tp", ""], "add")
+        Refusal(axis='tp', operand=0)
+    """
+    kinds = [kinds_in(text) for text in types]
+    result: dict[str, str] = {}
+    missing: list[dict[str, str]] = [{} for _ in types]
+    for axis in sorted({axis for one in kinds for axis in one}):
+        here = [one.get(axis, "I") for one in kinds]
+        if "U" in here:
+            if not _is_linear(here, linearity):
+                return Refusal(axis, here.index("U"))
+            result[axis], added = "U", "R"
+        else:
+            result[axis] = added = "V" if "V" in here else "R"
+        for place, kind in enumerate(here):
+            if kind == "I":
+                missing[place][axis] = added
+    return JoinedType(type_text(result), tuple(map(type_text, missing)))
+
+
+def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
+    """Whether an operation of this linearity may take operands of these kinds, some unreduced."""
+    unreduced = [kind == "U" for kind in kinds]
+    if "V" in kinds:
+        return False
+    if linearity == "add":
+        return all(unreduced)
+    if linearity == "multiply":
+        return sum(unreduced) == 1
+    if linearity == "first":
+        return unreduced[0] and not any(unreduced[1:])
+    if linearity == "multiply add":
+        return sum(unreduced[:2]) == 1 and all(unreduced[2:])
+    if linearity == "add multiply":
+        return unreduced[0] and sum(unreduced[1:]) == 1
+    return False
+
+
+def shown(axes: Iterable[str]) -> str:
+    """Axes as messages name them.
+
+    Example:
+        >>> shown(["dp", "tp"])
+        "'dp', 'tp'"
+    """
+    return ", ".join(map(repr, axes))

@@ -1,0 +1,129 @@
+"""The common part of verbs that are linear, as autograd Functions in the form of torch.func.
+
+A dim is cut into blocks, one for each member of a group, and joined again, without any sending.
+Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
+result has as many dims; else a dim of k is k blocks without it.
+
+Where a wrapper averages over ranks that have made a loss together, it divides once more. So verbs
+with an invariant result keep the line of their call where there is a wrapper, and the first
+that a backward comes to is noted; the wrapper warns when that backward has ended, be the verb
+behind the model or in it, as in a batch norm by hand. The first of ``pvary(pmean(x))`` is a cast,
+whose backward sums what the mean divides: all is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch.autograd import Function
+
+from ..arguments import get_whole_number
+from ..arrays import describe
+from ..checking.program import call_site, show_site
+from ..collectives.torch_private import call_function
+from ..errors import ShapeError
+from ..groups.process_group import ProcessGroup
+
+__all__ = ["LinearFunction", "cut", "get_dim", "stack_blocks", "keep_line", "note_complete"]
+
+
+def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
+    """Let a verb's node keep the line of its call, where wrappers average over ranks of a group."""
+    averaged = x.requires_grad and isinstance(group, ProcessGroup) and group.world.averaged
+    if averaged and any(len(one.intersection(group.ranks)) > 1 for one in averaged):
+        node.line = show_site(call_site())
+
+
+def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
+    """Note the backward of a verb whose result is invariant, or that of a cast, which sums."""
+    world = group.world
+    if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
+        world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
+
+
+def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
+    """Return a dim, which may be counted from the end, as a number from 0 below ``num_dims``."""
+    dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
+    if not -num_dims <= dim < num_dims:
+        raise ShapeError(
+            f"{verb}: {argument}={dim} is no dim of a tensor of {num_dims}",
+            expected=f"a number from {-num_dims} to {num_dims - 1}"
+            if num_dims
+            else "an array of one dim at least",
+        )
+    return dim % num_dims
+
+
+def cut(
+    x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
+) -> torch.Tensor:
+    """Return ``x`` as blocks along ``dim``, which ``get_dim`` has found."""
+    length, size = x.shape[dim], group.size()
+    if length % size if tiled else length != size:
+        others = [
+            str(other)
+            for other, its_length in enumerate(x.shape)
+            if other != dim and not (its_length % size if tiled else its_length != size)
+        ]
+        fix = f"pad dim {dim} to {-(-length // size) * size}" if tiled else None
+        if others:
+            fits = f"{argument}={others[0]} fits"
+            fix = f"{fix}; {fits}" if fix else fits
+        elif not tiled and length % size == 0:
+            fix = "tiled=True cuts it into equal blocks"
+        raise ShapeError(
+            f"{verb} cannot cut dim {dim} of size {length} into {size} "
+            + ("equal blocks" if tiled else "blocks of one index each"),
+            where=f"rank {group.world.rank}, {group.name}; argument x, {describe(x)}",
+            expected=f"x.shape[{dim}] "
+            + (f"a multiple of {size}" if tiled else f"equal to {size}")
+            + ", the number of ranks",
+            fix=fix,
+        )
+    if tiled:
+        x = x.unflatten(dim, (size, length // size))
+    return x.movedim(dim, 0) if dim else x
+
+
+def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
+    """Return blocks as one tensor with their members' count in ``dim``; the inverse of ``cut``."""
+    if dim:
+        blocks = blocks.movedim(0, dim)
+    return blocks.flatten(dim, dim + 1) if tiled else blocks
+
+
+class LinearFunction(Function):
+    """A linear verb on one tensor; what follows the tensor tells where its parts go.
+
+    A subclass has ``forward(x, *rest)`` and ``backward(ctx, grad)``, which finds ``rest`` in
+    ``ctx.rest``. Its forward derivative is the verb itself, and so is the verb on a batch.
+
+    Attributes:
+        takes_blocks, gives_blocks: whether dim 0 of the argument, of the result, counts the group's
+            members. A batch's dim then stands behind it.
+    """
+
+    takes_blocks: ClassVar[bool] = False
+    gives_blocks: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+        def vmap(
+            info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *rest: Any
+        ) -> tuple[torch.Tensor, int]:
+            batch = x.movedim(in_dims[0], int(cls.takes_blocks))
+            return call_function(cls, batch, *rest), int(cls.gives_blocks)
+
+        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+            return call_function(cls, tangent, *ctx.rest)
+
+        cls.vmap = staticmethod(vmap)  # type: ignore[method-assign]
+        cls.jvp = staticmethod(jvp)  # type: ignore[method-assign]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep what follows the tensor."""
+        ctx.rest = inputs[1:]
+        keep_line(ctx, *inputs[:2])

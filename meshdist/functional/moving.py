@@ -1,0 +1,418 @@
+"""Verbs that move values between members, each beside its transpose.
+
+    verb          from -> to   backward
+    all_to_all    V -> V       all_to_all, the dims exchanged
+    pswapaxes     V -> V       itself
+    ppermute      V -> V       ppermute, the pairs turned round
+    pshuffle      V -> V       the inverse permutation
+    pbroadcast    V -> I       the gradient at the source, zero elsewhere (free)
+
+What ``functional`` says of its verbs holds here too. ``ragged_all_to_all`` exchanges slices of
+sizes of their own, V -> V. Its transpose is itself with offsets and sizes exchanged; the gradient
+of ``output`` is zero where rows arrived. It is made of a selection of rows, an exchange and a
+placing of rows, each with a derivative, of which the exchange alone sends anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ..arguments import find_whole_numbers, get_whole_number
+from ..arrays import describe
+from ..collectives import list_verbs
+from ..collectives.prepare import lax_title, run_titled
+from ..collectives.torch_private import call_function, outside_transforms
+from ..collectives.verbs import all_gather_into_tensor
+from ..error_text import ranks_text
+from ..errors import ArgumentError, DtypeError, KindError, ShapeError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..runtime.memory import new_like
+from .linear_function import LinearFunction, cut, get_dim, stack_blocks
+from .reducing import check_gradient
+
+__all__ = [
+    "all_to_all",
+    "blocks_to_exchange",
+    "blocks_to_swap",
+    "pbroadcast",
+    "ppermute",
+    "pshuffle",
+    "pswapaxes",
+    "ragged_all_to_all",
+]
+
+_NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+_FAULTS = (
+    "recv_sizes are not what is sent to it",
+    "rows sent to it end beyond its output",
+    "rows sent to it overlap in its output",
+)
+
+
+def ragged_all_to_all(
+    operand: torch.Tensor,
+    output: torch.Tensor,
+    input_offsets: Any,
+    send_sizes: Any,
+    output_offsets: Any,
+    recv_sizes: Any,
+    group: object = None,
+) -> torch.Tensor:
+    """Every member holds ``output``, with the rows in it that the members have sent.
+
+    Args:
+        operand, output: rows along dim 0, of one shape and dtype.
+        input_offsets, send_sizes: where in ``operand`` each slice begins, and its number of rows;
+            k slices, k a multiple of the group's size, the first ones for its first member.
+        output_offsets: where in the *receiver's* output each slice goes.
+        recv_sizes: the number of rows of each slice that arrives here, in the order of senders.
+        group: whose members take part.
+
+    Raises:
+        KindError, ShapeError, DtypeError, ArgumentError: the arguments do not fit one another;
+            nothing was sent. Where they do not fit another member's, every member raises the same
+            ArgumentError.
+    """
+    group = resolve_group(group)
+    given = (input_offsets, send_sizes, output_offsets, recv_sizes)
+    lists = []
+    for each, name in zip(given, _NUMBERS, strict=True):
+        numbers = each.tolist() if hasattr(each, "tolist") else each
+        lists.append(
+            _whole_numbers(numbers, "ragged_all_to_all", name, "a one-dim array or a list")
+        )
+    _check_here(operand, output, lists, group)
+    starts, sent, places, taken = lists
+    with outside_transforms():
+        arriving, offsets = _announced(sent, places, group)
+        _check_everywhere(output, arriving, offsets, taken, group)
+    count = len(sent) // group.size()
+    rows = operand.index_select(0, _rows(starts, sent, operand.device))
+    arrived = call_function(_RaggedExchange, rows, group, _sums(sent, count), _sums(taken, count))
+    return output.index_copy(0, _rows(offsets, taken, output.device), arrived)
+
+
+def _check_here(
+    operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
+) -> None:
+    """Raise unless this member's arguments fit one another."""
+    where = f"rank {group.world.rank}, {group.name}"
+    shown = f"operand {describe(operand)}; output {describe(output)}"
+    if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
+        raise ShapeError(
+            "ragged_all_to_all: operand and output must hold rows of one shape",
+            where=where,
+            expected="equal shapes but for dim 0",
+            found=shown,
+        )
+    if operand.dtype != output.dtype or operand.device != output.device:
+        raise DtypeError(
+            "ragged_all_to_all: operand and output must have one dtype and device",
+            where=where,
+            found=f"{shown}; on {operand.device} and {output.device}",
+        )
+    lengths = {name: len(one) for name, one in zip(_NUMBERS, lists, strict=True)}
+    count = lengths["send_sizes"]
+    if len(set(lengths.values())) > 1 or count % group.size() or not count:
+        raise ShapeError(
+            "ragged_all_to_all: offsets and sizes must be as many, a multiple of the group's size",
+            where=where,
+            expected=f"four lists of k numbers, k a multiple of {group.size()}",
+            found=", ".join(f"{length} {name}" for name, length in lengths.items()),
+        )
+    starts, sent, places, taken = lists
+    ends = [start + size for start, size in zip(starts, sent, strict=True)]
+    if min(map(min, lists)) < 0 or max(ends) > operand.shape[0]:
+        raise ArgumentError(
+            "ragged_all_to_all: slices must lie in operand",
+            where=where,
+            expected=f"no negative number, and no slice beyond row {operand.shape[0]}",
+            found=f"input_offsets {starts}, send_sizes {sent}, output_offsets {places}, "
+            f"recv_sizes {taken}",
+        )
+
+
+def _announced(
+    sent: list[int], places: list[int], group: ProcessGroup
+) -> tuple[list[int], list[int]]:
+    """The size of each slice that will arrive here, and where its sender wants it."""
+    mine = torch.tensor([sent, places]).T.contiguous()
+    theirs = torch.empty_like(mine)
+    device = group.first_device_type()
+    mine, theirs = mine.to(device), theirs.to(device)
+    list_verbs.all_to_all_single(theirs, mine, group=group)
+    sizes, offsets = theirs.T.tolist()
+    return sizes, offsets
+
+
+def _check_everywhere(
+    output: torch.Tensor,
+    arriving: list[int],
+    offsets: list[int],
+    taken: list[int],
+    group: ProcessGroup,
+) -> None:
+    """Raise the same error on every member unless what is sent to each fits its output."""
+    spans = sorted(
+        (start, start + size) for start, size in zip(offsets, arriving, strict=True) if size
+    )
+    fault = 0
+    if arriving != taken:
+        fault = 1
+    elif spans and max(end for _, end in spans) > output.shape[0]:
+        fault = 2
+    elif any(end > start for (_, end), (start, _) in pairwise(spans)):
+        fault = 3
+    mine = torch.tensor([fault], device=group.first_device_type())
+    faults = mine.new_empty(group.size())
+    all_gather_into_tensor(faults, mine, group=group)
+    found = dict(zip(group.ranks, faults.tolist(), strict=True))
+    if any(found.values()):
+        lines = [
+            f"{ranks_text([rank for rank in found if found[rank] == kind])}: {text}"
+            for kind, text in enumerate(_FAULTS, 1)
+            if kind in found.values()
+        ]
+        raise ArgumentError(
+            f"ragged_all_to_all over {group.name}: offsets and sizes do not fit between ranks",
+            expected="recv_sizes as the senders' send_sizes, and slices that lie apart in output",
+            found="\n".join(lines),
+            fix="recv_sizes = lax.all_to_all(send_sizes, axis, 0, 0, tiled=True)",
+        )
+
+
+def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
+    """The rows of all slices, in their order."""
+    slices = zip(starts, sizes, strict=True)
+    return torch.cat([torch.arange(start, start + size) for start, size in slices]).to(device)
+
+
+def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
+    """The number of rows for each member, of ``count`` slices each."""
+    return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
+
+
+class _RaggedExchange(LinearFunction):
+    """Rows for each member sent, rows of each member taken; the transpose exchanges both."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(
+        rows: torch.Tensor, group: ProcessGroup, sent: tuple[int, ...], taken: tuple[int, ...]
+    ) -> torch.Tensor:
+        arrived = rows.new_empty((sum(taken), *rows.shape[1:]))
+        list_verbs.all_to_all_single(arrived, rows, list(taken), list(sent), group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, sent, taken = ctx.rest
+        return call_function(_RaggedExchange, grad, group, taken, sent), None, None, None
+
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def all_to_all(
+    x: torch.Tensor,
+    group: object = None,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    *,
+    tiled: bool = False,
+    leaf: str = "x",
+) -> torch.Tensor:
+    """Member j holds block j of every member's ``x``, joined; V -> V.
+
+    ``x`` is cut along dim ``split_axis`` and joined along ``concat_axis``: where it is ``tiled``
+    both stay dims of the result; else the first goes, and the second is new.
+    """
+    group = resolve_group(group)
+    blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
+    title = lax_title("all_to_all", leaf, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
+
+
+def pswapaxes(
+    x: torch.Tensor, group: object = None, axis: int = 0, *, leaf: str = "x"
+) -> torch.Tensor:
+    """Dim ``axis`` of ``x`` and the group change places: ``all_to_all`` along one dim; V -> V."""
+    group = resolve_group(group)
+    blocks, dim = blocks_to_swap(x, group, axis)
+    title = lax_title("pswapaxes", leaf, x.shape)
+    return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
+
+
+def blocks_to_exchange(
+    x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
+) -> tuple[torch.Tensor, int]:
+    """The blocks that ``all_to_all`` exchanges, in dim 0, and the dim along which it joins them.
+
+    It raises what ``all_to_all`` raises, and sends nothing.
+    """
+    split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
+    concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
+    return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat
+
+
+def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
+    """The same for ``pswapaxes``."""
+    dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
+    return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
+
+
+def ppermute(
+    x: torch.Tensor, group: object = None, perm: Sequence[Any] = (), *, leaf: str = "x"
+) -> torch.Tensor:
+    """For each (source, destination) the destination holds the source's ``x``; others zeros.
+
+    V -> V, transpose: the pairs turned round. Places are those in the group.
+    """
+    group = resolve_group(group)
+    title = lax_title("ppermute", leaf, x.shape)
+    return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
+
+
+def pshuffle(
+    x: torch.Tensor, group: object = None, perm: Sequence[int] = (), *, leaf: str = "x"
+) -> torch.Tensor:
+    """Member i holds the ``x`` of member ``perm[i]``; V -> V, transpose: the inverse."""
+    group = resolve_group(group)
+    sources = _whole_numbers(perm, "pshuffle", "perm")
+    if sorted(sources) != list(range(group.size())):
+        raise ArgumentError(
+            f"pshuffle over {group.name}: perm is no permutation of its places",
+            expected=f"each of 0 to {group.size() - 1} once",
+            found=repr(perm),
+            fix="ppermute takes pairs that leave places out",
+        )
+    pairs = tuple((source, place) for place, source in enumerate(sources))
+    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf, x.shape))
+
+
+def pbroadcast(
+    x: torch.Tensor, group: object = None, source: int = 0, *, leaf: str = "x"
+) -> torch.Tensor:
+    """Every member holds the ``x`` of member ``source``; V -> I.
+
+    The transpose leaves the gradient at the source, and has zeros elsewhere.
+    """
+    group = resolve_group(group)
+    last = group.size() - 1
+    place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
+    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf, x.shape))
+
+
+def _whole_numbers(
+    given: Any, verb: str, argument: str, takes: str = "a list or tuple"
+) -> list[int]:
+    numbers = find_whole_numbers(given)
+    if numbers is None:
+        raise KindError(
+            f"{verb}: {argument} must be {takes} of whole numbers",
+            found=f"{given!r}, a {type(given).__name__}",
+        )
+    return numbers
+
+
+def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
+    """``perm`` as pairs of plain numbers, no place twice a source, or twice a destination."""
+    is_list = isinstance(perm, (list, tuple))
+    if not is_list or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in perm):
+        raise KindError(
+            "ppermute: perm must be a list of pairs (source, destination)",
+            found=f"{perm!r}, a {type(perm).__name__}",
+            fix="for example [(0, 1), (1, 0)]; pshuffle takes a permutation as a list of places",
+        )
+    numbers = [_whole_numbers(pair, "ppermute", "each pair of perm") for pair in perm]
+    pairs = tuple((source, destination) for source, destination in numbers)
+    size = group.size()
+    for places, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
+        outside = [place for place in places if not 0 <= place < size]
+        twice = [place for place in places if places.count(place) > 1]
+        if outside or twice:
+            wrong = (outside or twice)[0]
+            raise ArgumentError(
+                f"ppermute over {group.name}: {role} {wrong} "
+                + ("is outside it" if outside else "stands twice"),
+                expected=f"places from 0 to {size - 1}"
+                if outside
+                else "each place once as a source and once as a destination, at most",
+                found=repr(perm),
+            )
+    return pairs
+
+
+class _AllToAll(LinearFunction):
+    """Block j of every member, in their order; it is its own transpose."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        arrived = new_like(blocks)
+        run_titled("all_to_all_single", group, title, arrived, blocks, None, None)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllToAll, grad, *ctx.rest), None, None
+
+
+class _Ppermute(LinearFunction):
+    """An exchange in which each member sends at most one tensor and receives at most one.
+
+    It is a collective: so all members compare what they send and take, and none waits for one that
+    has another list of pairs.
+    """
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
+        me, size, count = group.rank(), group.size(), x.numel()
+        sent = [count if (me, place) in pairs else 0 for place in range(size)]
+        taken = [count if (place, me) in pairs else 0 for place in range(size)]
+        arrived = new_like(x)
+        parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
+        run_titled("all_to_all_single", group, title, *parts, taken, sent)
+        return arrived if any(me == place for _, place in pairs) else arrived.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        group, pairs, title = ctx.rest
+        inverse = tuple((destination, source) for source, destination in pairs)
+        return call_function(_Ppermute, grad, group, inverse, title), None, None, None
+
+
+class _Pbroadcast(LinearFunction):
+    """The source's tensor on every member."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:
+        result = new_like(x)
+        if group.rank() == source:
+            result.copy_(x)
+        run_titled("broadcast", group, title, result, source)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "pbroadcast")
+        return call_function(_KeptAt, grad, *ctx.rest), None, None, None
+
+
+class _KeptAt(LinearFunction):
+    """A value that is equal on every member, kept at one and zero elsewhere; I -> V, free."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:
+        result = new_like(x)
+        return result.copy_(x) if group.rank() == place else result.zero_()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return call_function(_Pbroadcast, grad, *ctx.rest), None, None, None

@@ -1,0 +1,347 @@
+"""Reductions and free casts with derivatives, each beside its transpose.
+
+Over the ranks of a group a value is varying, invariant, unreduced or reduced (V, I, U, R: see
+``axis_types``). The verbs take one kind to another:
+
+    verb           from -> to          backward
+    psum           V -> I; U -> I      pvary: the gradient reaches each summand (free); pcast I -> R
+    pmean          V -> I              psum's, divided by the size
+    pmax, pmin     V -> I              an even split among the ranks that attain it
+    pvary          I -> V (free)       psum: the ranks' gradients of what was one value are summed
+    pcast          I -> R (free)       psum, U -> I
+    pcast          V -> U, R -> V      R -> V, V -> U (all free)
+    all_gather     V -> V, V -> R      psum_scatter
+    all_gather     V -> I              own slice (free)
+    psum_scatter   V -> V; U -> V      all_gather, V -> V; V -> R
+
+"Free" means that nothing is sent. The verbs trust the caller about the kinds; at debug level
+DETAIL the backward of an invariant result checks that its gradient is invariant. A kind is what
+the program means, not a property of the numbers: verbs that differ in kinds alone are one here.
+
+Every verb returns a new tensor that shares no memory with its argument, for a group of one as
+well. Backward uses the group that forward used, whatever mesh is in force by then, and is itself
+made of these verbs, so that it can be differentiated again. A verb whose backward communicates
+must be run backward on every rank of the group. What is sent, also by a backward, is sent under a
+title, by which members compare the verb, ``leaf`` (where ``x`` stands in its tree) and its shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from ..arrays import describe
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..collectives.prepare import lax_title, run_titled
+from ..collectives.roots import check_reducible
+from ..collectives.torch_private import call_function
+from ..errors import ArgumentError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.memory import new_like
+from .axis_types import CASTS, GATHERED, KINDS
+from .linear_function import LinearFunction, cut, get_dim, keep_line, note_complete, stack_blocks
+from .value_checks import check_invariant, note_leaves
+
+__all__ = [
+    "all_gather",
+    "blocks_to_scatter",
+    "check_gradient",
+    "pcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "psum",
+    "psum_scatter",
+    "pvary",
+]
+
+
+def psum(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+    """Every member holds the sum of all members' ``x``; V -> I, transpose ``pvary``.
+
+    A bool ``x`` is counted, in int32. ``group`` is what the in-place verbs take.
+    """
+    return call_function(_Psum, _counted(x), resolve_group(group), lax_title("psum", leaf, x.shape))
+
+
+def pmean(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+    """Every member holds the mean of all members' ``x``; V -> I. Integers give a float dtype."""
+    group = resolve_group(group)
+    title = lax_title("pmean", leaf, x.shape)
+    return call_function(_Psum, _counted(x), group, title) / group.size()
+
+
+def pmax(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+    """Every member holds the largest of all members' ``x``; V -> I, transpose: an even split."""
+    return _extreme("pmax", x, group, ReduceOp.MAX, leaf)
+
+
+def pmin(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+    """Every member holds the smallest of all members' ``x``; V -> I, transpose: an even split."""
+    return _extreme("pmin", x, group, ReduceOp.MIN, leaf)
+
+
+def pvary(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+    """Every member holds its own copy of ``x``, equal so far; I -> V, transpose ``psum``."""
+    return call_function(_Pvary, x, resolve_group(group), lax_title("pvary", leaf, x.shape))
+
+
+def pcast(
+    x: torch.Tensor, group: object = None, *, to: str, source: str = "", leaf: str = "x"
+) -> torch.Tensor:
+    """Every member holds a copy of ``x``, which is of another kind from here on.
+
+    Args:
+        x, group: as for ``psum``.
+        to: "varying", "reduced" or "unreduced".
+        source: the kind of ``x``; the first that the cast takes, where it is not given.
+
+    Raises:
+        ArgumentError: there is no such cast.
+    """
+    group = resolve_group(group)
+    kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
+    if not kinds or source not in ("", *kinds):
+        raise ArgumentError(
+            f"pcast has no cast{source and f' from {source}'} to {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected="invariant to 'varying' or 'reduced', varying to 'unreduced', or reduced to "
+            "'varying'",
+            fix=_TO_INVARIANT if to in ("invariant", "invarying") else None,
+        )
+    kind = kinds[source] if source else next(iter(kinds.values()))
+    function = _Pvary if kind == "I" else _Recast
+    return call_function(function, x, group, lax_title("pcast", leaf, x.shape))
+
+
+_TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
+
+
+def all_gather(
+    x: torch.Tensor,
+    group: object = None,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    leaf: str = "x",
+) -> torch.Tensor:
+    """Every member holds all members' ``x``: stacked in a new dim ``axis``, or there concatenated.
+
+    V -> V and V -> R with the transpose ``psum_scatter``; V -> I (``to="invarying"``), whose
+    transpose is the own slice.
+    """
+    group = resolve_group(group)
+    if to not in GATHERED:
+        raise ArgumentError(
+            f"all_gather cannot give a result that is {to!r}",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"to as one of {', '.join(map(repr, GATHERED))}",
+        )
+    dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
+    gather = _AllGatherInvariant if to == "invarying" else _AllGather
+    title = lax_title("all_gather", leaf, x.shape)
+    return stack_blocks(call_function(gather, x, group, title), dim, tiled=tiled)
+
+
+def psum_scatter(
+    x: torch.Tensor,
+    group: object = None,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    leaf: str = "x",
+) -> torch.Tensor:
+    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V.
+
+    The transpose is ``all_gather``. A bool ``x`` is counted, in int32.
+    """
+    group = resolve_group(group)
+    blocks = blocks_to_scatter(_counted(x), group, scatter_dimension, tiled)
+    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf, x.shape))
+
+
+def blocks_to_scatter(
+    x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
+) -> torch.Tensor:
+    """The blocks that ``psum_scatter`` sums, in dim 0; raises what it raises, and sends nothing."""
+    dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
+    return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
+
+
+def _counted(x: torch.Tensor) -> torch.Tensor:
+    """``x``; in int32 where it is bool, whose sum would be no count."""
+    return x.to(torch.int32) if x.dtype is torch.bool else x
+
+
+def _extreme(verb: str, x: torch.Tensor, group: object, op: ReduceKind, leaf: str) -> torch.Tensor:
+    check_reducible(op, x, verb)
+    title = lax_title(verb, leaf, x.shape)
+    return call_function(_Extreme, x, resolve_group(group), op, verb, title)
+
+
+class _Psum(LinearFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        # Contiguous, as the wires want it: all_reduce would copy anything else once more.
+        total = new_like(x).copy_(x)
+        run_titled("all_reduce", group, title, total, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "psum")
+        # Only a backward that will be differentiated again needs the verb; else the gradient
+        # itself passes on, without a copy.
+        again = torch.is_grad_enabled()
+        return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
+
+
+class _Pvary(LinearFunction):
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        return new_like(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        note_complete(ctx, ctx.rest[0], is_sum=True)
+        return call_function(_Psum, grad, *ctx.rest), None, None
+
+
+class _Recast(LinearFunction):
+    """V -> U and R -> V, each the other's transpose: copies alone."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        return new_like(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        again = torch.is_grad_enabled()
+        return call_function(_Recast, grad, *ctx.rest) if again else grad, None, None
+
+
+class _Extreme(Function):
+    """The largest or smallest; its derivative is split evenly among the ranks that attain it."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, group: ProcessGroup, op: ReduceKind, verb: str, title: str
+    ) -> torch.Tensor:
+        extreme = new_like(x).copy_(x)
+        run_titled("all_reduce", group, title, extreme, op)
+        return extreme
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, ctx.group, _, ctx.verb, ctx.title = inputs
+        keep_line(ctx, x, ctx.group)
+        ctx.save_for_backward(x, output)
+        ctx.save_for_forward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_gradient(ctx, grad, ctx.group, ctx.verb)
+        if torch.is_grad_enabled():
+            grad = call_function(_Pvary, grad, ctx.group, ctx.title)
+        return grad * _share(ctx), None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, *rest: Any) -> tuple[Any, int]:
+        return call_function(_Extreme, x, *rest), in_dims[0]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return call_function(_Psum, tangent * _share(ctx), ctx.group, ctx.title)
+
+
+def _share(ctx: Any) -> torch.Tensor:
+    """One over the number of ranks that attain the extreme, on these; zero on all others."""
+    saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+    x, extreme = (one.detach() for one in saved)
+    attains = (x == extreme) | (x.isnan() & extreme.isnan())
+    return attains.to(x.dtype) / call_function(_Psum, _counted(attains), ctx.group, ctx.title)
+
+
+class _AllGather(LinearFunction):
+    """Blocks of all members, the count of members in dim 0."""
+
+    gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        blocks = new_like(x.unsqueeze(0).expand(group.size(), *x.shape))
+        run_titled("all_gather_into_tensor", group, title, blocks, x)
+        return blocks
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_PsumScatter, grad, *ctx.rest), None, None
+
+
+class _PsumScatter(LinearFunction):
+    """The sum of the block that is this member's."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        total = new_like(blocks[0])
+        run_titled("reduce_scatter_tensor", group, title, total, blocks, ReduceOp.SUM)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGather, grad, *ctx.rest), None, None
+
+
+class _AllGatherInvariant(LinearFunction):
+    """The same as ``_AllGather``, for a result whose gradient is equal on every rank."""
+
+    gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        return _AllGather.forward(x, group, title)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        check_gradient(ctx, grad, ctx.rest[0], "all_gather")
+        return call_function(_OwnSlice, grad, *ctx.rest), None, None
+
+
+class _OwnSlice(LinearFunction):
+    """This member's block of blocks that are equal on every member; I -> V."""
+
+    takes_blocks = True
+
+    @staticmethod
+    def forward(blocks: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        mine = blocks[group.rank()]
+        return new_like(mine).copy_(mine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_AllGatherInvariant, grad, *ctx.rest), None, None
+
+
+def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
+    """At debug level DETAIL, raise unless the gradient of an invariant result is invariant.
+
+    In a world that compares the gradients of leaves, the node's are noted, too.
+    """
+    note_leaves(node, group)
+    note_complete(node, group)
+    if get_debug_level() == DebugLevel.DETAIL:
+        check_invariant(
+            grad.detach(),
+            group,
+            f"the gradient that reaches {verb}",
+            where=f"backward of {verb}, gradient of {describe(grad)}",
+            expected=f"equal gradients, since the result of {verb} is equal on every rank",
+            fix=f"where a result of {verb} meets values that vary along the axis, as a shard of "
+            "weights does, mark it first: y = lax.pvary(y, axis)",
+        )

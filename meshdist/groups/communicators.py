@@ -1,0 +1,563 @@
+"""The communicators that this rank has open in its world, shared where equal.
+
+Two groups with equal ranks in equal order, on the same wire with the same options, use one
+communicator; private groups never share. Whether one can be shared depends on all members, since
+one of them may have closed it, or seen it fail, before the others: each offers what it has when
+they agree on what they make, and the agreement gives the communicator its label.
+
+Groups that the program drops are collected at any time, on other ranks later or never. So what
+they have open stays, and is answered in join contexts, until all of its members close it at once:
+when they agree on something else, and all of them offer its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
+from ..bootstrap.head_counts import head_count_of
+from ..bootstrap.world import World
+from ..checking.announcement_table import AnnouncementTable
+from ..checking.header_table import HeaderTable
+from ..checking.program import find_place, stack_text
+from ..checking.recorder import Recorder
+from ..error_text import first_line, ranks_text
+from ..errors import AgreementError, BackendError, MeshdistError, StoreError
+from ..launching.questions import Answerer
+from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
+from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
+from ..wires.communicator import Communicator
+from ..wires.failures import MembersDisagree, WireAborted
+from ..wires.registry import Opening, Wire
+from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
+from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
+from .host_tables import HeaderTables
+from .matching import Matching
+from .signals import Endings, SignalReply, SignalThread, post, receipts_key
+
+__all__ = [
+    "DISAGREEMENT",
+    "OpenCommunicator",
+    "Registry",
+    "get_registry",
+    "parse_disagreement",
+    "reason_of",
+]
+
+DISAGREEMENT = "disagreement"
+"""The key, below a communicator's label, of the error on which its members have agreed."""
+
+_log = logging.getLogger("meshdist.groups")
+_making = threading.Lock()
+_PATIENCE = timedelta(seconds=5)
+_DONE = timedelta(seconds=30)
+_RECEIPTS_S = 1.0
+_NOTING_S = 0.01
+_LAST_S = 2.0
+_COLLECTED_S = 1.0
+_DIFFERS_S = 10.0
+
+
+@dataclass(eq=False)
+class OpenCommunicator:
+    """One communicator, its label (equal on all members), and the groups that use it."""
+
+    label: str
+    communicator: Communicator
+    recorder: Recorder
+    aborts: dict[str, dict[str, Any]]
+    header_table: HeaderTable | None = None
+    matching: Matching | None = None
+    spans_hosts: bool = False
+    sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
+    options: Any = None  # kept, since equal options are known by their identity
+    share_key: tuple[str, tuple[int, ...], int] | None = None  # None: for one group alone
+    users: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    """By ``id``: weak references, and functions that hold the groups that were dropped."""
+    ranks: tuple[int, ...] = ()
+    is_closed: bool = False
+    is_leaving: bool = False  # whether this member has offered to close it
+    announcements: AnnouncementTable | None = None  # from the first join context on
+    comparison: HostComparison | None = None  # where members are on several hosts
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a group uses it that the program has not dropped."""
+        return any(isinstance(refer, ref) for refer in list(self.users.values()))
+
+    def groups(self) -> list[Any]:
+        """The groups that use it, also those that were dropped."""
+        grace = Grace(_COLLECTED_S)
+        while None in (found := [refer() for refer in list(self.users.values())]):
+            time.sleep(0)  # another thread collects it, and calls `drop` next
+            if grace.is_over:  # that was interrupted
+                break
+        return list(filter(None, found))
+
+    def leave(self) -> None:
+        """Announce to the other members that this process exits normally."""
+        self.communicator.leave()
+        if self.header_table is not None:
+            self.header_table.leave()
+
+    def close(self) -> None:
+        """End this member's part; what waits fails."""
+        self.is_closed = True
+        if self.matching is not None:
+            self.matching.close()
+        self.communicator.close()
+        for table in (self.header_table, self.announcements):
+            if table is not None:
+                table.close()
+
+
+class Registry:
+    """The communicators that one rank has open; made on first use and closed with the world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.aborts: dict[str, dict[str, Any]] = {}
+        """Why a communicator is broken, by label."""
+        self.beside_wires = Recorder()
+        """Calls that go through the store instead of a communicator."""
+        self.header_tables = HeaderTables(world)
+        self.endings = Endings(world)
+        self.guard: JoinContext | None = None
+        """The join context by which ranks without data answer calls, while this rank may join."""
+        self.look: Callable[[], None] | None = None
+        """The function that the signal thread calls every now and then."""
+        self.wait_notice_s: float | None = None
+        """After how long a wait is told of, in the context that says so; 0 for never."""
+        self._agreements = Agreements(world, self.endings, lambda: self.guard)
+        self._comparisons = HostComparisons(
+            world, lambda: self._signals.wake() if self._signals else None
+        )
+        self._by_label: dict[str, OpenCommunicator] = {}
+        self._lock = threading.RLock()
+        self._num_openings = 0
+        self._signals: SignalThread | None = None
+
+    def start(self) -> None:
+        """Look for signals of other processes; simulated ranks need none."""
+        world = self.world
+        if world.is_simulated:
+            return
+        if world.has_processes and world.handle is not None:
+            self.endings.announce(words=self.header_tables.make_words())
+            self._answerer = Answerer(self.where)
+            signs = self.header_tables.signs_of_life()
+            told = self.answer, lambda it: self._abort_here(_abort_message(it)), self._look, signs
+            self._signals = SignalThread(world, world.handle, *told)
+        call_at_end(self._end)  # before that of the signals, which was registered before
+
+    @contextmanager
+    def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
+        """Agree in the context on what is made, by what it gives, and open it there.
+
+        ``agreement`` is what the members are known to agree on. When all is open, wait shortly for
+        the other members, and longer on the rank whose process serves the store: a member that
+        ended now would fail others that still connect to it.
+        """
+        made = [] if agreement is None else [agreement]
+        leaving: list[OpenCommunicator] = []
+
+        def agree(*what: Any, offers: Offers = NO_OFFERS, lack: str = "") -> Agreement:
+            dropped = self._find_dropped(what[0], offers)
+            leaving.extend(dropped)
+            ends = {f"end/{one.label}": (one.label, one.ranks) for one in dropped}
+            made.append(self._agreements.agree(*what, offers=offers, ends=ends, lack=lack))
+            return made[-1]
+
+        has_failed = True
+        with self._lock:
+            self._num_openings += 1
+        try:
+            yield agree
+            has_failed = False
+        finally:
+            for each in made:
+                patience = self._patience_of_server() or (_PATIENCE if each.opened else None)
+                self._finish_opening(each, None if has_failed else patience)
+            agreed = {label for each in made for label in each.shared.values()}
+            with self._lock:
+                self._num_openings -= 1
+                for one in leaving:
+                    one.is_leaving = one.label in agreed
+            error = self._close([one for one in leaving if one.is_leaving])
+            if error is not None:  # not of what is opened here
+                _log.warning("calls on a group that was dropped, and is closed now: %s", error)
+
+    def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
+        """The communicators that ranks ``here`` may close now: none that a new group may share."""
+        found, kept = [], {label for label, _ in offers.values()}
+        with self._lock:
+            if self._num_openings > 1 or self.guard is not None:  # they may be in use there
+                return []
+            for label, one in sorted(self._by_label.items()):
+                is_kept = label in kept or one.is_leaving or one.is_in_use
+                if not is_kept and {*here} >= {*one.ranks}:
+                    one.is_leaving = True
+                    found.append(one)
+        return found
+
+    def drop(self, group: Any) -> bool:
+        """Keep a group that the program has dropped; return whether no other uses what it has."""
+        with self._lock:
+            opened = {channel.opened for channel in group.channels}
+            for communicator in opened:
+                communicator.users.pop(id(group), None)
+                if not communicator.is_in_use:
+                    communicator.users[id(group)] = lambda: group
+        return any(id(group) in communicator.users for communicator in opened)
+
+    def _patience_of_server(self) -> timedelta | None:
+        """How long this rank waits for others that need the store; None where it does not."""
+        return _DONE if self.world.server == self.world.rank else None
+
+    def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
+        """Wait for the other members; find which communicators are seen by all of theirs."""
+        world, members = self.world, agreement.members
+        if not world.has_processes or len(members) < 2:
+            return
+        with suppress(StoreError):  # the next call that needs it says so
+            are_open = self._count(f"{agreement.name}/opened", members, patience)
+            for opened in agreement.opened if are_open else ():
+                table = opened.header_table
+                if opened.communicator.on_stream and table is not None and table.sees_all():
+                    is_blind = find_value(world.store, f"{opened.label}/blind") is not None
+                    opened.sees_all_calls = not is_blind
+
+    def finish(self, call: str, members: Collection[int]) -> None:
+        """End this rank's part in a call of ``members``, which needs the store no more.
+
+        On the rank whose process serves the store this returns once all have come here, or cannot
+        come any more: it may end right after the call. It deletes a key for each 60 members.
+        """
+        world, key = self.world, f"{call}/finished"
+        came_late = world.rank not in members  # when the call had ended for them
+        if world.server is None or not world.has_processes or len(members) < 2 or came_late:
+            return
+        with suppress(StoreError):  # the next call that needs it says so
+            patience = self._patience_of_server()
+            self._count(key, tuple(sorted(members)), patience)
+            if patience is not None:
+                names = head_count_of(tuple(sorted(members)), world.hosts).names()
+                for old in (_all_key(key), *(f"{key}/{name}" for name in names)):
+                    world.store.delete_key(old)
+
+    def acquire(
+        self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
+    ) -> OpenCommunicator:
+        """Return the communicator called ``label``; opening a new one, by the agreement.
+
+        Where the group that asks, ``user``, is private, no other may share it.
+        """
+        with self._lock:
+            shared = self._by_label.get(label)
+            if shared is not None:
+                shared.users[id(user)] = ref(user)
+                return shared
+        world, ranks, options = self.world, opening.ranks, opening.options
+        # The table comes first, so that members that have opened their side find it.
+        table = None if wire.compares_calls else self.header_tables.make(label, ranks)
+        communicator = None
+        try:
+            with within(Deadline(opening.timeout)):
+                communicator = wire.open(opening)
+                reaches = table is not None and self.header_tables.reaches(ranks)
+                is_one_host = len(ranks) > 1 and not world.spans_hosts(ranks)
+                if communicator.on_stream and is_one_host and not reaches:  # it will not see theirs
+                    world.store.set(f"{label}/blind", "")  # all of its members read this
+        except BaseException:
+            for each in (communicator, table):
+                if each is not None:
+                    each.close()
+            raise
+        comparison = self._comparisons.make(label, ranks, table is None)
+        recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
+        matching = None
+        if table is not None and communicator.wants_senders:
+            matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
+        of_calls = label, communicator, recorder, self.aborts, table, matching
+        facts = world.spans_hosts(ranks), communicator.on_stream and len(ranks) == 1, options
+        share_key = None if user.is_private else (wire.name, ranks, id(options))
+        users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
+        opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks, comparison=comparison)
+        agreement.opened.append(opened)
+        with self._lock:
+            self._by_label[label] = opened
+        return opened
+
+    def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
+        """The label of the communicator that a new group could share, or ""."""
+        key = (wire.name, ranks, id(options))
+        with self._lock:
+            found = [one for one in self._by_label.values() if one.share_key == key]
+            return next((one.label for one in reversed(found) if not one.is_leaving), "")
+
+    def release(self, opened: OpenCommunicator, user: Any) -> None:
+        """Give up one use; the last one closes the communicator."""
+        with self._lock:
+            opened.users.pop(id(user), None)
+            if opened.users or opened.label not in self._by_label:
+                return
+            # So that no thread shares it while the last calls are compared.
+            opened.is_leaving = True
+        error = self._close([opened])
+        if error is not None:
+            raise error
+
+    def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
+        """Close communicators; return the error of a call that the program has not seen."""
+        error = self._compare_last(opened)  # others may ask for their calls
+        for one in opened:
+            self._by_label.pop(one.label, None)
+            one.users.clear()
+            one.close()
+        return error
+
+    def abort(self, labels: list[str], message: dict[str, Any]) -> None:
+        """Free the ranks that wait in the named communicators, everywhere in the world."""
+        message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
+        world = self.world
+        try:
+            for label in labels:
+                world.store.set(f"{label}/abort", json.dumps(message))
+            number = post(world, message) if self._signals is not None else 0
+        finally:
+            self._abort_here(message)
+        if number and world.server == world.rank:  # it may end right after this call
+            received, limit = receipts_key(number), Grace(_RECEIPTS_S)
+            with suppress(StoreError):
+                wait_until(lambda: read_number(world.store, received) >= world.size, limit)
+
+    def break_here(self, label: str, reason: str, **more: Any) -> None:
+        """Refuse every later verb of this rank on a failed communicator, with the reason."""
+        self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
+
+    def find_abort(self, label: str) -> dict[str, Any] | None:
+        """Which rank aborted a communicator and why, if one did; asks the store."""
+        known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
+        if known is None and store.check([key]):
+            known = read_json(store, key, _abort_message)
+            # Its signal may not have arrived yet, and the next verb must not use the wire.
+            self._abort_here(known)
+        elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
+            # Of the members that have read it, some may have left before the first aborts.
+            fields = read_json(store, told, parse_disagreement)
+            self.break_here(label, reason_of(fields), disagreement=fields)
+            known = self.aborts.get(label)
+        return known
+
+    def answer(self, about: dict[str, Any]) -> SignalReply:
+        """The last call on each communicator and beside them, and the call that is asked about."""
+        asked = self._by_label.get(about.get("label", ""))
+        recorders = [(one.label, one.recorder) for one in self.all_opened()]
+        recorders.append(("", self.beside_wires))
+        used = sorted((one for one in recorders if one[1].moment), key=lambda one: one[1].moment)
+        calls: list[dict[str, Any]] = [
+            {"label": label, "sequence": recorder.sequence, "text": call.heading}
+            for label, recorder in used
+            if (call := recorder.find_note()) is not None
+        ]
+        text = None
+        if about and asked is not None:  # a message may be on its way and not noted yet
+            if asked.comparison is not None and "digests" in about:
+                text = json.dumps(asked.comparison.digests(*about["digests"]))
+            else:
+                text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
+        now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
+        return {"calls": calls, "about": text, "now": now}
+
+    def where(self) -> str:
+        """The stack of this rank's program, and its last verb; in lines, each with its end."""
+        answer = self.answer({})
+        last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
+        verb = f"last verb: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
+        return f"{stack_text(self.world.thread_id)}  {verb}\n"
+
+    def _look(self) -> None:
+        if self.look is not None:
+            self.look()
+        self._answerer.look()
+        self._comparisons.look(opened.comparison for opened in self.all_opened())
+
+    def close(self) -> None:
+        """Close all communicators and stop the signal thread."""
+        error = self._leave(DESTROYED)
+        if self._signals is not None:
+            self._signals.stop()
+            self._signals = None
+            self._answerer.close()
+        for entry in (opened := self.all_opened()):
+            for user in filter(None, [refer() for refer in entry.users.values()]):
+                user.forget_channels()
+        self._by_label.clear()
+        for entry in opened:
+            if self.world.process_id != os.getpid():  # a forked child has no part in it
+                entry.communicator.close()
+                continue
+            try:
+                entry.leave()
+                entry.close()
+            except Exception:  # the others are to be closed as well
+                _log.exception("%s could not be closed", entry.label)
+        self.header_tables.close()
+        if error is not None:
+            raise error
+
+    def all_opened(self) -> list[OpenCommunicator]:
+        """The communicators that are open."""
+        with self._lock:
+            return list(self._by_label.values())
+
+    def _leave(self, how: str) -> MeshdistError | None:
+        """Tell the others that this rank leaves the world, and how; return ``_compare_last``'s."""
+        opened = self.all_opened()
+        error = self._compare_last(opened)
+        self._comparisons.stop()
+        atexit.unregister(self._end)
+        if self.world.has_processes and self.world.process_id == os.getpid():
+            self.endings.leave(how, {one.label: one.recorder.sequence for one in opened})
+        return error
+
+    def _end(self) -> None:
+        """Leave, and let the others see how, before this process ends."""
+        if self.world.process_id != os.getpid():
+            return
+        error = self._leave(ending_text())
+        for entry in self.all_opened():
+            if not is_ending_by_exception():
+                entry.leave()
+            if self.world.server == self.world.rank:  # others may need this process for long
+                entry.close()
+        if isinstance(error, AgreementError):  # Python shows it on stderr
+            raise error
+        if error is not None:  # the process that serves the store may have ended in good order
+            _log.warning("%s", error)
+
+    def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
+        """Compare the last calls across hosts, with all members that come within two seconds.
+
+        Returns an error that the program has not seen.
+        """
+        compared = [one.comparison for one in opened if one.comparison and one.comparison.last]
+        if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
+            return None
+        store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
+        unknown: BackendError | None = None
+        try:
+            for one in fresh:
+                try:
+                    one.compare_last()
+                except MembersDisagree as failure:
+                    store.set(f"{one.label}/differs", "")  # others wait until all is explained
+                    one.explain(failure)
+                self._count(f"{one.label}/compared", one.ranks)
+            keys = [_all_key(f"{one.label}/compared") for one in fresh]
+            wait_until(partial(store.check, keys), Grace(_LAST_S))
+            for one in fresh:
+                limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
+                wait_until(partial(self.find_abort, one.label), limit)
+        except StoreError as lost:
+            unknown = self._uncompared(fresh, lost)
+        except (ValueError, TypeError, LookupError):  # what no member writes
+            pass
+        for one in compared:
+            if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
+                return one.tell(WireAborted("the group is broken"))
+        return unknown
+
+    def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
+        """The error of calls that a lost store leaves uncompared, as far as is known here."""
+        owed = [(one, one.uncompared) for one in compared if one.uncompared is not None]
+        calls = ", ".join(f"{a} to {b} of {ranks_text(one.ranks)}" for one, (a, b) in owed)
+        if not owed:
+            return None
+        return BackendError(
+            "calls are not known to equal those of other hosts",
+            where=f"rank {self.world.rank}, as it leaves",
+            expected="a store that answers: where calls differ their numbers are wrong",
+            found=f"calls {calls}: {first_line(lost)}",
+            fix="look at how the process that serves the store has ended",
+        )
+
+    def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
+        """Count this rank; whether all ``members`` come within ``patience`` and the timeout.
+
+        Where a member of this host is seen to have ended, none waits any more.
+        """
+        store, all_key, rank = self.world.store, _all_key(key), self.world.rank
+        counts = head_count_of(members, self.world.hosts)
+        num_come, is_last = counts.count(store.add, key, rank)
+        if is_last:
+            store.set(all_key, "")
+            return True
+        if not patience:
+            return False
+
+        def look() -> None:
+            absent = counts.block_of(rank).find_absent(partial(read_number, store), [key])
+            if self.endings.find_all(absent):
+                store.set(all_key, "")
+
+        looks = Looks(len(members), num_come)
+        limit = Grace(min(patience, self.world.timeout or patience))
+        return await_key(store, all_key, limit, lambda: looks.take(look))
+
+    def _abort_here(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            for label in message["labels"]:
+                self.aborts.setdefault(label, message)
+            opened = [self._by_label[x] for x in message["labels"] if x in self._by_label]
+            for entry in opened:
+                entry.share_key = None  # no group that is made later shares a broken one
+        communicators = [entry.communicator for entry in opened]
+        for kind in {type(one) for one in communicators}:
+            kind.abort_together([one for one in communicators if type(one) is kind])
+
+
+def _all_key(key: str) -> str:
+    """The key that is set once all ranks have been counted under ``key``."""
+    return f"{key}/all"
+
+
+def reason_of(disagreement: dict[str, str]) -> str:
+    """Why verbs after a disagreement are refused."""
+    return f"{disagreement['summary']}: {disagreement['found']}"
+
+
+def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
+    """Return the fields of an AgreementError that a member wrote; raises where they are none."""
+    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
+
+
+def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
+    """The message of an abort as ``abort`` writes it; raises where it is none."""
+    texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
+    if value.get("disagreement"):
+        texts["disagreement"] = parse_disagreement(value["disagreement"])
+    return {**value, **texts, "labels": [str(label) for label in value["labels"]]}
+
+
+def get_registry(world: World) -> Registry:
+    """Return the world's registry, made on first use."""
+    if not isinstance(world.registry, Registry):
+        with _making:
+            if not isinstance(world.registry, Registry):
+                world.registry = Registry(world)
+                world.closers.append(world.registry.close)
+                world.registry.start()
+    return world.registry

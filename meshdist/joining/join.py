@@ -1,0 +1,500 @@
+"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without one.
+
+The interface is torch's (``torch.distributed.algorithms.join``). In place of hooks that repeat each
+joinable's calls by hand, a rank without data answers every collective of the others by itself
+(``joining/shadow``); hooks that do repeat them run as in torch.
+
+torch's sharded optimizer has on each rank the state of a share of the parameters, and steps it;
+then all ranks give each other their shares by torch's own group, whose calls no context sees. So a
+step is announced before it begins, and the ranks that have joined take it, too. What they step by
+is that of a rank with data, as it lies there behind the backward: averaged, unscaled, clipped. Two
+ranks, of which rank 1 has joined:
+
+    rank 0: backward(), clip; step(): announces     | sends grad, lr | steps share 0 | gives it
+    rank 1: answers the backward ... hears of it    | takes grad, lr | steps share 1 | gives it
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.distributed import get_process_group_ranks
+from torch.distributed.algorithms.join import Joinable as TorchJoinable
+
+from ..checking.calls import Call
+from ..collectives.flat_broadcast import broadcast_from
+from ..collectives.objects import broadcast_object_list
+from ..errors import ArgumentError, JoinError, KindError, LengthError
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group, world_group
+from ..runtime.untraced import untraced
+from ..wires.operations import DONE
+from ..wires.prepared import PreparedCall
+from ..wires.work import Work
+from .announcements import NOTICE
+from .answers import answer
+from .shadow import Shadow, find_shadow
+
+__all__ = [
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "JoinedOptimizer",
+    "ReplicaHook",
+    "Uneven",
+    "is_sharded_optimizer",
+    "uneven",
+]
+
+
+class JoinHook:
+    """A joinable's part on a rank that has no data left. Both methods do nothing here."""
+
+    def main_hook(self) -> None:
+        """Call what the joinable calls in one step on ranks with data; once for each of theirs.
+
+        Calls that it leaves out are answered without it.
+        """
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Bring all ranks to one state, after the last has joined; runs on all of them.
+
+        Args:
+            is_last_joiner: whether this rank was among the last to join.
+        """
+
+
+class ReplicaHook(JoinHook, ABC):
+    """A hook that takes part in what its joinable announces, or owns, step by step."""
+
+    @abstractmethod
+    def begin(self, context: Any, joinable: Any) -> None:
+        """The context begins, in which ``joinable`` is."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The context ends; post-hooks follow."""
+
+    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
+        """Take part in what the joinable does on the ranks with data."""
+
+
+def is_sharded_optimizer(joinable: object) -> bool:
+    """Whether it is torch's ``ZeroRedundancyOptimizer``, or the like."""
+    return isinstance(joinable, TorchJoinable) and isinstance(joinable, torch.optim.Optimizer)
+
+
+class JoinedOptimizer(ReplicaHook):
+    """The hook of one of torch's ``ZeroRedundancyOptimizer``s."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._has_joined = False
+        self.ranks = get_process_group_ranks(optimizer.join_process_group)
+
+    def begin(self, context: Any, joinable: Any) -> None:
+        """Announce each step from now on; ``end`` ends it."""
+        self._context = context
+        self._handle = joinable.register_step_pre_hook(self._begin_step)
+
+    def end(self) -> None:
+        """Let steps go unannounced."""
+        self._handle.remove()
+
+    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
+        """Step this rank's share by the gradients of the ranks with data."""
+        self._share(at_work)
+        self._has_joined = True
+        self._optimizer.step()
+
+    def _begin_step(self, optimizer: Any, args: Sequence[Any], given: dict[str, Any]) -> None:
+        if self._has_joined:
+            return
+        if any(one is not None for one in [*args[1:], *given.values()]):
+            raise JoinError(
+                f"{type(optimizer).__name__}.step() was given arguments in a join context",
+                where=f"rank {self._context.group.world.rank}",
+                expected="a step that ranks without data can take, too",
+                fix="run forward and backward before it, and call step() without a closure",
+            )
+        self._share(self._context.announce(optimizer, "step"))
+
+    def _share(self, at_work: Sequence[bool]) -> None:
+        """Give gradients, and the numbers of the optimizer's groups, to ranks without data."""
+        if all(at_work):
+            return
+        group, source = self._context.group, at_work.index(True)
+        groups = self._optimizer.param_groups
+        parameters = [one for each in groups for one in each["params"]]
+        said: list[Any] = [
+            [one.grad is not None for one in parameters],
+            [{name: of for name, of in each.items() if name != "params"} for each in groups],
+        ]
+        broadcast_object_list(said, group=group, group_src=source)
+        if not at_work[group.rank()]:
+            for each, numbers in zip(groups, said[1], strict=True):
+                each.update(numbers)
+            for one, has_gradient in zip(parameters, said[0], strict=True):
+                if not has_gradient:
+                    one.grad = None
+                elif one.grad is None:
+                    one.grad = torch.empty_like(one)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        broadcast_from(source, gradients, group)
+
+
+T = TypeVar("T")
+
+
+class Uneven(Generic[T]):
+    """A loop over data of which ranks may have unequally many; made by ``uneven``."""
+
+    def __init__(self, data: Iterable[T], group: GroupLike = None) -> None:
+        if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+            raise KindError(
+                f"uneven() was given an object of type {type(data).__name__}",
+                expected="an iterable, for example a loader",
+                fix="a rank that has no data passes an empty list: uneven([])",
+            )
+        self._data = data
+        target = resolve_group(group)
+        self._new_shadowing = partial(Shadow, target, target.first_device_type(), answer)
+        self._group = target
+        self._is_entered = False
+
+    def __iter__(self) -> Iterator[T]:
+        if self._is_entered:
+            yield from self._data
+            return
+        self._begin()
+        try:
+            yield from self._data
+        except GeneratorExit:
+            self._shadowing.end(
+                JoinError(
+                    "the loop over uneven(...) was left before its data had ended, by a break, a "
+                    "return or an exception",
+                    fix="where a loop may break off write: with uneven(...) as batches: "
+                    "for batch in batches: ...",
+                )
+            )
+            raise
+        except BaseException as error:
+            self._shadowing.end(error)
+            raise
+        self._shadowing.leave()
+
+    def __enter__(self) -> Uneven[T]:
+        self._begin()
+        self._is_entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_entered = False
+        self._shadowing.leave(error)
+
+    @untraced
+    def _begin(self) -> None:
+        world = self._group.world
+        if find_shadow(world) is not None:
+            raise ArgumentError(
+                "uneven() was called inside a join context",
+                where=f"rank {world.rank}, {self._group.name}",
+                expected="one join context at a time",
+                fix="loop over the data themselves: the context around it answers the collectives",
+            )
+        self._shadowing = self._new_shadowing()
+        self._shadowing.begin()
+
+
+def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:
+    """Loop over data of which ranks may have unequally many; all leave the loop together.
+
+    A rank whose data have ended answers the collectives of the others, as in ``Join``, until none
+    has data. A loop that may break off is written with a context, where a break ends this rank's
+    data alone: ``with md.uneven(batches, group) as mine: for batch in mine: ...``.
+
+    Args:
+        data: this rank's, for example a loader.
+        group: whose members leave together: a ProcessGroup, a mesh, or None for the world.
+
+    Returns:
+        An iterable of ``data``, and a context.
+
+    Cost: as that of ``Join``.
+
+    Raises:
+        KindError: the data cannot be looped over. ArgumentError: inside a join context.
+        JoinError: as ``Join``.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     sums = []
+        ...     for x in md.uneven(range(1 + md.get_rank())):
+        ...         total = torch.tensor([x + 1])
+        ...         md.all_reduce(total)
+        ...         sums.append(total.item())
+        ...     return sums
+        >>> md.simulate(program, 2)
+        [[2], [2, 2]]
+    """
+    return Uneven(data, group)
+
+
+_ITERATION = "iteration"
+
+
+@dataclass(frozen=True)
+class _JoinConfig:
+    """A joinable's context (None outside of one), its place among the joinables, and its hook."""
+
+    context: Join | None = None
+    index: int = 0
+    hook: JoinHook | None = None
+
+    @property
+    def enable(self) -> bool:
+        """Whether it is in a context."""
+        return self.context is not None
+
+    @property
+    def throw_on_early_termination(self) -> bool:
+        """Whether all ranks raise as soon as one has no data left."""
+        return self.context is not None and self.context.is_strict
+
+    @property
+    def is_first_joinable(self) -> bool:
+        """Whether it is the one that says when a step begins."""
+        is_first = self.context is not None and self.index == 0
+        return is_first and not isinstance(self.hook, ReplicaHook)
+
+
+_OUTSIDE = _JoinConfig()
+
+
+class Joinable(ABC):
+    """The base class of objects that can be given to ``Join``."""
+
+    _join_config = _OUTSIDE
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for one context; ``kwargs`` are those given to ``Join``."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device of what the context itself sends."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group whose members leave the context together."""
+
+
+class Join:
+    """A context in which ranks may have unequally many steps; all of them leave it together.
+
+    A rank that reaches the end of the context has *joined*. From then on it answers each collective
+    of the others, on any group that it is in, with what changes nothing: the neutral element of a
+    reduction (0, 1, the extremes, all bits), zeros where tensors are gathered or exchanged, None
+    where objects are. After the last rank has joined each joinable's ``post_hook`` runs. All
+    members of the groups that are used inside must be in a context, and the groups open before it.
+
+    Args:
+        joinables: of one group and device, for example models wrapped in ``DDP``, and torch's
+            ``ZeroRedundancyOptimizer`` of their parameters. On ranks that have joined their hooks
+            run in this order.
+        enable: False makes the context do nothing.
+        throw_on_early_termination: let all ranks raise as soon as one has no data left.
+        kwargs: given to each joinable's ``join_hook``.
+
+    Cost: in the context each collective is announced, in shared memory on one host, else by a small
+        all-gather before it; the fast path is off. Nothing outside.
+
+    Raises:
+        KindError: what was given is no list of joinables.
+        ArgumentError: no joinable, or several groups or devices; a context inside another.
+        JoinError: a rank has no data left, and ``throw_on_early_termination``; a broadcast or
+            scatter from such a rank, a message to or from it, or a group or mesh made with it; a
+            member has left by an exception.
+
+    Example:
+        >>> import meshdist as md, torch
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False), device_mesh=mesh["dp"])
+        ...     with md.Join([model]):
+        ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
+        ...             model.zero_grad()
+        ...             model(torch.ones(1, 1)).sum().backward()
+        ...     return model.module.weight.grad.item()
+        >>> md.simulate(program, 2)
+        [1.0, 0.5]
+    """
+
+    def __init__(
+        self,
+        joinables: list[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(joinables, Iterable):
+            raise KindError(
+                f"Join was given an object of type {type(joinables).__name__}",
+                expected="a list of joinables",
+                fix="pass a list: Join([model]); or write model.join()",
+            )
+        self._joinables = list(joinables)
+        if not self._joinables:
+            raise LengthError(
+                "Join needs at least one joinable",
+                found="an empty list",
+                fix="pass the models: Join([model]); for a loop without one use uneven()",
+            )
+        strange = [one for one in self._joinables if not hasattr(one, "join_hook")]
+        if strange:
+            raise KindError(
+                f"Join was given an object of type {type(strange[0]).__name__}",
+                expected="joinables: models wrapped in DDP, or what derives from Joinable",
+                fix="wrap the model: Join([DDP(module)]); for a loop without one use uneven()",
+            )
+        self._enable = enable
+        self.is_strict = throw_on_early_termination
+        self._hooks: list[JoinHook] = [
+            JoinedOptimizer(one) if is_sharded_optimizer(one) else one.join_hook(**kwargs)
+            for one in self._joinables
+        ]
+        self.group, device = self._find_group()
+        self._new_shadowing = partial(
+            Shadow,
+            self.group,
+            device.type,
+            answer,
+            self.handle,
+            self.is_strict,
+            not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
+            [one for one in self._joinables if is_sharded_optimizer(one)],
+        )
+
+    def __enter__(self) -> None:
+        if not self._enable:
+            return
+        shadowing = self._new_shadowing()
+        shadowing.begin()
+        self._shadowing = shadowing
+        for index, (one, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
+            one._join_config = _JoinConfig(self, index, hook)
+            if isinstance(hook, ReplicaHook):
+                hook.begin(self, one)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._enable:
+            return
+        is_last = self._leave(error)
+        if error is None:
+            for hook in self._hooks:
+                hook.post_hook(is_last)
+
+    def _leave(self, error: BaseException | None) -> bool:
+        """Join, unless there is an error; return whether this rank was among the last."""
+        try:
+            return self._shadowing.leave(error)
+        finally:
+            for one, hook in zip(self._joinables, self._hooks, strict=True):
+                one._join_config = _OUTSIDE
+                if isinstance(hook, ReplicaHook):
+                    hook.end()
+
+    def handle(self, call: Call, at_work: Sequence[bool]) -> None:
+        """Take part in what a joinable announces or calls on the ranks with data."""
+        index, what = call.owner.split(":", 1)
+        own = self._hooks[int(index)]
+        hooks = self._hooks
+        if isinstance(own, ReplicaHook) and what != _ITERATION:
+            own.take_part(what, at_work)
+            hooks = hooks[1:]
+        if call.verb == NOTICE and int(index) == 0:
+            for hook in hooks:
+                hook.main_hook()
+
+    def announce(self, joinable: Joinable, what: str) -> list[bool]:
+        """Say that ``joinable`` begins something, which its hook takes part in elsewhere.
+
+        Returns:
+            Which members have data, by their place in the group.
+        """
+        return self._shadowing.announce(f"{joinable._join_config.index}:{what}")
+
+    def owned_by(self, joinable: Joinable, what: str) -> Any:
+        """A context of calls in which the hook of ``joinable`` takes part elsewhere."""
+        return self._shadowing.owned_by(f"{joinable._join_config.index}:{what}")
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Say that this rank begins a step; a joinable calls it before its first collective.
+
+        Only the first of the joinables says so. Elsewhere, and outside of a context, nothing is
+        done.
+
+        Returns:
+            A Work that is done, whose result is the number of ranks that have not joined; None
+            where nothing was done.
+
+        Raises:
+            JoinError: a rank has joined, and ``throw_on_early_termination``.
+        """
+        config = joinable._join_config
+        context = config.context
+        if context is None or not config.is_first_joinable:
+            return None
+        at_work = context.announce(joinable, _ITERATION)
+        count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
+        channel = context.group.open_channel(count.device.type)
+        done = PreparedCall("notify_join_context", "barrier", (), ())
+        done.operation, done.result = DONE, [count]
+        return channel.work(done)
+
+    def _find_group(self) -> tuple[ProcessGroup, torch.device]:
+        """The one group and device of all joinables."""
+        groups: list[Any] = [
+            resolve_group(one.join_process_group)
+            for one in self._joinables
+            if not is_sharded_optimizer(one)
+        ] or [world_group()]
+        for hook in self._hooks:
+            if isinstance(hook, JoinedOptimizer) and hook.ranks != list(groups[0].ranks):
+                groups.append(f"torch's group of ranks {hook.ranks}")
+        devices = [torch.device(one.join_device) for one in self._joinables]
+        for what, found in (("groups", groups), ("devices", devices)):
+            different = [one for one in found if one != found[0]]
+            if different:
+                shown = [str(getattr(one, "name", one)) for one in (found[0], different[0])]
+                raise ArgumentError(
+                    f"Join was given joinables of different {what}",
+                    expected=f"one of the {what} for all joinables of a context",
+                    found=" and ".join(shown),
+                    fix="let each group's joinables have a loop of their own",
+                )
+        return groups[0], devices[0]

@@ -1,0 +1,156 @@
+"""The notes of ranks in join contexts to each other, beside the wires: no data left, or gone.
+
+Notes go through the store, under keys of this context alone; simulated ranks, which must be able to
+look without letting others run, use a table of their scheduler.
+
+Calls that ranks without data cannot answer are refused here, too, on every member alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..bootstrap.bounded_store import read_json
+from ..bootstrap.world import World
+from ..checking.calls import Call, get_call
+from ..error_text import first_line, ranks_text
+from ..errors import JoinError, MeshdistError, StoreError
+from ..groups.channel import Channel
+from ..verb_table import VERBS, WIRE_VERBS
+from ..wires.simulated.scheduler import find_rank_here
+from .announcements import Statement
+
+__all__ = ["Whereabouts", "find_call", "has_source", "message_refusal"]
+
+
+class Whereabouts:
+    """Where the ranks of one join context are, as far as they have said.
+
+    The members of a main group count their contexts alike. What concerns others is found where all
+    of them have been in equally many contexts.
+    """
+
+    def __init__(self, world: World, main: str, members: Sequence[int]) -> None:
+        self._world = world
+        self._main = main
+        self._members = members
+        self._inside = f"join context {world.next_number(('join contexts', main))} of {main}"
+        self._beyond = f"join context {world.next_number('join contexts')}"
+
+    def join(self) -> None:
+        """Say that this rank has no data left."""
+        for context in (self._inside, self._beyond):
+            self._say(f"{context}/joined/{self._world.rank}", "")
+
+    def has_joined(self, rank: int) -> bool:
+        """Whether a rank has no data left."""
+        context = self._inside if rank in self._members else self._beyond
+        return self._find(f"{context}/joined/{rank}") is not None
+
+    def leave(self, labels: Sequence[str], error: BaseException) -> None:
+        """Say to the members of communicators that this rank has left by an exception."""
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, MeshdistError) and error.found:
+            reason += f": {error.found}"
+        text = json.dumps({"rank": self._world.rank, "reason": reason})
+        for label in labels:
+            self._say(self._left(label), text)
+
+    def find_left(self, label: str) -> dict[str, Any] | None:
+        """Which member has left the context by an exception, and by which: ``rank``, ``reason``."""
+        found = self._find(self._left(label))
+        return None if found is None else {**found, "rank": int(found["rank"])}
+
+    def _left(self, label: str) -> str:
+        context = self._inside if label == self._main else self._beyond
+        return f"{context}/left/{label}"
+
+    def _say(self, key: str, text: str) -> None:
+        here = find_rank_here()
+        if here is not None:
+            here.scheduler.tables.setdefault(key, text)
+            return
+        with suppress(StoreError):  # the others see that it is lost
+            self._world.store.compare_set(key, "", text or "{}")
+
+    def _find(self, key: str) -> Any:
+        here = find_rank_here()
+        if here is not None:
+            text = here.scheduler.tables.get(key)
+            return None if text is None else json.loads(text or "{}")
+        with suppress(StoreError):
+            if self._world.store.check([key]):
+                return read_json(self._world.store, key, dict)
+        return None
+
+
+_SOURCED_VERBS = frozenset(
+    verb.name
+    for verb in VERBS.values()
+    if any(WIRE_VERBS[one].root == "from" for one in verb.wire_verbs)
+)
+"""The public verbs whose root gives what the others take."""
+
+
+def has_source(call: Call) -> bool:
+    """Whether one member gives what the others take, so that it must have data."""
+    return call.verb in _SOURCED_VERBS and call.root is not None
+
+
+def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -> Statement | None:
+    """Return what the members that go on say; None where all have joined; else raise JoinError.
+
+    With ``is_strict`` all members must have data.
+    """
+    going = next((one for one in said if not one.has_joined), None)
+    ranks = channel.group.ranks
+    if going is None:
+        hooks = next((one.call for one in said if one.call.verb), None)
+        if hooks is not None:
+            raise JoinError(
+                f"{hooks.text} is called on ranks that have joined alone",
+                where=_where(channel),
+                expected="in a hook only calls that ranks with data make, too",
+                fix="call in main_hook what the joinable calls in one step, in this order",
+            )
+        return None
+    joined = [rank for rank, one in zip(ranks, said, strict=True) if one.has_joined]
+    if is_strict and joined:
+        me = ranks[channel.group.rank]
+        raise JoinError(
+            f"rank {me} has no data left, and others have"
+            if me in joined
+            else "a rank has no data left, and this one has",
+            where=_where(channel),
+            expected="equally many steps on every rank: throw_on_early_termination is true",
+            found=f"{ranks_text(joined)} joined first",
+        )
+    call = going.call
+    if call.root is not None and has_source(call):
+        source = said[call.root]
+        if source.has_joined and source.call.header != call.header:
+            raise JoinError(
+                f"{call.text} cannot come from rank {ranks[call.root]}, which has no data left",
+                where=_where(channel),
+                expected="a source that goes on as long as any rank does",
+                found=f"{ranks_text(joined)} joined",
+                fix="let another rank be the source, or call it outside of the join context",
+            )
+    return going
+
+
+def message_refusal(channel: Channel, verb: str, tensor: Any, rank: int) -> JoinError:
+    """The error of a message that is for, or from, a rank without data."""
+    return JoinError(
+        f"{get_call(verb, tensor).text}: rank {rank} has no data left",
+        where=_where(channel),
+        expected="messages between ranks that go on",
+        fix="exchange by a collective, such as all_to_all, or outside of the join context",
+    )
+
+
+def _where(channel: Channel) -> str:
+    return f"{channel.group.here}, {channel.group.name}"

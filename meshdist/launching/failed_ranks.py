@@ -1,0 +1,274 @@
+"""The reports of ranks that failed, equal tracebacks together, and the line above the last.
+
+Two are equal if they differ in nothing but the place of each rank: its own number, with its
+coordinates, where the other has its own, process ids and addresses in memory. Of an error that the
+members of a group raise together each report ends one traceback; they are of one error if its text
+is equal but for the line about the rank's own call.
+
+A rank that fails takes others with it, and its own process may end after theirs. What a rank wrote
+last to stderr shows whether it only quotes another; its traceback begins when it fails, not when
+its process ends. Ranks run any program, torch.distributed's too, so only the text is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from ..error_text import ranks_text
+from .child_processes import ProcessExit
+
+__all__ = [
+    "TRACEBACK",
+    "Failure",
+    "Report",
+    "are_equal",
+    "find_cause",
+    "grouped",
+    "is_consequence",
+    "places_text",
+    "quotes_another",
+    "summary_of",
+    "text_of",
+    "with_end",
+]
+
+TRACEBACK = b"Traceback (most recent call last):"
+"""How Python's report of an exception begins."""
+
+# How the text between two tracebacks of one report ends.
+_CHAINED = (b"direct cause of the following exception:", b"another exception occurred:")
+_OF_ANOTHER = re.compile(
+    rb"""
+    AbortedError:                                   # by another rank, as a rule
+    | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
+    | \bwas\ interrupted\ by\b
+    | \bcould\ not\ open\ a\ debugger\b
+    | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
+    | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
+    | Connection\ (closed|reset)\ by\ peer          # Gloo
+    | remote\ process\ exited                       # NCCL
+    | DistNetworkError: | failed\ to\ recv,\ got\ 0\ bytes | TCPStore.{0,80}Broken\ pipe
+    """,
+    re.VERBOSE,
+)
+_SIGABRT = 6
+_KEPT_WITHOUT_TRACEBACK = 4096
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed by itself.
+
+    Args:
+        ending: how its process ended.
+        at: when it failed, in seconds on a clock that all failures share.
+        text: the end of what it wrote to stderr.
+    """
+
+    ending: ProcessExit
+    at: float
+    text: bytes
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether its report says that another rank failed before it.
+
+    Example:
+        >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
+        >>> is_consequence(Failure(Ending(rank=2, pid=1, code=1), 0.0, text))
+        True
+    """
+    code = failure.ending.code
+    if code < 0 and code != -_SIGABRT:  # C++ ends with SIGABRT where an exception is not caught
+        return False
+    return quotes_another(failure.text)
+
+
+def quotes_another(text: bytes) -> bool:
+    """Whether the last report in ``text`` says that another rank failed before."""
+    return _OF_ANOTHER.search(_last_report(text)) is not None
+
+
+def find_cause(failures: Iterable[Failure]) -> Failure:
+    """The first failure that quotes no other rank; the first of all where every one does."""
+    return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
+
+
+def _last_report(text: bytes) -> bytes:
+    """The last traceback in ``text``, with those that led to it."""
+    *before, report = text.split(TRACEBACK)
+    if not before:
+        return report[-_KEPT_WITHOUT_TRACEBACK:]
+    while before and before[-1].rstrip().endswith(_CHAINED):
+        report = before.pop() + report
+    return report
+
+
+_PLACE = re.compile(
+    rb"(\brank \d+\b(?: \(\w+=\d+(?:, \w+=\d+)*\))?|\b(?:pid|process) \d+\b|\b0x[0-9a-f]+\b)"
+)
+# The text of an error below the last frame, in two parts: around the line about the own call.
+_TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\n((?: +.*\n?)*)")
+
+
+@dataclass(frozen=True)
+class Report:
+    """A rank's stderr from its last traceback on."""
+
+    rank: int
+    text: bytes
+
+    def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
+        """Whether it adds nothing to the interrupt by Ctrl-C, when ranks were at ``places``.
+
+        Example:
+            >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
+            >>> report.is_of_interrupt({0: b"at home"}), report.is_of_interrupt({})
+            (True, False)
+        """
+        is_own = self.text.rstrip().splitlines()[-1:] == [b"KeyboardInterrupt"]
+        return (is_own and bool(places.get(self.rank))) or quotes_another(self.text)
+
+
+def are_equal(one: Report, other: Report) -> bool:
+    """Whether two ranks report the same.
+
+    Example:
+        >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))
+        True
+        >>> are_equal(Report(0, b"lost rank 2"), Report(1, b"lost rank 3"))
+        False
+    """
+    mine, others = _PLACE.split(one.text), _PLACE.split(other.text)
+    own = (b"rank %d" % one.rank, b"rank %d" % other.rank)
+    return len(mine) == len(others) and all(
+        x == y or (is_place % 2 and _are_places(x, y, own))
+        for is_place, (x, y) in enumerate(zip(mine, others, strict=True))
+    )
+
+
+def _are_places(one: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
+    """Whether two texts are the own ranks, with coordinates on equal axes, or no ranks at all."""
+    if not one.startswith(b"rank "):
+        return not other.startswith(b"rank ")
+    (mine, at), (others, there) = (text.partition(b" (")[::2] for text in (one, other))
+    return (mine, others) == own and re.sub(rb"\d", b"", at) == re.sub(rb"\d", b"", there)
+
+
+def _find_own_call(report: Report) -> re.Match[bytes] | None:
+    """Where an error that a group raises together names this rank's own call."""
+    *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
+    return found
+
+
+def _are_of_one_error(one: Report, other: Report) -> bool:
+    mine, others = _find_own_call(one), _find_own_call(other)
+    if mine is None or others is None:
+        return are_equal(one, other)
+    return mine.group(1, 4) == others.group(1, 4)
+
+
+def grouped(reports: Sequence[Report]) -> list[list[Report]]:
+    """Reports by equal ones, and those of one error, in the order given.
+
+    Example:
+        >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
+        [2, 1]
+    """
+    groups: list[list[Report]] = []
+    for report in reports:
+        for group in groups:
+            if _are_of_one_error(group[0], report):
+                group.append(report)
+                break
+        else:
+            groups.append([report])
+    return groups
+
+
+def text_of(group: Sequence[Report]) -> bytes:
+    """The text of the first of some reports of one error, with a line for each other call.
+
+    Example:
+        >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
+        >>> print(text_of([Report(rank, error % (rank, rank)) for rank in (0, 1)]).decode())
+        <BLANKLINE>
+        ValueError: 1
+          where:  here
+                  raised on rank 0, call 0
+                  raised on rank 1, call 1
+        <BLANKLINE>
+    """
+    text, calls = with_end(group[0].text), dict[bytes, list[int]]()
+    for report in group:
+        if found := _find_own_call(report):
+            calls.setdefault(found[3], []).append(report.rank)
+    own = _find_own_call(group[0])
+    if own is None:
+        return text
+    lines = [
+        b"%sraised on %s%s\n" % (own[2], ranks_text(ranks).encode(), call)
+        for call, ranks in calls.items()
+        if group[0].rank not in ranks
+    ]
+    return text[: own.start(4)] + b"".join(lines) + text[own.start(4) :]
+
+
+def places_text(places: Mapping[int, bytes]) -> bytes:
+    """Where ranks are, equal places together.
+
+    Example:
+        >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
+        meshdist: ranks 0, 2 were here:
+          at home
+        meshdist: rank 1 did not answer where: stopped, or inside one long call
+    """
+    silent = sorted(rank for rank, text in places.items() if not text)
+    told = [Report(rank, text) for rank, text in sorted(places.items()) if text]
+    parts = [
+        f"meshdist: {ranks_text(one.rank for one in group)} {'was' if len(group) == 1 else 'were'} "
+        "here:\n".encode()
+        + text_of(group)
+        for group in grouped(told)
+    ]
+    if silent:
+        text = "did not answer where: stopped, or inside one long call"
+        parts.append(f"meshdist: {ranks_text(silent)} {text}\n".encode())
+    return b"".join(parts)
+
+
+def summary_of(
+    cause: Failure,
+    failures: Sequence[Failure],
+    endings: Sequence[ProcessExit],
+    equal: Collection[int],
+    stopped: int,
+) -> str:
+    """How a job has failed, in one line; ``equal`` ranks reported the same as the cause."""
+    ending = cause.ending
+    same = sorted(set(equal) - {ending.rank})
+    others = {failure.ending.rank for failure in failures} - {ending.rank, *same}
+    before = sorted(one.rank for one in takewhile(lambda one: one.code == 0, endings))
+    text = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
+    if same:
+        text += f"; {ranks_text(same)} reported the same"
+    if others:
+        text += f"; {ranks_text(sorted(others))} failed after it"
+    if before:
+        text += f"; {ranks_text(before)} had ended before, with exit code 0"
+    if stopped:
+        text += f"; stopped {stopped} other rank(s) of this host"
+    return text
+
+
+def with_end(text: bytes) -> bytes:
+    """The text, its last line with its end.
+
+    Example:
+        >>> with_end(b"one"), with_end(b"")
+        (b'one\\n', b'')
+    """
+    return text + b"\n" if text and not text.endswith(b"\n") else text

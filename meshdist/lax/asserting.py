@@ -1,0 +1,134 @@
+"""``md.assert_equal``: whether values that should be equal along an axis are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+
+from ..arrays import as_tensor, describe
+from ..checking.program import call_site, one_frame, show_site
+from ..collectives.objects import all_gather_object
+from ..collectives.torch_private import are_transforms_active, hidden_from_modes
+from ..error_text import first_texts, grouped_text
+from ..errors import ArgumentError, UnequalError
+from ..functional.value_checks import difference_text, find_differing
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .axes import AxisName, get_axes
+
+__all__ = ["assert_equal"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
+_ABSENT = "not there"
+_FIX = (
+    "look where they part: a seed, data that differ, a gradient that was not summed; in a "
+    "backward, an equal value that meets one that varies without lax.pvary(x, axis)"
+)
+
+
+@one_frame
+@hidden_from_modes
+def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -> None:
+    """Return once every rank along ``axis`` is known to hold an equal ``tree``; raise otherwise.
+
+    It finds what nothing else compares: replicas that have parted, and gradients that lack a cast,
+    in programs without ``md.typed``. All ranks along the axis call it.
+
+    Args:
+        tree: a pytree of arrays, numbers, texts and None; or a module, which stands for its
+            parameters and buffers.
+        axis: an axis of the mesh, a tuple of axes, or a 1-D mesh.
+        mesh: the mesh; None takes the one in force.
+
+    Arrays are equal whose values differ by less than half of the dtype's digits, measured by the
+    largest one: equal computations may add in another order. Integers, bool and all that is no
+    array must agree wholly. NaN equals NaN.
+
+    Cost:
+        A broadcast a leaf, and two small rounds: for finding a mistake, not for each step.
+
+    Raises:
+        UnequalError: on every rank along the axis: the leaves that differ, by their paths, with
+            the ranks and the distance; or trees of different leaves, shapes or dtypes.
+        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        MeshError: no mesh is in force and none is given.
+        KindError: a leaf is of another kind. ArgumentError: inside a transform of torch.func.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ...     state = {"w": torch.ones(3), "scale": torch.tensor(1 + mesh.get_local_rank("tp"))}
+        ...     md.assert_equal(state, "dp", mesh=mesh)
+        ...     try:
+        ...         md.assert_equal(state, "tp", mesh=mesh)
+        ...     except md.UnequalError as error:
+        ...         return error.found
+        >>> print(md.simulate(program, 4)[0])
+        tree['scale'], shape (), int64: rank 1 differs from rank 0, by up to 1 of its largest value
+    """
+    group = resolve_group(get_axes("assert_equal", axis, mesh, argument="axis"))
+    if are_transforms_active():
+        raise ArgumentError(
+            "assert_equal cannot compare inside a transform of torch.func",
+            where=group.name,
+            expected="plain values",
+            fix="call it before the transform, or on its result",
+        )
+    leaves = _leaves(tree)
+    with torch.no_grad():
+        tensors = {
+            path: as_tensor(leaf, argument=path, verb="assert_equal", writable=False).detach()
+            for path, leaf in leaves.items()
+            if type(leaf) not in _PLAIN
+        }
+        texts = {
+            path: describe(tensors[path]) if path in tensors else repr(leaf)
+            for path, leaf in leaves.items()
+        }
+        _compare_texts(texts, group)
+        found = find_differing(list(tensors.values()), group)
+    lines = [
+        f"{path}, {texts[path]}: {difference_text(far, group.ranks[0])}"
+        for path, far in zip(tensors, found, strict=True)
+        if far
+    ]
+    if lines:
+        raise _unequal(lines, group)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by the texts of their paths; of a module by their names."""
+    if isinstance(tree, torch.nn.Module):
+        return {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
+    paths, leaves, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+    return {path.codify("tree"): leaf for path, leaf in zip(paths, leaves, strict=True)}
+
+
+def _compare_texts(texts: dict[str, str], group: ProcessGroup) -> None:
+    """Raise on every member unless all have leaves of the same paths, shapes and dtypes."""
+    of_all: list[Any] = [None] * group.size()
+    all_gather_object(of_all, texts, group)
+    if len({tuple(one.items()) for one in of_all}) == 1:
+        return
+    lines = []
+    for path in dict.fromkeys(path for one in of_all for path in one):
+        held = [one.get(path, _ABSENT) for one in of_all]
+        if len(set(held)) > 1:
+            by_rank = grouped_text(zip(group.ranks, held, strict=True), separator="; ")
+            lines.append(f"{path}: {by_rank}")
+    if not lines:  # a dict's keys, or a module's parameters, in another order
+        lines.append("the same leaves, in another order")
+    raise _unequal(lines, group)
+
+
+def _unequal(lines: list[str], group: ProcessGroup) -> UnequalError:
+    return UnequalError(
+        f"assert_equal: not the same on every rank over {group.name}",
+        where=show_site(call_site()),
+        expected="equal leaves; of floating dtypes half of the digits count",
+        found=first_texts(lines),
+        fix=_FIX,
+    )

@@ -1,0 +1,285 @@
+"""Which axis a verb means, and a verb on every array of a pytree, in the library of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeAlias, TypeVar
+from zlib import crc32
+
+import optree
+import torch
+
+from ..arrays import as_tensor, like
+from ..checking.program import one_frame
+from ..collectives.torch_private import HiddenFromModes
+from ..errors import ArgumentError, AxisError, KindError, MeshError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
+
+__all__ = [
+    "AxisName",
+    "axis_index",
+    "axis_size",
+    "get_axes",
+    "itself",
+    "on_leaves",
+    "refuse_groups",
+    "unsent",
+]
+
+T = TypeVar("T")
+
+OnTensor: TypeAlias = Callable[..., Any]
+"""A verb on a tensor and a group, and the name of its ``leaf``; gives a tensor."""
+
+_NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
+_WIDE = {float: torch.float64, complex: torch.complex128}
+_KEYS = (str, int, float, bytes, type(None))  # of dicts, shown and compared by their repr
+_LIMIT = 1 << 63  # of numbers in 64 bits
+_MOST_TREES = 64
+_SHOWN_LETTERS = 240
+_trees: dict[Any, tuple[list[str], list[str]]] = {}
+
+
+def on_leaves(
+    verb: str,
+    on_tensor: OnTensor,
+    x: T,
+    axes: DeviceMesh,
+    *,
+    on_number: Callable[[Any], Any] | None = None,
+    check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
+    to: str | None = None,
+) -> T:
+    """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
+
+    Args:
+        on_number: makes the number that travels of a Python number; None refuses numbers, and with
+            ``unsent`` they stay as they are.
+        check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.
+        to: the kind of result that the call asks for, where the verb leaves that open.
+    """
+    result: T  # of the form of `x`, which no checker can see
+    typed = find_typed_verb(verb, axes, to)
+    if typed is None and isinstance(x, torch.Tensor):  # by far the most frequent; needs no tree
+        plain = as_tensor(x, argument="x", verb=verb, writable=False)
+        result = on_tensor(plain, resolve_group(axes))
+        return result
+    with nullcontext() if typed is None else HiddenFromModes():
+        result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+        return result
+
+
+def itself(number: Any) -> Any:
+    """The number itself, which travels in most verbs."""
+    return number
+
+
+def unsent(number: Any) -> None:
+    """The mark of verbs that send nothing, where a number stays as it is."""
+
+
+def _on_leaves(
+    verb: str,
+    on_tensor: OnTensor,
+    x: Any,
+    axes: DeviceMesh,
+    on_number: Callable[[Any], Any] | None,
+    check: Callable[[torch.Tensor, ProcessGroup], object] | None,
+    typed: TypedVerb | None,
+) -> Any:
+    leaves, tree = optree.tree_flatten(x)
+    paths, names = _paths_and_names(tree)
+    tensors = [
+        _sent(leaf, verb, path, axes, on_number)
+        if on_number is not None and type(leaf) in _NUMBERS
+        else as_tensor(leaf, argument=path, verb=verb, writable=False)
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    if check is not None:
+        for tensor in tensors:
+            if tensor is not None:
+                check(tensor, resolve_group(axes))
+    calls: list[OnTensor] = [on_tensor] * len(leaves)
+    if typed is not None:  # arrays of other libraries have no types
+        for place, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                calls[place] = typed.checked(on_tensor, leaf, path)
+    results = []
+    for call, leaf, tensor, name in zip(calls, leaves, tensors, names, strict=True):
+        if tensor is None:
+            results.append(leaf)
+        elif type(leaf) in _NUMBERS:
+            results.append(call(tensor, resolve_group(axes), leaf=name).item())
+        else:
+            results.append(like(call(tensor, resolve_group(axes), leaf=name), leaf))
+    return tree.unflatten(results)
+
+
+def _sent(
+    number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
+) -> torch.Tensor | None:
+    """The 0-dim tensor as which a Python number travels; None where nothing is sent."""
+    if on_number is unsent:
+        return None
+    group = resolve_group(axes)
+    num_added = group.size() if verb == "psum" else 1
+    if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
+        raise ArgumentError(
+            f"{verb} cannot take {number} as {path}: whole numbers travel in 64 bits",
+            where=group.name,
+            expected="a number that fits, as must the sum over all ranks in psum",
+            fix=f"pass a float: {path} = float({path})",
+        )
+    sent = on_number(number)
+    return torch.tensor(sent, dtype=_WIDE.get(type(sent)), device=group.first_device_type())
+
+
+def _has_plain_text(key: Any) -> bool:
+    """Whether the repr of a key is the same on every rank, as that of an object is not."""
+    return all(map(_has_plain_text, key)) if isinstance(key, tuple) else isinstance(key, _KEYS)
+
+
+def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
+    """The path of each leaf, as in ``x['loss']``, and its name, which tells all paths of the tree.
+
+    They are kept for trees without objects of the program's.
+    """
+    found = _trees.get(tree)
+    if found is None:
+        accessors = tree.accessors()
+        paths = [
+            path.codify("x")
+            if all(_has_plain_text(step.entry) for step in path)
+            else "x" + "".join(f"[{type(step.entry).__name__}]" for step in path)
+            for path in accessors
+        ]
+        whole = ", ".join(paths)
+        if len(whole) > _SHOWN_LETTERS:
+            whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
+        names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
+        found = paths, paths if paths == ["x"] else names
+        is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)
+        if is_plain and "CustomTreeNode" not in str(tree):
+            if len(_trees) >= _MOST_TREES:
+                _trees.clear()
+            _trees[tree] = found
+    return found
+
+
+AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
+"""An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
+
+
+@one_frame
+def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
+    """This rank's place along ``axis_name``, from 0.
+
+    Args:
+        axis_name, mesh: as for ``psum``; over a tuple of axes the first is major.
+
+    Returns:
+        An int; nothing is sent.
+
+    Raises:
+        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        MeshError: no mesh is in force and none is given.
+        NotInGroupError: this rank is not in the mesh.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")):
+        ...         return [md.lax.axis_index(axis) for axis in ("dp", "tp", ("tp", "dp"))]
+        >>> md.simulate(program, 4)
+        [[0, 0, 0], [0, 1, 2], [1, 0, 1], [1, 1, 3]]
+    """
+    axes = get_axes("axis_index", axis_name, mesh)
+    index = 0
+    for axis in range(axes.ndim):
+        index = index * axes.size(axis) + axes.get_local_rank(axis)
+    return index
+
+
+@one_frame
+def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
+    """The number of ranks along ``axis_name``; over a tuple of axes, the product.
+
+    Args:
+        axis_name, mesh: as for ``psum``.
+
+    Returns:
+        An int; nothing is sent.
+
+    Raises:
+        AxisError: the mesh has no such axis, or the tuple names one twice or none.
+        MeshError: no mesh is in force and none is given.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     with md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp")):
+        ...         return md.lax.axis_size("tp"), md.lax.axis_size(("dp", "tp"))
+        >>> md.simulate(program, 6)[0]
+        (3, 6)
+    """
+    return get_axes("axis_size", axis_name, mesh).size()
+
+
+def get_axes(
+    verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
+) -> DeviceMesh:
+    """Return the mesh of just the axes that a call of ``verb`` means by ``argument``, in order.
+
+    Raises:
+        AxisError, MeshError, KindError, ArgumentError: there are none such.
+    """
+    if isinstance(axis_name, DeviceMesh):
+        return _alone(verb, axis_name, mesh, argument)
+    given, mesh = mesh, mesh or find_current_mesh()
+    mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise KindError(
+            f"{verb} cannot take {axis_name!r} as {argument}",
+            expected="the name of an axis, a tuple of names, or a 1-D mesh",
+            found=type(axis_name).__name__,
+        )
+    try:
+        mesh.layout.axis_indices(names)  # raises unless they are different axes of this mesh
+    except AxisError as error:
+        fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
+        raise with_hidden_mesh(error, given, fix) from None
+    return mesh[names]
+
+
+def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:
+    if mesh is not None:
+        raise ArgumentError(
+            f"{verb} has a mesh as {argument}, and another as mesh",
+            found=f"{argument}={axis!r}, mesh={mesh!r}",
+            fix="leave mesh out, or give the name of an axis of it",
+        )
+    if axis.ndim != 1:
+        raise MeshError(
+            f"{verb} over a mesh of {axis.ndim} axes",
+            expected="one axis, such as mesh['tp']",
+            found=f"{argument}={axis!r}",
+            fix=f"name the axes: {argument}=('dp', 'tp'), mesh=mesh; or flatten the mesh",
+        )
+    return axis
+
+
+def refuse_groups(verb: str, axis_index_groups: Any) -> None:
+    """Raise unless ``axis_index_groups`` is None: parts of an axis are axes here."""
+    if axis_index_groups is not None:
+        raise KindError(
+            f"{verb} takes no axis_index_groups",
+            expected="None",
+            found=repr(axis_index_groups),
+            fix="make the parts an axis of their own: "
+            "mesh = mesh.unflatten('tp', (2, 2), ('outer', 'inner')), then name 'inner' or 'outer'",
+        )

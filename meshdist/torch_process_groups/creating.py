@@ -1,0 +1,142 @@
+"""Opens a group over our wire as torch describes it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from datetime import timedelta
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary, finalize
+
+import torch.distributed as torch_distributed
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from ..arguments import DEFAULT_TIMEOUT
+from ..bootstrap.bounded_store import BoundedStore, within
+from ..bootstrap.environments import find_local_size
+from ..bootstrap.generations import Rendezvous
+from ..bootstrap.init_methods import Terms, meet
+from ..bootstrap.stores import cloned, root_of
+from ..checking.program import never_nested
+from ..runtime.deadlines import Deadline
+from ..wires import capabilities as capabilities  # all wires register themselves
+from ..wires.registry import Opening, get_wire
+from .wire_group import WireGroup
+
+__all__ = ["open_group", "open_mpi_group"]
+
+
+@never_nested
+def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
+    """Open a group as torch's DistributedBackendOptions describe it; collective over its members.
+
+    Raises:
+        BackendError: no such wire on this machine, or it could not be opened.
+        CollectiveTimeoutError: a member did not come.
+    """
+    size, torchs, name = options.group_size, options.store, options.group_id
+    if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
+        torchs = PrefixStore(f"torch's group {name}", _joined_under_mpi().make_torch_store())
+    world = torch_distributed.get_world_size() if torch_distributed.is_initialized() else size
+    with within(Deadline(options.timeout)):
+        connection = _take_connection(root_of(torchs), options.timeout)
+        torchs, ours = _keys_of_group(torchs, options.group_rank, connection.store)
+    return WireGroup(
+        get_wire(wire),
+        Opening(
+            store=ours,
+            make_torch_store=lambda: torchs,
+            ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+            rank=options.group_rank,
+            device_type="cpu",
+            timeout=options.timeout,
+            options=wire_options,
+            name=name,
+            num_local=find_local_size(os.environ) or world,  # as far as a launcher says
+        ),
+        connection,
+    )
+
+
+@never_nested
+def open_mpi_group(ranks: list[int]) -> WireGroup:
+    """Open the MPI wire for these global ranks, or for all of ``mpiexec``'s where none is named.
+
+    Torch hands over no store, rank or size: all three come from what started the processes.
+
+    Raises:
+        RendezvousError: this process was not started by mpiexec.
+        BackendError: no MPI on this machine, or it could not be opened.
+    """
+    wire = get_wire("mpi")
+    joined = _joined_under_mpi()
+    members = tuple(ranks) or tuple(range(joined.size))
+    text = ",".join(map(str, members))
+    # The members of a group ask for it equally often, the others not at all.
+    name = f"mpi {text} {joined.store.add(f'{text} by {joined.rank}', 1)}"
+    hosts = tuple(joined.hosts[rank] for rank in members)
+    return WireGroup(
+        wire,
+        Opening(
+            store=PrefixStore(name, joined.store),
+            make_torch_store=lambda: PrefixStore(name, joined.make_torch_store()),
+            ranks=members,
+            rank=members.index(joined.rank),
+            device_type="cpu",
+            timeout=DEFAULT_TIMEOUT,  # torch does not pass on the program's
+            is_one_host=len(set(hosts)) == 1,
+            name=name,
+            num_local=joined.local_size,
+            hosts=hosts,
+        ),
+    )
+
+
+@cache
+def _joined_under_mpi() -> Rendezvous:
+    """The ranks that one mpiexec has started, met once in a process."""
+    return meet(Terms(group_name="torch's mpi"), is_mpi_asked=True)
+
+
+def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
+    """Keys of one group alone, also where an earlier world of the same store had its name.
+
+    Returns:
+        The keys for torch's own classes, by ``store``; those for our requests, by ``connection``.
+    """
+    generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
+    torchs = PrefixStore(f"opened {generation}", store)
+    # The prefixes of ``store`` cannot be read. So the members' own prefix is a word that the first
+    # of them leaves there, as 8f1c...: ours are then the keys "8f1c.../address", and so on.
+    word = secrets.token_hex(16)
+    word = connection.ask(lambda _: torchs.compare_set("word", "", word)).decode()
+    return torchs, PrefixStore(word, connection)
+
+
+# Where a client connects, torch's server asks the name server what it is called, and answers nobody
+# meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
+# over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
+_connections: WeakValueDictionary[tuple[int, str, int], _Connection] = WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+class _Connection:
+    """A connection by which groups ask a store; it is closed behind the last of them."""
+
+    def __init__(self, root: Store, timeout: timedelta) -> None:
+        self.store = BoundedStore(cloned(root), timeout)
+        finalize(self, self.store.close)  # what is kept keeps its socket
+
+
+def _take_connection(root: Store, timeout: timedelta) -> _Connection:
+    """The connection that this process has to a store's server, or a new one."""
+    if not isinstance(root, TCPStore):
+        return _Connection(root, timeout)
+    server = os.getpid(), root.host, root.port
+    with _sharing:
+        connection = _connections.get(server)
+        if connection is None or not connection.store.is_served:
+            connection = _connections[server] = _Connection(root, timeout)
+        return connection

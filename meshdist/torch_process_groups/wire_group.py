@@ -1,0 +1,438 @@
+"""Torch's process groups over one of our wires: the verbs are those of our own groups.
+
+``VerbMethods`` has the methods, in the forms in which torch's front end, its C++ and its older
+versions call them; what each verb does is described in ``torch.distributed``. Verbs that their
+callers wait for run in the caller's thread. What torch's C++ starts, and messages, go on in the
+background. Tensors of a device that the wire does not serve go by a group of torch's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial, wraps
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+import torch.autograd.profiler as profiler
+import torch.distributed as torch_distributed
+from torch._C._distributed_c10d import Backend
+from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
+
+from ..checking.program import never_nested, run_unnested
+from ..collectives.collective import Collective
+from ..collectives.monitored_barrier import MonitoredBarrier
+from ..collectives.point_to_point import open_channel, prepare_message
+from ..collectives.prepare import prepare
+from ..collectives.roots import find_peer
+from ..collectives.sparse_sums import sum_sparse
+from ..errors import BackendError, CollectiveTimeoutError
+from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
+from ..reduce_ops import ReduceOp, split_premul
+from ..verb_table import VERBS, Form, Role
+from ..wires.operations import WorkerQueue
+from ..wires.registry import Opening, Wire
+from ..wires.work import Work, bound, joined
+from .inner_group import InnerGroup
+from .works import TorchWork, begin_record, tensors_of
+
+__all__ = ["WireGroup"]
+
+Tensors = Sequence[torch.Tensor]
+
+_open: weakref.WeakSet[WireGroup] = weakref.WeakSet()
+_LATER = Asked()
+
+
+# Its methods take more than one form, which Python's cannot be declared to have.
+_TorchsGroup: Any = torch_distributed.ProcessGroup
+
+
+class _BackendForHooks(Backend):
+    """Carries nothing: stands where torch's own groups have the backend that they call.
+
+    Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
+    process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which our
+    verbs do not pass. Ours notes them.
+    """
+
+    def getBackendName(self) -> str:
+        """The group's name in errors."""
+        return "meshdist"
+
+
+def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` for tensors of the wire; others go on to torch's own group, as they were given."""
+
+    @wraps(method)
+    def called(self: WireGroup, *given: Any, **named: Any) -> Any:
+        x = given[0] if given else None
+        x = x[0] if type(x) is list and x else x
+        if not isinstance(x, torch.Tensor):  # seldom
+            x = next(tensors_of((*given, *named.values())), None)
+        if x is None or x.is_cpu or x.device.type in self._wire.device_types:
+            return method(self, *given, **named)
+        return getattr(self._other(x.device.type), method.__name__)(*given, **named)
+
+    return called
+
+
+class WireGroup(_TorchsGroup):  # type: ignore[misc]
+    """One group of torch's over one wire. Making one is collective over its members.
+
+    Args:
+        wire: what moves tensors of its device types.
+        opening: the group, as the wire is to open it; its name is what torch calls it.
+        kept: what the opening's store needs, dropped at the group's end.
+
+    Raises:
+        BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, wire: Wire, opening: Opening, kept: object = None) -> None:
+        place = opening.rank, len(opening.ranks)
+        super().__init__(*place)
+        if hasattr(c10d, "FlightRecorderHook"):
+            self._for_hooks = _BackendForHooks(*place)
+            none_of_torchs = _TorchsGroup.BackendType.UNDEFINED
+            self._register_backend(torch.device("cpu"), none_of_torchs, self._for_hooks)
+        self._group_name = opening.name
+        self._kept = kept
+        self._wire = wire
+        self._opening = opening
+        self.inner = InnerGroup(wire, opening)
+        self._completer = WorkerQueue(self.inner.abort)
+        self._coalesced: list[TorchWork] | None = None
+        self._others: dict[str, Any] = {}
+        _open.add(self)
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:  # torch's names, here and below
+        """The name of the wire."""
+        return self._wire.name
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        """Torch's name of the group, which torch itself keeps in its own backends alone."""
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        """Let torch call it something else."""
+        self._group_name = name
+
+    def get_group_store(self) -> Store:
+        """The store whose keys belong to the group."""
+        return self._opening.make_torch_store()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = sorted(self._wire.device_types.union(self._others))
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Itself, or torch's own backend for a device that the wire does not serve."""
+        kind = torch.device(device).type
+        if kind in self._wire.device_types:
+            return self
+        return self._other(kind)._get_backend(device)
+
+    @property
+    def options(self) -> Any:
+        """The options that torch asks a backend for: the name and the timeout."""
+        return Backend.Options(self._wire.name, self.inner.timeout)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether tensors for it come from memory of its own: they do not."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let every later call take so long."""
+        self.inner.set_timeout(timeout)
+        for group in self._others.values():
+            group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to be done: members count from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.inner.recorder.sequence
+
+    # -- several as one --------------------------------------------------------------------------
+
+    def _start_coalescing(self, device_type: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device_type: torch.device) -> TorchWork:
+        coalesced, self._coalesced = self._coalesced or [], None
+        return TorchWork.joined(coalesced, self._completer)
+
+    start_coalescing = _start_coalescing  # as torch's C++ calls them
+    end_coalescing = _end_coalescing
+
+    @never_nested
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return when every member has come; where one does not come, rank 0 names it.
+
+        It goes through the store, and breaks nothing.
+
+        Raises:
+            CollectiveTimeoutError: one did not come. It names the first that did not, or all of
+                them with ``wait_all_ranks``.
+            StoreError: the store is lost.
+        """
+        inner, ranks = self.inner, self._opening.ranks
+        inner.check_usable()
+        rank, limit = inner.world.rank, inner.timeout if timeout is None else timeout
+        expected, fix = "a timeout above zero", None
+        failure = f"Rank {rank} timed out in monitoredBarrier: it may not wait"
+        number = inner.world.next_number("meeting")
+        if limit > timedelta(0):
+            terms = ranks, rank, number, limit, wait_all_ranks
+            failure = MonitoredBarrier(self._opening.store, "meeting", *terms).wait().failure
+            expected = "every member to call it"
+            fix = "look at what that rank did instead; the group can be used afterwards"
+        if failure:
+            where, found = f"{inner.here}, {inner.name}", None if fix else f"{limit}"
+            raise CollectiveTimeoutError(
+                failure, where=where, expected=expected, found=found, fix=fix
+            )
+
+    # -- its end ---------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Free every wait in the group, here and on the other members; it is unusable then."""
+        if self.inner.is_over:
+            return
+        for group in self._others.values():
+            group.abort()
+        self.inner.abort()
+
+    def shutdown(self) -> None:
+        """End this member's part; a second call does nothing."""
+        if self.inner.is_over:
+            return
+        self._completer.end()
+        self.inner.close()
+        for group in self._others.values():
+            group.shutdown()
+        self._kept = None
+
+    # -- how a verb runs -------------------------------------------------------------------------
+
+    def _start(self, verb: str, asked: Asked, given: dict[str, Any]) -> TorchWork:
+        inner, form = self.inner, _form_of(verb)
+        inner.check_unbroken()
+        written: Any = given[form.tensors[0]] if form.tensors else None
+        noted = given.get(form.noted)
+        if form.is_sum and written.layout is not torch.strided:
+            kind, factor = split_premul(asked.op)
+            sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
+            return self._handed_out(TorchWork((), [written], self._completer))
+        for name in form.tensors:
+            x = given[name]
+            bare = x.data if type(x) is torch.Tensor else _bare(x)
+            given[name] = _flat(bare) if form.has_blocks else bare
+        waits = not (asked.is_async or asked.timeout or profiler._is_profiler_enabled)
+        start = partial(form.run, **given, group=inner, async_op=not waits)
+        result = [written] if isinstance(written, torch.Tensor) else list(written or ())
+        if result and form.is_nested:
+            result = [result]
+        return self._run(verb, asked, start, [noted], result)
+
+    def _run(
+        self,
+        verb: str,
+        asked: Asked,
+        start: Callable[[], Work | None],
+        noted: Sequence[Any],
+        result: list[Any],
+        title: str = "",
+    ) -> TorchWork:
+        """Start a verb, and wait for it unless it is asked to go on; torch's Work of it.
+
+        Args:
+            start: starts it; what it returns is waited for.
+            noted: the tensors that a profile shows, some in lists.
+            result: what its Work returns.
+            title: its name in a profile, in place of ``verb``.
+        """
+        is_recorded = profiler._is_profiler_enabled
+        if is_recorded:
+            records = begin_record(f"{self._wire.name}:{title or verb}", noted)
+        started = run_unnested(verb, start)
+        if started is not None and asked.timeout is not None:
+            bound(started, asked.timeout)
+        work = TorchWork(() if started is None else (started,), result, self._completer)
+        if is_recorded:
+            work.end_with(records, asked.is_async)
+        if not asked.is_async:
+            work.wait()
+        return work if self._coalesced is None else self._handed_out(work)
+
+    def _handed_out(self, work: TorchWork) -> TorchWork:
+        """``work``, which ``_end_coalescing`` may join with others."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _message(self, verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> TorchWork:
+        inner, row = self.inner, VERBS[verb]
+        inner.check_unbroken()
+        if type(peer) is not int or not 0 <= peer < len(inner.ranks):  # else decided fast
+            peer = find_peer(inner, None, peer, verb, *row.named(Role.PEER))
+        message = prepare_message(verb, inner, peer, _bare(tensor), tag, is_send=row.sends)
+        start = partial(open_channel(inner, message).run, message, is_async=True)
+        title = "recvAnySource" if peer is None else verb
+        return self._run(verb, _LATER, start, [tensor], [tensor], title)
+
+    def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
+        """Run a verb on each pair, all of which are checked before the first is sent."""
+        self.inner.check_unbroken()
+        asked = read_options((), opts=opts)
+        ops = [asked.op] if VERBS[verb].reduces else []
+        Collective(verb, self.inner).check_list(inputs, "inputs")
+        calls = [
+            prepare(verb, self.inner, _flat(_bare(output)), _flat(_bare(tensor)), *ops)
+            for output, tensor in zip(outputs, inputs, strict=True)
+        ]
+
+        def start() -> Work | None:
+            return joined(list(filter(None, [call.run(True) for call in calls])))
+
+        return self._run(verb, asked, start, inputs, list(outputs))
+
+    @_for_its_wire
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """As ``all_gather_single`` for each pair."""
+        return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
+
+    @_for_its_wire
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """As ``reduce_scatter_single`` for each pair."""
+        return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
+
+    # The names of torch before 2.13, by which its C++ and programs call as well.
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # -- other devices ---------------------------------------------------------------------------
+
+    def _other(self, kind: str) -> Any:
+        """Torch's group of the same members for tensors of a device type; it connects at a verb.
+
+        In a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
+        process group itself, and drops the other half. So that half is opened here, on the same
+        store.
+
+        Raises:
+            BackendError: this torch, or this machine, has nothing for that device type.
+        """
+        if kind in self._others:
+            return self._others[kind]
+        inner = self.inner
+        inner.check_usable()
+        has_nccl = torch_distributed.is_nccl_available() and torch.cuda.is_available()
+        if kind != "cuda" or not has_nccl:
+            raise BackendError(
+                f"{inner.name} cannot carry {kind} tensors",
+                where=inner.here,
+                expected=f"tensors that the wire {self._wire.name!r} serves, or CUDA tensors by "
+                "NCCL",
+                found="a torch without NCCL, or no GPU" if kind == "cuda" else f"a {kind} tensor",
+                fix="move the tensor to the CPU, or make a group of another backend for it",
+            )
+        store = PrefixStore(kind, self._opening.make_torch_store())
+        ranks, place, size = inner.ranks, inner.rank(), inner.size()
+        options = torch_distributed.ProcessGroupNCCL.Options()
+        fields = {"_timeout": inner.timeout, "group_name": self._group_name}
+        for name, value in {**fields, "global_ranks_in_group": list(ranks)}.items():
+            setattr(options, name, value)
+        backend = torch_distributed.ProcessGroupNCCL(store, place, size, options)
+        backend._set_sequence_number_for_group()
+        made = self._others[kind] = _TorchsGroup(store, place, size)
+        nccl = _TorchsGroup.BackendType.NCCL
+        made._set_default_backend(nccl)
+        made._register_backend(torch.device(kind), nccl, backend)
+        made._set_group_name(f"{self._group_name}/{kind}")
+        return made
+
+
+for _name, _method in vars(VerbMethods).items():
+    if callable(_method):
+        setattr(WireGroup, _name, _for_its_wire(_method))
+
+
+@atexit.register
+def _leave_all() -> None:
+    """Let members that still wait for this process see that it ended in good order."""
+    for group in list(_open):
+        with suppress(Exception):  # it may be broken already
+            group.inner.leave()
+
+
+def _bare(given: Any) -> Any:
+    """An argument with tensors on the same memory that have no gradient, nor torch's version.
+
+    As torch's own groups do, ours let a program write where autograd has saved values: FSDP gathers
+    parameters again into the memory where a forward has seen them.
+    """
+    if isinstance(given, torch.Tensor):
+        return (given if type(given) is torch.Tensor else given.detach()).data
+    return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with one dim: of blocks torch compares the numbers of elements alone."""
+    return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
+
+
+class _TorchForm(NamedTuple):
+    """How torch's groups call a verb of ours.
+
+    Args:
+        run: the verb, without its marks: no fast path, which is for one thread, no record of its
+            own in a profile, and nothing for typed contexts, as torch's own verbs.
+        tensors: its parameters of tensors, first that which it writes.
+        noted: that which a profile shows.
+        has_blocks: whether it has one larger tensor, with a block for each member.
+        is_nested: whether torch's result is a list of the list that it writes.
+        is_sum: whether it reduces one tensor for all members, which may be sparse.
+    """
+
+    run: Callable[..., Any]
+    tensors: tuple[str, ...]
+    noted: str
+    has_blocks: bool
+    is_nested: bool
+    is_sum: bool
+
+
+@cache
+def _form_of(verb: str) -> _TorchForm:
+    row, run = VERBS[verb], unwrap(verbs[verb])
+    carrier = row.carrier
+    forms = carrier.takes, carrier.gives
+    tensors = row.named(Role.IN_PLACE, Role.OUTPUT, Role.INPUT)
+    noted = tensors[0] if carrier.root == "from" else "".join(tensors[-1:])
+    has_blocks = row.is_plain and forms == (Form.ONE, Form.ONE)
+    is_nested = row.is_plain and forms in ((Form.ONE, Form.EACH), (Form.ONE, Form.AT_ROOT))
+    is_sum = forms == (Form.IN_PLACE, Form.ONE) and not carrier.root
+    return _TorchForm(run, tensors, noted, has_blocks, is_nested, is_sum)

@@ -1,0 +1,1 @@
+"""Types that follow values."""

@@ -1,0 +1,412 @@
+"""The typed context that a thread is inside of: what all rooms about types ask for.
+
+It follows the hooks of the program on leaves: in its backwards none may part an equal gradient. And
+it lets parameters keep the marks of the tensors that they are made of.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode, handle_torch_function
+
+from ..collectives.torch_private import (
+    are_transforms_active,
+    is_mode_enabled,
+    is_wrapped,
+    mode_at,
+    num_modes,
+    storage_uses,
+    unwrapped,
+)
+from ..errors import AxisTypeError
+from ..functional.axis_types import (
+    ATTRIBUTE,
+    INVARIANT,
+    REDUCED_BY_OWNER,
+    SPEC_ATTRIBUTE,
+    JoinedType,
+    Refusal,
+    gradient_type,
+    join_types,
+    kinds_in,
+    type_text,
+    with_kinds,
+)
+from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import untraced
+from .casting import Casts
+from .detail_checks import is_checked
+from .refusals import (
+    foreign_axis,
+    of_a_subclass,
+    refused_join,
+    refused_write,
+    tensor_text,
+    transformed,
+    type_of,
+    unseen_history,
+    where,
+)
+from .torch_functions import TorchFunction
+
+__all__ = [
+    "ContextMode",
+    "PLAIN_TENSORS",
+    "Backwards",
+    "TypedHook",
+    "paused",
+    "collect",
+    "find_context",
+    "follow_hooks",
+    "open_context",
+    "keep_marks_in_parameters",
+    "mark",
+]
+
+
+def keep_marks_in_parameters() -> None:
+    """Let ``nn.Parameter(x)`` have the marks of ``x``, as pickling and ``model.to`` keep them.
+
+    torch makes a bare tensor of ``x`` in C++, which asks no mode and no hook, so the constructor is
+    wrapped. Kinds over the axes of a wrapper stay behind: the new parameter is not the wrapper's.
+    """
+    new = Parameter.__new__
+
+    @untraced
+    @wraps(new)
+    def marked(cls: type[Parameter], data: Any = None, *rest: Any, **named: Any) -> Parameter:
+        made = new(cls, data, *rest, **named)
+        marks = getattr(data, "__dict__", {})
+        if ATTRIBUTE in marks and REDUCED_BY_OWNER not in marks:
+            kept = (ATTRIBUTE, SPEC_ATTRIBUTE)
+            made.__dict__.update({name: marks[name] for name in kept if name in marks})
+        elif (caller := sys._getframe(1)).f_code is ParametrizationList.__init__.__code__:
+            _check_lost(caller.f_locals["original"])
+        return made
+
+    Parameter.__new__ = marked  # type: ignore[method-assign, assignment]
+
+
+def _check_lost(original: torch.Tensor) -> None:
+    """Raise where a parametrization, such as torch's weight_norm, parts a leaf into several that
+    have no mark, since what makes them ran outside of a context.
+    """
+    if type_of(original) and REDUCED_BY_OWNER not in original.__dict__:
+        raise AxisTypeError(
+            "a parametrization makes several leaves of one that is marked, and loses its mark",
+            expected="leaves with marks: without one a leaf is equal on all ranks, and its "
+            "gradient is summed",
+            found=f"original: {tensor_text(original)}",
+            fix="register it inside `with md.typed(mesh):`, where types follow; or register it "
+            "first, and annotate each of its leaves",
+        )
+
+
+@dataclass
+class Backwards:
+    """What a mesh knows of the backwards of its contexts."""
+
+    running: ContextMode | None = None
+    """The context whose backward runs."""
+    has_passed: bool = False
+    """Whether some context's backward was reached: later contexts note nothing."""
+
+
+class TypedHook:
+    """A hook of the program on ``x``, which the contexts of ``mesh`` follow."""
+
+    def __init__(self, mesh: DeviceMesh, x: torch.Tensor, hook: Callable[..., Any]) -> None:
+        self.mesh = mesh
+        self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
+
+    def __call__(self, given: torch.Tensor) -> Any:
+        """Call it with a gradient, or with the leaf that has accumulated its gradient."""
+        mode, x = self.mesh.caches.of(Backwards).running, self._of()
+        is_behind = x is not None and given is x
+        grad: Any = given.grad if is_behind else given
+        if mode is None or grad is None:
+            return self._hook(given)
+        expected = gradient_type(self._type if x is None else type_of(x))
+        if x is not None and (owned := x.__dict__.get(REDUCED_BY_OWNER)):
+            expected = with_kinds(expected, dict.fromkeys(owned.split(","), "V"))
+        before = grad.__dict__.get(ATTRIBUTE)
+        grad.__dict__[ATTRIBUTE] = expected
+        with mode:
+            result = self._hook(given)
+        found: Any = given.grad if is_behind else grad if result is None else result
+        kinds = {} if found is None else kinds_in(type_of(found))
+        for axis, _ in sorted(kinds.items() - kinds_in(expected).items()):
+            raise AxisTypeError(
+                f"the hook {getattr(self._hook, '__qualname__', self._hook)} gives a gradient "
+                "another type than its tensor's",
+                where=where(self.mesh, [axis]),
+                expected=tensor_text(grad, expected),
+                found=tensor_text(found),
+                fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
+            )
+        if not is_behind:  # the engine may hand it to other tensors, too
+            grad.__dict__.pop(ATTRIBUTE, None)
+            if before is not None:
+                grad.__dict__[ATTRIBUTE] = before
+        return result
+
+
+def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
+    """Let contexts of ``mesh`` follow the hooks that the program has set on a leaf."""
+    both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
+    for hooks in both:
+        for key, hook in hooks.items():
+            if isinstance(hook, TypedHook):
+                hook.mesh = mesh
+            elif not str(getattr(hook, "__module__", "")).startswith("meshdist."):
+                hooks[key] = TypedHook(mesh, x, hook)
+
+
+PLAIN_TENSORS = frozenset({torch.Tensor, Parameter, UninitializedParameter, UninitializedBuffer})
+"""The types of tensors that a context follows."""
+
+
+keep_marks_in_parameters()
+
+
+class ContextMode(TorchFunctionMode):
+    """The state of one context of one thread.
+
+    Args:
+        mesh: the context's.
+
+    Attributes:
+        casts: what it has cast.
+        is_asleep: whether ``md.untyped()`` has paused it.
+        owners: by axis, the name of what reduces gradients over it behind the backward, and so
+            needs a loss that varies there.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.axes = frozenset(mesh.axis_names)
+        self.casts = Casts(mesh)
+        self.is_asleep = False
+        self.owners: dict[str, str] = {}
+        # Types of which any number join to the same. At debug level DETAIL none is settled: there
+        # the leaves that take part are noted, in the order of their first use, which ranks share.
+        self.is_checked = is_checked()
+        self.settled: set[str] = set() if self.is_checked else {INVARIANT}
+        self.leaves: dict[int, torch.Tensor] = {}
+        self.joins: dict[
+            Any, JoinedType
+        ] = {}  # by the operands' types, and by linearity where it counts
+
+    def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
+        """Note what made ``result``, in a context that notes it (``provenance``)."""
+
+    def stop_notes(self) -> None:
+        """Note no more: here, and in the mesh's later contexts."""
+
+    def note_next_time(self) -> bool:
+        """Whether this context has notes; if not, the mesh's next one has."""
+        self.mesh.caches.of(Backwards).has_passed = False
+        return False
+
+    def type_of(self, tensor: torch.Tensor, operation: str) -> str:
+        """The text of an operand's type; raises for subclasses and for histories unseen here."""
+        if type(tensor) not in PLAIN_TENSORS:
+            raise of_a_subclass(tensor, operation)
+        follow_hooks(self.mesh, tensor)
+        text = tensor.__dict__.get(ATTRIBUTE)
+        if text is None:
+            if not tensor.is_leaf:
+                raise unseen_history(tensor, operation, self.mesh)
+            return ""
+        return text  # type: ignore[no-any-return]
+
+    def operand_type(self, x: torch.Tensor, verb: str) -> str:
+        """The text of the type of a verb's operand, checked as an operation's."""
+        text = self.type_of(x, verb)
+        self.check_axes(x, kinds_in(text), verb)
+        if are_transforms_active():
+            self._check_transformed(verb, [x])
+        return text
+
+    def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
+        """Raise AxisTypeError where a tensor's type names an axis that the mesh lacks."""
+        for axis in kinds:
+            if axis not in self.axes:
+                raise foreign_axis(axis, tensor, operation, self.mesh)
+
+    def joined(
+        self,
+        operation: TorchFunction,
+        operands: Sequence[torch.Tensor],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        added: str = INVARIANT,
+    ) -> JoinedType:
+        """The join of the operands' types and ``added``; raises if any cannot be joined."""
+        name = operation.name
+        texts: tuple[str, ...] = tuple([self.type_of(one, name) for one in operands])
+        if are_transforms_active():
+            self._check_transformed(name, operands)
+        if self.is_checked:
+            self.leaves.update(
+                (id(one), one) for one in operands if one.is_leaf and one.requires_grad
+            )
+        key: Any = (*texts, added) if added else texts
+        found = self.joins.get(key)
+        if found is None:
+            for one, text in zip(operands, texts, strict=True):
+                self.check_axes(one, kinds_in(text), name)
+            linearity = ""
+            if any("U" in kinds_in(text).values() for text in key):
+                linearity = _linearity(operation, args, kwargs or {})
+                found = self.joins.get((key, linearity))
+            if found is None:
+                made = join_types(key, linearity)
+                if isinstance(made, Refusal):
+                    raise refused_join(name, operands, made.axis, made.operand, self.mesh)
+                found = made
+                self.joins[(key, linearity) if linearity else key] = found
+                if not linearity and not self.is_checked:
+                    self.settled.update(
+                        text for text in texts if "U" not in kinds_in(text).values()
+                    )
+        return found
+
+    def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
+        """Raise where a value that is not invariant takes part in a transform of torch.func."""
+        for one in operands:
+            inner = one
+            while is_wrapped(inner) and not type_of(inner):
+                inner = unwrapped(inner)
+            if type_of(inner):
+                raise transformed(name, inner, self.mesh)
+
+    def check_write(
+        self,
+        operation: TorchFunction,
+        target: torch.Tensor,
+        text: str,
+        operands: Sequence[torch.Tensor],
+    ) -> None:
+        """Raise where writing a value of type ``text`` would change what others rely on."""
+        before = self.type_of(target, operation.name)
+        if self.widened(target, text) == before:
+            return
+        if target.requires_grad:
+            why = "which requires a gradient"
+        elif target._base is not None:
+            why = "a view of another tensor"
+        elif storage_uses(target) > 1:
+            why = "whose memory others share"
+        else:
+            return
+        raise refused_write(operation.name, target, text, operands, self.mesh, why)
+
+    def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
+        """The type of what is written: never less than it was."""
+        before = type_of(target)
+        if before == text or not is_out or not before:
+            return text
+        made = join_types((before, text))
+        return made.text if isinstance(made, JoinedType) else text
+
+    def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
+        """``x`` of other kinds over axes where it is invariant; itself where no cast is needed."""
+        if missing and x.requires_grad and torch.is_grad_enabled():
+            return self.casts.cast(x, type_text(missing))
+        return x
+
+
+def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """How an operation is linear in this call."""
+    numbers = [one for one in args if isinstance(one, (int, float, complex))]
+    if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
+        return ""
+    dtypes = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
+    is_rounded = any(not (one.is_floating_point or one.is_complex) for one in dtypes)
+    return "" if is_rounded else operation.linearity
+
+
+def open_context() -> ContextMode | None:
+    """The context that this thread is inside of, paused or not."""
+    for place in range(num_modes() - 1, -1, -1):
+        mode = mode_at(place)
+        if isinstance(mode, ContextMode):
+            return mode
+    return None
+
+
+def find_context() -> ContextMode | None:
+    """The context that sees what this thread does now; None inside of what it does itself.
+
+    Backwards, verbs and custom Functions run inside a context as if there were none.
+    """
+    if not is_mode_enabled():
+        return None
+    mode = open_context()
+    return None if mode is None or mode.is_asleep else mode
+
+
+def show_method(name: str) -> None:
+    """Let contexts see a method of tensors that torch shows to no mode."""
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        is_seen = find_context() is not None
+        call = partial(handle_torch_function, seen, args[:1]) if is_seen else method
+        return call(*args, **kwargs)
+
+    seen.__module__ = "torch"
+    setattr(torch.Tensor, name, seen)
+
+
+show_method("as_subclass")
+show_method("set_")
+
+
+@contextmanager
+def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
+    """Let a context see nothing inside, or, though it was paused, see again."""
+    before = mode.is_asleep
+    mode.is_asleep = is_asleep
+    try:
+        yield
+    finally:
+        mode.is_asleep = before
+
+
+def collect(tree: Any, found: list[torch.Tensor]) -> None:
+    """Add the tensors in nested lists, tuples and dicts to ``found``, in their order."""
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            collect(entry, found)
+    elif isinstance(tree, dict):
+        for entry in tree.values():
+            collect(entry, found)
+
+
+def mark(tree: Any, text: str) -> None:
+    """Give the tensors in nested lists, tuples and dicts a type."""
+    if isinstance(tree, torch.Tensor):
+        tree.__dict__[ATTRIBUTE] = text
+    elif isinstance(tree, (tuple, list)):
+        for entry in tree:
+            mark(entry, text)
+    elif isinstance(tree, dict):
+        for entry in tree.values():
+            mark(entry, text)

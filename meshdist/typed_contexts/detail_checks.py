@@ -1,0 +1,99 @@
+"""Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
+
+The types trust what data are annotated with, and numbers that leave tensors. What slips through
+there is named here: each operand that is cast, each loss, and the gradients of leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..functional.axis_types import kinds_in
+from ..functional.value_checks import check_invariant
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from .refusals import axes_argument, tensor_text, type_of, where
+
+__all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
+
+
+def is_checked() -> bool:
+    """Whether values are compared."""
+    return get_debug_level() == DebugLevel.DETAIL
+
+
+def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless all ranks hold the same operand of a cast."""
+    check_invariant(
+        x.detach(),
+        group,
+        f"an operand that is invariant by its type, {tensor_text(x)}, and meets varying ones,",
+        where=where(mesh),
+        expected="equal values, as its type says",
+        fix=lambda far: (
+            "say what it is where it is made or enters: "
+            f"md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
+    )
+
+
+def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise GradientError unless a loss is equal along the axes over which it is invariant."""
+    group = _invariant_group(type_of(loss), mesh)
+    if group is not None:
+        check_invariant(
+            loss.detach(),
+            group,
+            f"a loss that is invariant by its type, {tensor_text(loss)},",
+            where=where(mesh),
+            expected="equal values, as its type says",
+            fix="annotate the data that differ between ranks, and take numbers that differ into "
+            "the program as annotated tensors",
+        )
+
+
+def check_gradient_of(
+    leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
+) -> None:
+    """Raise GradientError where a leaf's gradient, of type ``text``, differs where that is I."""
+    group = _invariant_group(text, mesh)
+    if group is None:
+        return
+    # A number behind the values says whether there are any.
+    dense = torch.zeros_like(leaf) if grad is None else grad.detach().to_dense()
+    is_there = dense.new_full((1,), grad is not None)
+    check_invariant(
+        torch.cat([dense.reshape(-1), is_there]),
+        group,
+        f"the gradient of a leaf, {tensor_text(leaf)},",
+        where=where(mesh),
+        expected="equal gradients: along these axes the gradient is invariant, as the leaf is",
+        fix=lambda far: (
+            "a value that differs between ranks entered without a type: annotate it "
+            f"where it enters, md.annotate(x, varying={_differing_axes(mesh, group, far)})"
+        ),
+    )
+
+
+def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
+    """As an argument, the axes that lead from the group's first member to one that differs.
+
+    Where ranks 2 and 3 of (dp=2, tp=2) differ: 'dp', which leads to rank 2 alone.
+    """
+    first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
+    ways = [
+        [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
+        for other in others
+    ]
+    named = {axis for way in ways if len(way) == min(map(len, ways)) for axis in way}
+    return axes_argument([axis for axis in mesh.axis_names if axis in named])
+
+
+def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
+    """The group along all axes over which a type is invariant; None where there are none."""
+    kinds = kinds_in(text)
+    axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
+    return resolve_group(mesh[axes]) if axes else None

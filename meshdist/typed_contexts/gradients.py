@@ -1,0 +1,210 @@
+"""Backwards inside a typed context: what may begin one, and the types of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import AxisTypeError
+from ..functional.axis_types import (
+    ATTRIBUTE,
+    GRADIENT_KINDS,
+    REDUCED_BY_OWNER,
+    gradient_type,
+    kinds_in,
+    with_kinds,
+)
+from ..functional.value_checks import note_leaves
+from ..groups.process_group import resolve_group
+from .context import Backwards, ContextMode
+from .detail_checks import check_gradient_of, check_loss
+from .provenance import varying_loss
+from .refusals import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
+from .torch_functions import argument
+
+__all__ = [
+    "get_grad",
+    "gradient_type_of",
+    "run_backward",
+    "run_grad",
+    "set_data",
+    "set_grad",
+]
+
+
+def gradient_type_of(x: torch.Tensor) -> str:
+    """The type of ``x.grad``."""
+    text = gradient_type(type_of(x))
+    owned = x.__dict__.get(REDUCED_BY_OWNER)
+    return with_kinds(text, dict.fromkeys(owned.split(","), "I")) if owned else text
+
+
+def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``Tensor.backward`` or ``torch.autograd.backward``, once the losses are known to be fit."""
+    losses = _listed(args[0] if args else kwargs.get("tensors"))
+    place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
+    gradients = _check_losses(mode, "backward", losses, argument(place, args, kwargs))
+    args, kwargs = _with_argument(place, gradients, args, kwargs)
+    mode.casts.refuse_leaves_in_uneven_loop("backward")
+    leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
+    if leaf is not None:
+        raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
+    with _noted(mode, losses):
+        result = call(*args, **kwargs)
+    for leaf in mode.leaves.values():
+        check_gradient_of(leaf, leaf.grad, gradient_type_of(leaf), mode.mesh)
+    return result
+
+
+def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``torch.autograd.grad``; its results have types."""
+    losses = _listed(argument((0, "outputs"), args, kwargs))
+    inputs = _listed(argument((1, "inputs"), args, kwargs))
+    place = (2, "grad_outputs")
+    gradients = _check_losses(mode, "autograd.grad", losses, argument(place, args, kwargs))
+    args, kwargs = _with_argument(place, gradients, args, kwargs)
+    mode.casts.refuse_leaves_in_uneven_loop("autograd.grad")
+    with _noted(mode, losses):
+        found = call(*args, **kwargs)
+    for one, grad in zip(inputs, found, strict=True):
+        if mode.is_checked and one.is_leaf:
+            check_gradient_of(one, grad, gradient_type(type_of(one)), mode.mesh)
+        if grad is not None:
+            grad.__dict__[ATTRIBUTE] = gradient_type(type_of(one))
+    return found
+
+
+@contextmanager
+def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
+    """A backward inside notes its leaves, where the world compares their gradients."""
+    axes = () if mode.mesh.world.compared is None else mode.mesh.axis_names
+    groups = [resolve_group(mode.mesh[axis]) for axis in axes]
+
+    def note(node: Any) -> None:
+        for group in groups:
+            note_leaves(node, group, is_typed=True)
+
+    nodes = [(one, one.grad_fn) for one in losses if getattr(one, "grad_fn", None) is not None]
+    hooks = [one.register_hook(lambda _, node=node: note(node)) for one, node in nodes]
+    state = mode.mesh.caches.of(Backwards)
+    state.running = mode
+    try:
+        yield
+    finally:
+        state.running = None
+        mode.casts.forget_leaves()
+        for hook in hooks:
+            hook.remove()
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (tuple, list)) else [given]
+
+
+def _with_argument(place: Any, value: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    position, name = place
+    if position < len(args):
+        return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value} if name in kwargs else kwargs
+
+
+def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: Any) -> Any:
+    """Raise where a loss or its gradient is of a wrong type; return the gradients, cast."""
+    is_listed = isinstance(given, (tuple, list))
+    gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
+    for place, loss in enumerate(losses):
+        if not isinstance(loss, torch.Tensor):
+            continue
+        text = mode.type_of(loss, verb)
+        mode.check_axes(loss, kinds_in(text), verb)
+        for axis, owner in mode.owners.items():
+            if kinds_in(text).get(axis, "I") in "IU":
+                raise owned_loss(loss, axis, owner, mode.mesh, verb)
+        if mode.is_checked:
+            check_loss(loss, mode.mesh)
+        gradient = gradients[place] if place < len(gradients) else None
+        if gradient is None:
+            wrong = [
+                axis
+                for axis, kind in kinds_in(text).items()
+                if kind in "RV" and axis not in mode.owners
+            ]
+            varying = [axis for axis in wrong if kinds_in(text)[axis] == "V"]
+            if varying:
+                is_noted = mode.note_next_time()
+                raise varying_loss(loss, varying, mode.mesh, verb, is_noted=is_noted)
+            if wrong:
+                raise refused_loss(loss, wrong, mode.mesh, verb)
+        else:
+            gradients[place] = _cast_gradient(mode, verb, loss, gradient)
+    mode.stop_notes()
+    return gradients if is_listed else given if given is None else gradients[0]
+
+
+def _cast_gradient(
+    mode: ContextMode, verb: str, loss: torch.Tensor, gradient: torch.Tensor
+) -> torch.Tensor:
+    """A gradient that the program gives, of the type that the loss's has."""
+    loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, verb))
+    missing = {}
+    for axis in sorted({*loss_kinds, *kinds}):
+        wanted = GRADIENT_KINDS[loss_kinds.get(axis, "I")]
+        kind = kinds.get(axis, "I")
+        if kind == "I" and wanted in "VR":
+            missing[axis] = wanted
+        elif kind != wanted:
+            expected = gradient_type(type_of(loss))
+            raise AxisTypeError(
+                f"{verb} with a gradient whose type does not fit its tensor's",
+                where=where(mode.mesh, [axis]),
+                expected=f"a gradient of type {{{expected}}}",
+                found=f"tensor: {tensor_text(loss)}\ngradient: {tensor_text(gradient)}",
+                fix=f"make the gradient with the verbs of lax, as torch.ones_like(x) and "
+                f"lax.pcast(g, {axis!r}, to=...)",
+            )
+    return mode.cast(gradient, missing)
+
+
+def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """``x.grad``, which has its type from ``x`` unless it has one of its own.
+
+    What an owner reduces has none of its own: before a backward that the owner skips it was
+    complete, and is not behind it, in the same tensor.
+    """
+    if grad is not None and (ATTRIBUTE not in grad.__dict__ or REDUCED_BY_OWNER in x.__dict__):
+        grad.__dict__[ATTRIBUTE] = gradient_type_of(x)
+    return grad
+
+
+def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Raise unless ``grad`` may become ``x.grad``; complete gradients may always."""
+    if grad is None:
+        return
+    text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)
+    complete = with_kinds(
+        expected, {axis: "I" for axis, kind in kinds_in(expected).items() if kind == "U"}
+    )
+    if text not in (expected, complete):
+        raise _unequal("grad", x, grad, expected, mode)
+
+
+def set_data(mode: ContextMode, x: torch.Tensor, data: torch.Tensor) -> None:
+    """Raise unless ``data``, which becomes ``x.data``, is of the type of ``x``."""
+    if mode.type_of(data, "setting .data") != type_of(x):
+        raise _unequal("data", x, data, type_of(x), mode)
+
+
+def _unequal(
+    name: str, x: torch.Tensor, value: torch.Tensor, expected: str, mode: ContextMode
+) -> AxisTypeError:
+    return AxisTypeError(
+        f".{name} is set to a value of another type",
+        where=where(mode.mesh),
+        expected=f"a value of type {{{expected}}}",
+        found=f"tensor: {tensor_text(x)}\nvalue: {tensor_text(value)}",
+        fix="cast or reduce the value first (lax.pvary, lax.psum), or say what the tensor is from "
+        "here on: md.annotate(x, varying=...)",
+    )

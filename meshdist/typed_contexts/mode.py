@@ -1,0 +1,499 @@
+"""``md.typed``: types that follow values through torch's functions, and the casts they need.
+
+The context is a mode of torch that sees every function of torch which the program calls. It looks
+at the operands' types, casts those that lack an axis, runs the function as if there were no
+context, and gives the results the join of the operands' types.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ..checking.program import is_between
+from ..collectives.torch_private import are_transforms_active
+from ..errors import KindError, MeshdistError, MeshError
+from ..functional.axis_types import ATTRIBUTE, INVARIANT, JoinedType, axes_of_kind
+from ..mesh.current_mesh import get_current_mesh
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from ..runtime.untraced import untraced
+from .context import (
+    Backwards,
+    ContextMode,
+    TypedHook,
+    collect,
+    find_context,
+    mark,
+    open_context,
+    paused,
+)
+from .detail_checks import is_checked
+from .gradients import get_grad, run_backward, run_grad, set_data, set_grad
+from .provenance import note_result
+from .random_draws import type_of_draw
+from .refusals import OPERATORS, mesh_text, own_norm, passing, type_of
+from .special_calls import calls_seen, run_on_items, warn_of_number
+from .torch_functions import (
+    OPERATIONS,
+    Kind,
+    TorchFunction,
+    argument,
+    draws,
+    has_own_rows,
+    written_tensors,
+)
+
+__all__ = ["typed", "untyped"]
+
+_Tensor = torch.Tensor
+_ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
+_ROWS, _SIZE = Kind.ROWS, Kind.SIZE
+_OWN_ROWS = "_has_own_rows"  # of a tensor whose shape depends on varying values
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+@contextmanager
+@untraced
+def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
+    """Let types follow values inside: each backward gets the reductions that it needs.
+
+    Inside, every tensor is of a kind over each axis of the mesh: *invariant* (equal on every rank,
+    as parameters are), *varying*, *reduced* or *unreduced*. Data that differ between ranks are
+    marked where they enter (``md.annotate``); from there the kinds follow through every function of
+    torch. Where an invariant value meets a varying one, a cast is inserted whose backward is a
+    psum: gradients are those of one device that holds all.
+
+    The mesh is in force inside, as in ``with mesh:``. Contexts nest where their mesh is the same.
+    Each thread has its own.
+
+    Args:
+        mesh: whose axes values are typed over; None takes the mesh in force.
+
+    Returns:
+        A context manager, which gives the mesh.
+
+    Cost:
+        A few microseconds a call of torch. A cast copies nothing; its backward is one psum, which
+        the parameters of a bucket share from the second context on.
+
+    Raises:
+        MeshError: no mesh is in force and none is given; it has no axis names; the context is
+            inside one of another mesh.
+        NotInGroupError: this rank is not in the mesh.
+        AxisTypeError: of what is called inside: the kinds do not fit.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        ...     layer = torch.nn.Linear(1, 1, bias=False)
+        ...     batch = md.annotate(torch.full((1, 1), 1.0 + md.get_rank()), varying="dp")
+        ...     with md.typed(mesh):
+        ...         md.lax.pmean(layer(batch).sum(), "dp").backward()
+        ...     return layer.weight.grad.item()          # the mean of 1, 2, 3 and 4
+        >>> md.simulate(program, 4)
+        [2.5, 2.5, 2.5, 2.5]
+    """
+    mesh = _checked(get_current_mesh() if mesh is None else mesh)
+    outer = open_context()
+    if outer is None:
+        has_passed = mesh.caches.of(Backwards).has_passed
+        mode = (TypedMode if has_passed and not is_checked() else NotingMode)(mesh)
+        with mesh, calls_seen(), mode:
+            try:
+                yield mesh
+            finally:
+                mode.casts.close()
+        return
+    if outer.mesh != mesh:
+        raise MeshError(
+            "a typed context inside one of another mesh",
+            expected=f"the mesh of the outer one, {mesh_text(outer.mesh)}",
+            found=mesh_text(mesh),
+            fix="open one context, with the mesh that has all axes",
+        )
+    with mesh, paused(outer, is_asleep=False):
+        yield mesh
+
+
+def _checked(mesh: object) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise KindError(
+            "typed takes a mesh", expected="a DeviceMesh", found=f"a {type(mesh).__name__}"
+        )
+    if mesh.mesh_dim_names is None:
+        raise MeshError(
+            "typed needs a mesh with axis names",
+            found=repr(mesh),
+            fix="give it names: mesh_dim_names=('dp', 'tp')",
+        )
+    coordinate_in(mesh, "typed")
+    return mesh
+
+
+@contextmanager
+@untraced
+def untyped() -> Iterator[None]:
+    """Pause the typed context inside: values have no types there, and nothing is cast.
+
+    What is made inside from tensors with a gradient history must be annotated before the context
+    sees it again. Outside a context it does nothing.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        ...     x = md.annotate(torch.ones(2), varying="dp")
+        ...     with md.typed(mesh), md.untyped():
+        ...         return md.typeof(x + 1)
+        >>> md.simulate(program, 2)[0]
+        float32[2]
+    """
+    mode = find_context()
+    if mode is None:
+        yield
+        return
+    with paused(mode):
+        yield
+
+
+class TypedMode(ContextMode):
+    """The mode behind ``md.typed``."""
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = OPERATIONS[func]
+        kind = operation.kind
+        if (
+            kind is _FREE
+            or self.is_asleep
+            or (kind is _SIZE and not (args and _OWN_ROWS in args[0].__dict__))
+        ):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if (
+            kind is not _ORDINARY
+            and (kind is not _DRAW or draws(operation, args, kwargs))
+            and (kind is not _ROWS or has_own_rows(operation, args, kwargs))
+        ) or (operation.ignores and _ignores(operation, args, kwargs)):
+            return self._checked(operation, func, args, kwargs or {})
+        # The common case: all operands are of one type. It is decided here, without a call.
+        text = None
+        for one in args:
+            its_type = type(one)
+            if its_type is _Tensor or its_type is Parameter:
+                its = one.__dict__.get(ATTRIBUTE)
+                if one._backward_hooks or one._post_accumulate_grad_hooks:
+                    return self._checked(operation, func, args, kwargs or {})
+                if its is None:
+                    if not one.is_leaf:
+                        return self._checked(operation, func, args, kwargs or {})
+                    its = INVARIANT
+                if text is None:
+                    text = its
+                elif its != text:
+                    return self._mixed(operation, func, args, kwargs)
+            elif its_type in _NO_TENSORS:
+                continue
+            elif its_type is list or its_type is tuple:
+                for entry in one:
+                    its_type = type(entry)
+                    if its_type is _Tensor or its_type is Parameter:
+                        its = entry.__dict__.get(ATTRIBUTE)
+                        if its is None and entry.is_leaf:
+                            its = INVARIANT
+                        if text is None:
+                            text = its
+                        has_hooks = entry._backward_hooks or entry._post_accumulate_grad_hooks
+                        if its != text or its is None or has_hooks:
+                            return self._checked(operation, func, args, kwargs or {})
+                    elif its_type not in _NO_TENSORS:
+                        return self._checked(operation, func, args, kwargs or {})
+            elif isinstance(one, (_Tensor, list, tuple, dict)):
+                return self._checked(operation, func, args, kwargs or {})
+        if kwargs:
+            for one in kwargs.values():
+                if type(one) in _NO_TENSORS:
+                    continue
+                if isinstance(one, (_Tensor, list, tuple, dict)):
+                    return self._mixed(operation, func, args, kwargs)
+        if text is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if text not in self.settled or are_transforms_active():
+            return self._checked(operation, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) is _Tensor:
+            result.__dict__[ATTRIBUTE] = text
+        else:
+            mark(result, text)
+        if operation.writes and args:
+            _mark_base(args[0], text)
+        return result
+
+    def _mixed(
+        self,
+        operation: TorchFunction,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """The next common case: plain operands of types whose join is known, nothing written."""
+        places: list[Any] = list(range(len(args)))
+        values = [*args, *kwargs.values()] if kwargs else args
+        if kwargs:
+            places += kwargs
+        operands = []
+        texts = []
+        for place, one in zip(places, values, strict=True):
+            its_type = type(one)
+            if its_type is _Tensor or its_type is Parameter:
+                its = one.__dict__.get(ATTRIBUTE)
+                if one._backward_hooks or one._post_accumulate_grad_hooks:
+                    break
+                if its is None:
+                    if not one.is_leaf:
+                        break
+                    its = INVARIANT
+                operands.append((place, one))
+                texts.append(its)
+            elif its_type in _NO_TENSORS:
+                continue
+            elif its_type is not tuple or not all(type(entry) in _NO_TENSORS for entry in one):
+                break
+        else:
+            found = self.joins.get(tuple(texts))
+            is_plain = not (operation.writes or self.is_checked or are_transforms_active())
+            if found is not None and is_plain and not (kwargs and "out" in kwargs):
+                return self._cast_and_run(func, args, kwargs, operands, found)
+        return self._checked(operation, func, args, kwargs or {})
+
+    def _cast_and_run(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        operands: Sequence[tuple[Any, torch.Tensor]],
+        found: JoinedType,
+    ) -> Any:
+        if found.is_missing and torch.is_grad_enabled():
+            args = list(args)
+            for (place, one), missing in zip(operands, found.missing, strict=True):
+                if missing and one.requires_grad:
+                    cast = self.casts.cast(one, missing)
+                    if type(place) is int:
+                        args[place] = cast
+                    else:
+                        kwargs = {**(kwargs or {}), place: cast}
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) is _Tensor and not any(result is one for _, one in operands):
+            result.__dict__[ATTRIBUTE] = found.text
+            return result
+        return self._marked(result, found.text, [one for _, one in operands])
+
+    def _checked(
+        self, operation: TorchFunction, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """All that is not the common case."""
+        try:
+            return self._special(operation, func, args, kwargs)
+        except MeshdistError as error:
+            if operation.name in OPERATORS and isinstance(error, TypeError):
+                raise passing(error) from None
+            raise
+
+    # -- one operation, any operands ----------------------------------------------------------
+
+    def _run(
+        self,
+        operation: TorchFunction,
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        added: str = INVARIANT,
+    ) -> Any:
+        """Join, cast, call and mark. ``added`` is a type that the results have besides."""
+        written = written_tensors(operation, args, kwargs)
+        out = kwargs.get("out")
+        operands = self._operands(operation, args, kwargs)
+        if not operands and not written and not added:
+            return call(*args, **kwargs)
+        joined = self.joined(operation, operands, args, kwargs, added)
+        for target in written:
+            self.check_write(operation, target, joined.text, operands)
+        if torch.is_grad_enabled():
+            swaps: dict[int, torch.Tensor] = {}
+            for one, missing in zip(operands, joined.missing, strict=False):
+                if missing and one.requires_grad:
+                    swaps[id(one)] = self.casts.cast(one, missing)
+            if swaps:
+                args, kwargs = _swapped(args, swaps), _swapped(kwargs, swaps)
+        result = call(*args, **kwargs)
+        if written:
+            for target in written:
+                is_out = out is not None and not any(target is one for one in operands)
+                target.__dict__[ATTRIBUTE] = self.widened(target, joined.text, is_out=is_out)
+                _mark_base(target, type_of(target))
+            if any(result is target for target in written):
+                return result
+        return self._marked(result, joined.text, operands)
+
+    def _operands(
+        self, operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """The tensors whose values the operation reads, in the order of its arguments."""
+        ignored = {place for place, _ in operation.ignores}
+        names = {name for _, name in operation.ignores} | {"out"}
+        found: list[torch.Tensor] = []
+        for place, one in enumerate(args):
+            if place not in ignored:
+                collect(one, found)
+        for name, one in kwargs.items():
+            if name not in names:
+                collect(one, found)
+        return found
+
+    def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
+        """The result with its type; an operand that comes back as it is keeps its own."""
+        if isinstance(result, _Tensor):
+            if type_of(result) != text and any(result is one for one in operands):
+                result = result.view_as(result)
+            result.__dict__[ATTRIBUTE] = text
+            return result
+        if type(result) in (tuple, list):
+            return type(result)([self._marked(one, text, operands) for one in result])
+        mark(result, text)
+        return result
+
+    # -- the others -------------------------------------------------------------------------------
+
+    def _special(
+        self, operation: TorchFunction, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        kind = operation.kind
+        if kind is Kind.GET_GRAD:
+            return get_grad(args[0], func(*args))
+        if kind is Kind.HOOK:
+            return func(args[0], TypedHook(self.mesh, *args, **kwargs))
+        if kind is Kind.SIZE:
+            warn_of_number("the number of rows", args[:1], self.mesh)
+            return func(*args, **kwargs)
+        if kind is Kind.ROWS and has_own_rows(operation, args, kwargs):
+            result = self._run(operation, func, args, kwargs)
+            found: list[torch.Tensor] = []
+            collect(result, found)
+            for one in found:
+                if axes_of_kind(type_of(one), "V"):
+                    one.__dict__[_OWN_ROWS] = True
+            return result
+        if operation.name == "__format__" and args[0].dim():
+            return func(*args)  # no number: it is shown
+        if kind is Kind.NUMBER:
+            operands = self._operands(operation, args, kwargs)
+            text = self.joined(operation, operands).text
+            if text:
+                warn_of_number(operation.name, operands, self.mesh)
+            return func(*args, **kwargs)
+        if kind is Kind.BACKWARD:
+            return run_backward(self, func, args, kwargs)
+        if kind is Kind.GRADIENT:
+            return run_grad(self, func, args, kwargs)
+        if kind is Kind.SET_GRAD:
+            set_grad(self, *args)
+            return func(*args)
+        if kind is Kind.SET_DATA:
+            set_data(self, *args)
+            return func(*args)
+        if kind is Kind.NORM:
+            operands = self._operands(operation, args, kwargs)
+            if any(axes_of_kind(type_of(one), "V") for one in operands) and _is_clipping():
+                raise own_norm(operands, self.mesh)
+        if kind is Kind.ITEMS or (kind is Kind.NORM and isinstance(args[0], (list, tuple))):
+            return run_on_items(self, operation, func, args, kwargs)
+        if kind is Kind.DRAW and draws(operation, args, kwargs):
+            operands = self._operands(operation, args, kwargs)
+            added = type_of_draw(self, operation, operands, args, kwargs)
+            return self._run(operation, func, args, kwargs, added)
+        return self._run(operation, func, args, kwargs)
+
+    def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A custom Function, as any other operation."""
+        return self._run(TorchFunction(function.__name__), call, args, kwargs)
+
+
+class NotingMode(TypedMode):
+    """The mode until its first backward has begun: results are noted (``provenance``)."""
+
+    num_noted = 0
+
+    @untraced
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self.is_asleep:
+            self.note(result, OPERATIONS[func].name, (args, kwargs))
+        return result
+
+    def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = super().apply(function, call, args, kwargs)
+        self.note(result, function.__name__, (args, kwargs))
+        return result
+
+    def note(self, result: Any, name: str, operands: Any) -> None:
+        results: list[torch.Tensor] = []
+        collect(result, results)
+        for one in results:
+            if one.grad_fn is not None:
+                found: list[torch.Tensor] = []
+                collect(operands, found)
+                note_result(self.num_noted, one, name, found)
+                self.num_noted += 1
+        if self.num_noted > 100_000:  # in a context without a backward
+            self.stop_notes()
+
+    def stop_notes(self) -> None:
+        self.mesh.caches.of(Backwards).has_passed = True
+        if not self.is_checked:
+            self.__class__ = TypedMode  # type: ignore[assignment]
+
+    def note_next_time(self) -> bool:
+        return True
+
+
+def _is_clipping() -> bool:
+    """Whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
+    frame = sys._getframe(1)
+    while is_between[frame.f_code.co_filename] and frame.f_back is not None:
+        if frame.f_code.co_name == "clip_grad_norm_":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _ignores(
+    operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bool:
+    """Whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
+    return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
+
+
+def _mark_base(target: Any, text: str) -> None:
+    """Give a type to a leaf without one that a write through a view of it has made a result."""
+    base = target._base if isinstance(target, _Tensor) else None
+    if base is not None and ATTRIBUTE not in base.__dict__:
+        base.__dict__[ATTRIBUTE] = text
+
+
+def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
+    """``tree`` with other tensors in the place of some."""
+    if isinstance(tree, _Tensor):
+        return swaps.get(id(tree), tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_swapped(one, swaps) for one in tree])
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_swapped(one, swaps) for one in tree))
+    if isinstance(tree, dict):
+        return {key: _swapped(one, swaps) for key, one in tree.items()}
+    return tree

@@ -1,0 +1,177 @@
+"""Where a value became varying: which operation joined it over an axis, and which leaf brought it.
+
+Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
+operation that made it. A loss that varies is refused there, and the notes are read from the loss
+backwards; a program that has passed once runs without them. Over 'tp', where the psum behind
+``down`` was forgotten:
+
+    norm(x)  ->  up(x)       ->  gelu(h)     ->  down(h)      ->  x + y        ->  loss
+    {V:dp}       {V:dp,tp}       {V:dp,tp}       {V:dp,tp}        {V:dp,tp}        {V:dp,tp}
+                 up.weight                       down.weight
+
+All from ``up`` to the loss varies over 'tp'; the walk ends where a note says that its result does
+not, as that of ``norm`` and of every psum. ``up`` was the first to join, and ``down`` the last to
+which a leaf brought the axis: behind it the parts are complete, and ranks hold summands.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..checking.program import Site, program_frame, show_site
+from ..errors import AxisTypeError
+from ..functional.axis_types import axes_of_kind, shown
+from ..mesh.device_mesh import DeviceMesh
+from .refusals import axes_argument, name_of, tensor_text, type_of, where
+from .torch_functions import LINEARITY
+
+__all__ = ["note_result", "varying_loss"]
+
+_NOTE = "meshdist: where types joined"
+"""Under which a node's metadata, torch's place for what is known of one, has its note."""
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """An operand without a history, which varies over ``axes``; a batch is not trained."""
+
+    tensor: weakref.ref[torch.Tensor]
+    axes: tuple[str, ...]
+    is_trained: bool
+    text: str
+
+    def __str__(self) -> str:
+        tensor = self.tensor()
+        name = "" if tensor is None else name_of(tensor, "")
+        return f"{name}: {self.text}" if name else self.text
+
+
+@dataclass(frozen=True)
+class _MakingOperation:
+    """The operation that made a value which varies over ``axes``.
+
+    Args:
+        leaves: those of its operands that vary and have no history, or what they are made of.
+        is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
+    """
+
+    number: int
+    name: str
+    axes: tuple[str, ...]
+    leaves: tuple[_Operand, ...]
+    is_of_leaves: bool
+    site: Site
+
+    def __str__(self) -> str:
+        return f"{self.name} at {show_site(self.site)}"
+
+    def leaves_over(self, axis: str) -> list[_Operand]:
+        """The leaves that brought ``axis``."""
+        return [one for one in self.leaves if axis in one.axes]
+
+
+def note_result(
+    number: int, result: torch.Tensor, name: str, operands: Sequence[torch.Tensor]
+) -> None:
+    """Note on the node of ``result`` what made it, unless the operation gave an operand back."""
+    node: Any = result.grad_fn
+    if _NOTE in node.metadata:
+        return
+    leaves: list[_Operand] = []
+    is_of_leaves = bool(operands)
+    for one in operands:
+        below: Any = one.grad_fn
+        if below is None:
+            axes = axes_of_kind(type_of(one), "V")
+            if axes:
+                leaves.append(_Operand(weakref.ref(one), axes, one.requires_grad, tensor_text(one)))
+            is_of_leaves &= one.requires_grad
+        elif _NOTE in below.metadata and below.metadata[_NOTE].is_of_leaves:
+            leaves += below.metadata[_NOTE].leaves
+        else:
+            is_of_leaves = False
+    if LINEARITY.get(name) == "add" and not is_of_leaves:
+        # In loss + penalty(shard) the parts are complete before the sum, behind penalty's own node.
+        leaves = [leaf for leaf in leaves if not leaf.is_trained]
+    frame = program_frame(sys._getframe())
+    site = frame.f_code.co_filename, frame.f_lineno
+    axes = axes_of_kind(type_of(result), "V")
+    node.metadata[_NOTE] = _MakingOperation(number, name, axes, tuple(leaves), is_of_leaves, site)
+
+
+def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
+    """The operations through which ``loss`` came to vary over ``axis``, the first one first."""
+    open_nodes: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    found: list[_MakingOperation] = []
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        note: _MakingOperation | None = node.metadata.get(_NOTE)
+        if note is not None:
+            if axis not in note.axes:
+                continue
+            found.append(note)
+        open_nodes.extend(below for below, _ in node.next_functions)
+    return sorted(found, key=lambda note: note.number)
+
+
+def varying_loss(
+    loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
+) -> AxisTypeError:
+    """The error of a backward at a loss that varies over ``axes``: where it became so.
+
+    A mean of the loss is offered over axes that data brought. Over those that parameters brought it
+    would train another model: there a psum is missing behind the last of them.
+    """
+    found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
+    for axis in axes:
+        joins = _find_joins(loss, axis) if is_noted else []
+        with_leaves = [one for one in joins if one.leaves_over(axis)]
+        bringing = [one for one in with_leaves if not one.is_of_leaves] or with_leaves
+        of = {leaf.is_trained for one in bringing for leaf in one.leaves_over(axis)}
+        if not joins:
+            means.append(axis)
+            continue
+        first, last = (bringing or joins)[0], (bringing or joins)[-1]
+        by = ", by " * bool(bringing) + " and ".join(map(str, first.leaves_over(axis)))
+        found.append(f"varying over {axis!r} since {first}{by}")
+        if of == {False}:
+            means.append(axis)
+            continue
+        if last is not first and bringing:
+            leaves = " and ".join(map(str, last.leaves_over(axis)))
+            found.append(f"the last leaf that varies over {axis!r} came in {last}: {leaves}")
+        fixes.append(
+            f"behind {last}, each rank along {axis!r} holds its part; sum the parts there: "
+            f"y = lax.psum(y, {axis!r})"
+        )
+        if False in of:
+            fixes.append(f"or, if the batch differs along {axis!r}, lax.pmean(loss, {axis!r})")
+    if means:
+        unknown = "" if len(found) > 1 else "where the batch varies, "
+        fixes.append(
+            f"{unknown}say how the ranks' losses make one: "
+            f"loss = lax.pmean(loss, {axes_argument(means)}), or lax.psum; or ask for that of each "
+            "rank's own: give the gradient outright, torch.ones_like(loss)"
+        )
+    if not is_noted:
+        fixes.append(
+            "where parameters vary, a lax.psum is missing behind them: run the step once more, and "
+            "this error says where"
+        )
+    return AxisTypeError(
+        f"{verb} of a loss that varies over {shown(axes)}",
+        where=where(mesh, axes),
+        expected="one loss, equal on all ranks",
+        found="\n".join(found),
+        fix="\n".join(fixes),
+    )

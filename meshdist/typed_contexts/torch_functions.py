@@ -1,0 +1,423 @@
+"""The rules of typed contexts for torch's functions: closed tables, by name.
+
+Nearly all functions are ordinary: all their results take the join of their operands. The tables
+name those that are not, and the few that are linear. What is known of a function is found once and
+remembered, also for those that torch offers in several places (``torch.add``, ``Tensor.add``,
+``torch.ops.aten.add``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..collectives.torch_private import OverloadPacket
+
+__all__ = [
+    "LINEARITY",
+    "OPERATIONS",
+    "Kind",
+    "TorchFunction",
+    "Place",
+    "argument",
+    "draws",
+    "has_own_rows",
+    "written_tensors",
+]
+
+
+class Kind(Enum):
+    """How a typed context treats a function."""
+
+    ORDINARY = auto()
+    """Results take the join of the operands' types."""
+    FREE = auto()
+    """It reads no values, or changes none: shapes, flags."""
+    NUMBER = auto()
+    """It turns values into Python's or NumPy's, or hands out their memory."""
+    ROWS = auto()
+    """The shape of its result may depend on its operands' values."""
+    SIZE = auto()
+    """It reads a shape."""
+    HOOK = auto()
+    """It sets a hook on a tensor's gradient."""
+    DRAW = auto()
+    """It may draw from a random generator."""
+    ITEMS = auto()
+    """It does the same to the items of lists, one by one."""
+    NORM = auto()
+    """A norm, by which torch clips gradients: of tensors that vary each rank finds its own."""
+    BACKWARD = auto()
+    """``Tensor.backward`` and ``torch.autograd.backward``."""
+    GRADIENT = auto()
+    """``torch.autograd.grad``."""
+    GET_GRAD = auto()
+    """Reads ``.grad``."""
+    SET_GRAD = auto()
+    """Sets ``.grad``."""
+    SET_DATA = auto()
+    """Sets ``.data``."""
+
+
+Place = tuple[int, str]
+"""An argument: its position, and its name."""
+
+
+@dataclass(frozen=True)
+class TorchFunction:
+    """A function of torch.
+
+    Args:
+        name: as messages call it.
+        kind: how it is treated.
+        linearity: how it is linear in unreduced operands; see ``axis_types.join``.
+        adds_numbers: whether a number beside an unreduced operand would be added on every rank.
+        writes: the arguments that it writes.
+        ignores: the arguments of which it reads no more than shape, dtype and device.
+    """
+
+    name: str
+    kind: Kind = Kind.ORDINARY
+    linearity: str = ""
+    adds_numbers: bool = False
+    writes: tuple[Place, ...] = ()
+    ignores: tuple[Place, ...] = ()
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_FREE = frozenset(
+    _words(
+        """
+        __delitem__ __dlpack_device__ __hash__ __reduce_ex__ __repr__
+        __setstate__ _backward_hooks _base _cdata _grad_fn _has_symbolic_sizes_strides _is_view
+        _post_accumulate_grad_hooks _set_grad_enabled _version broadcast_shapes can_cast
+        data_ptr dense_dim device dim dim_order dtype element_size get_device grad_dtype grad_fn
+        has_names is_coalesced is_complex is_conj is_contiguous is_cpu is_cuda is_distributed
+        is_floating_point is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia
+        is_neg is_nested is_pinned is_quantized is_same_size is_set_to is_shared is_signed
+        is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names
+        nbytes ndim ndimension output_nr promote_types record_stream requires_grad
+        requires_grad_ result_type retain_grad retains_grad share_memory_ sparse_dim
+        storage_offset storage_type stride typename volatile
+        """
+    )
+)
+_NUMBERS = frozenset(
+    _words(
+        """
+        __array__ __bool__ __complex__ __contains__ __cuda_array_interface__ __dlpack__
+        __float__ __format__ __index__ __int__ __long__ __nonzero__ allclose equal is_nonzero item
+        numpy storage tolist untyped_storage
+        """
+    )
+)
+_DRAWS = frozenset(
+    _words(
+        """
+        _cudnn_rnn _efficient_attention_forward _flash_attention_forward
+        _flash_attention_forward_no_dropout_inplace _fused_dropout _philox_normal_
+        _philox_uniform_ _sample_dirichlet _scaled_dot_product_attention_math_for_mps
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_fused_attention_overrideable _standard_gamma alpha_dropout
+        alpha_dropout_ bernoulli bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d
+        dropout3d dropout_ exponential exponential_ feature_alpha_dropout feature_alpha_dropout_
+        feature_dropout feature_dropout_ fractional_max_pool2d
+        fractional_max_pool2d_with_indices fractional_max_pool3d
+        fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax
+        kaiming_normal_ kaiming_uniform_ log_normal log_normal_ lstm miopen_rnn
+        multi_head_attention_forward multinomial native_dropout normal normal_
+        normal_functional orthogonal_ pca_lowrank poisson rand rand_like randint randint_like
+        randn randn_like random random_ randperm rnn_relu rnn_tanh rrelu rrelu_
+        rrelu_with_noise rrelu_with_noise_
+        rrelu_with_noise_functional scaled_dot_product_attention sparse_ svd_lowrank
+        trunc_normal_ uniform uniform_ xavier_normal_ xavier_uniform_
+        """
+    )
+)
+
+_KINDS = MappingProxyType(
+    {
+        **dict.fromkeys(_FREE, Kind.FREE),
+        **dict.fromkeys(_NUMBERS, Kind.NUMBER),
+        **dict.fromkeys(_DRAWS, Kind.DRAW),
+        **dict.fromkeys(("_foreach_norm", "linalg_vector_norm"), Kind.NORM),
+        **dict.fromkeys(_words("__len__ nelement numel shape size"), Kind.SIZE),
+        **dict.fromkeys(_words("register_hook register_post_accumulate_grad_hook"), Kind.HOOK),
+        **dict.fromkeys(
+            _words(
+                """
+                __getitem__ _unique2 argwhere bincount masked_select nonzero repeat_interleave
+                unique unique_consecutive unique_dim where
+                """
+            ),
+            Kind.ROWS,
+        ),
+    }
+)
+# A closed table: what it lacks refuses unreduced operands.
+_SHAPES = _words(
+    """
+    H T __deepcopy__ __getitem__ __reversed__ adjoint as_strided as_subclass atleast_1d
+    atleast_2d atleast_3d chunk clone conj conj_physical contiguous cpu cuda data detach detach_
+    diag diag_embed diagonal dsplit expand expand_as flatten flip fliplr flipud gather hsplit
+    imag index_select mH mT masked_select matrix_H mean movedim moveaxis narrow permute ravel
+    real repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 select
+    split split_with_sizes squeeze squeeze_ sum sum_to_size swapaxes swapdims t t_ take
+    take_along_dim tensor_split tile to trace transpose transpose_ tril triu type type_as unbind
+    unflatten unfold unsafe_chunk unsafe_split unsqueeze unsqueeze_ view view_as view_as_complex
+    view_as_real vsplit bfloat16 cdouble cfloat chalf double float half negative neg neg_
+    negative_ __neg__ positive div div_ divide divide_ true_divide true_divide_ __truediv__
+    __div__ __itruediv__ __idiv__ zero_
+    """
+)
+_SUMS = _words(
+    """
+    add add_ sub sub_ subtract subtract_ rsub __add__ __radd__ __iadd__ __sub__ __rsub__
+    __isub__
+    """
+)
+_JOININGS = _words(
+    """
+    cat concat concatenate stack hstack vstack dstack row_stack column_stack block_diag copy_
+    __setitem__ broadcast_tensors
+    """
+)
+_PRODUCTS = _words(
+    """
+    mul mul_ multiply multiply_ __mul__ __rmul__ __imul__ matmul __matmul__ __rmatmul__ mm bmm
+    mv dot vdot inner outer ger einsum tensordot kron chain_matmul
+    """
+)
+LINEARITY = MappingProxyType(
+    {
+        **dict.fromkeys(_SHAPES, "first"),
+        **dict.fromkeys(_SUMS + _JOININGS, "add"),
+        **dict.fromkeys(_PRODUCTS, "multiply"),
+        "linear": "multiply add",
+        **dict.fromkeys(
+            _words("addmm addbmm addmv addr baddbmm addmm_ addbmm_ addmv_ addr_ baddbmm_"),
+            "add multiply",
+        ),
+    }
+)
+_ADDS_NUMBERS = frozenset(_SUMS)
+
+# What is written besides the first argument of a name that ends in an underscore, and out=.
+_DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
+_WRITES = MappingProxyType(
+    {
+        **dict.fromkeys((*_DROPOUTS, "rrelu"), ((0, "input"),)),
+        "batch_norm": ((1, "running_mean"), (2, "running_var")),
+        "instance_norm": ((1, "running_mean"), (2, "running_var")),
+        "embedding": ((1, "weight"),),
+        "embedding_bag": ((1, "weight"),),
+        "__setitem__": ((0, "self"),),
+    }
+)
+# Of these arguments no values are read.
+_IGNORES = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("expand_as", "view_as", "reshape_as", "resize_as_", "type_as"), ((1, "other"),)
+        ),
+        "to": ((1, "other"),),
+        **dict.fromkeys(
+            (
+                *("empty_like", "full_like", "ones_like", "zeros_like"),
+                *("rand_like", "randn_like", "randint_like"),
+                *("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor"),
+                "new_zeros",
+            ),
+            ((0, "input"), (0, "self")),
+        ),
+    }
+)
+_ATTRIBUTES = MappingProxyType(
+    {("grad", "__get__"): Kind.GET_GRAD, ("_grad", "__get__"): Kind.GET_GRAD,
+     ("grad", "__set__"): Kind.SET_GRAD, ("_grad", "__set__"): Kind.SET_GRAD,
+     ("data", "__set__"): Kind.SET_DATA,
+     ("grad", "__delete__"): Kind.FREE, ("_grad", "__delete__"): Kind.FREE}
+)  # fmt: skip
+_CALLS: dict[Any, Kind] = {
+    torch.Tensor.backward: Kind.BACKWARD,
+    torch.autograd.backward: Kind.BACKWARD,
+    torch.autograd.grad: Kind.GRADIENT,
+}
+
+
+class _Operations(dict[Any, TorchFunction]):
+    """The rule of each function, found at its first use."""
+
+    def __missing__(self, function: Any) -> TorchFunction:
+        found = _find_operation(function)
+        if "<locals>" not in getattr(function, "__qualname__", ""):  # else there may be any number
+            self[function] = found
+        return found
+
+
+def _find_operation(function: Any) -> TorchFunction:
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if name in ("__get__", "__set__", "__delete__"):
+        return _find_attribute(getattr(function, "__self__", None), name)
+    schema = _find_schema(function)
+    name = name.partition(".")[0]  # of an overload: add.Tensor
+    if function in _CALLS:
+        return TorchFunction(name, _CALLS[function])
+    writes = _find_writes(name, schema)
+    if not _is_of_torch(function):
+        return TorchFunction(name, writes=writes)
+    is_on_items = name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
+    return TorchFunction(
+        name,
+        _KINDS.get(name, Kind.ITEMS if is_on_items else Kind.ORDINARY),
+        LINEARITY.get(name, ""),
+        name in _ADDS_NUMBERS,
+        writes,
+        _IGNORES.get(name, ()),
+    )
+
+
+def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
+    """The rule for getting, setting or deleting an attribute of a tensor."""
+    name = getattr(descriptor, "__name__", "") or getattr(
+        getattr(descriptor, "fget", None), "__name__", "an attribute"
+    )
+    kind = _ATTRIBUTES.get((name, access))
+    if kind is None:
+        kind = _KINDS.get(name, Kind.ORDINARY) if access == "__get__" else Kind.FREE
+    return TorchFunction(name, kind, LINEARITY.get(name, "") if access == "__get__" else "")
+
+
+def _is_of_torch(function: Any) -> bool:
+    """Whether a name can be trusted to mean what torch means by it."""
+    namespace = getattr(function, "namespace", None) or getattr(function, "_qualified_op_name", "")
+    if namespace:
+        return str(namespace).partition("::")[0] in ("aten", "prims")
+    owner = getattr(function, "__objclass__", None)
+    module = getattr(function, "__module__", None) or getattr(owner, "__module__", None)
+    return module is None or module.partition(".")[0] == "torch"
+
+
+def _find_schema(function: Any) -> Any:
+    """The schema of a function of ``torch.ops``, None of any other."""
+    if isinstance(function, OverloadPacket):
+        overloads = function.overloads()
+        return getattr(function, overloads[0])._schema if overloads else None
+    return getattr(function, "_schema", None)
+
+
+def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:
+    if schema is not None:
+        return tuple(
+            (place, one.name)
+            for place, one in enumerate(schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        )
+    if name in _WRITES:
+        return _WRITES[name]
+    if name.endswith("_") and not name.endswith("__"):
+        return ((0, "self"), (0, "input"), (0, "tensor"))
+    if name.startswith("__i") and name.endswith("__") and name not in _NOT_IN_PLACE:
+        return ((0, "self"),)
+    return ()
+
+
+_NOT_IN_PLACE = ("__index__", "__int__", "__invert__")
+
+OPERATIONS: dict[Any, TorchFunction] = _Operations()
+"""The rule of each function that torch hands to a mode."""
+
+
+def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """The argument at ``place`` of a call; None where it is not given.
+
+    Example:
+        >>> argument((1, "running_mean"), ("x", "mean"), None)
+        'mean'
+    """
+    position, name = place
+    if position < len(args):
+        return args[position]
+    return None if kwargs is None else kwargs.get(name)
+
+
+def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether this call of a function that may draw does: dropout of nothing does not."""
+    switches = _DRAWS_IF.get(operation.name, ())
+    if kwargs and "train" in kwargs:  # torch.dropout's name for it
+        kwargs = {**kwargs, "training": kwargs["train"]}
+    if switches is _RNN and len(args) > 3 and isinstance(args[3], (list, tuple)):
+        args = args[1:]  # of a packed sequence, whose batch sizes stand second
+    return _are_on(switches, args, kwargs)
+
+
+def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
+    """Whether the shape of the result of this call of a function of ``ROWS`` depends on values."""
+    if operation.name == "where":
+        return len(args) + len(kwargs or ()) == 1
+    if operation.name != "__getitem__":
+        return True
+    index = args[1] if type(args[1]) is tuple else args[1:]
+    return any(isinstance(one, torch.Tensor) and one.dtype is torch.bool for one in index)
+
+
+def written_tensors(
+    operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[torch.Tensor]:
+    """The arguments that this call writes in place, those given as ``out`` included."""
+    written: list[Any] = []
+    if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
+        written = [argument(place, args, kwargs) for place in operation.writes]
+    out = None if kwargs is None else kwargs.get("out")
+    written.extend(out if isinstance(out, (tuple, list)) else [out])
+    found = {id(one): one for one in written if isinstance(one, torch.Tensor)}
+    return list(found.values())
+
+
+def _are_on(
+    switches: Sequence[tuple[Place, Any]], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bool:
+    for place, default in switches:
+        value = argument(place, args, kwargs)
+        if not (default if value is None else value):
+            return False
+    return True
+
+
+# A call draws, or writes, only where all of these arguments are true; each with its default.
+_DROPOUT = (((1, "p"), 0.5), ((2, "training"), True))
+_ALPHA_DROPOUT = (((1, "p"), 0.5), ((2, "training"), False))
+_RNN = (((5, "dropout"), 0.0), ((6, "training"), False))
+_DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(_words("dropout dropout1d dropout2d dropout3d"), _DROPOUT),
+        **dict.fromkeys(_words("dropout_ feature_dropout feature_dropout_"), _DROPOUT),
+        "native_dropout": _DROPOUT,
+        **dict.fromkeys(_words("alpha_dropout alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(_words("feature_alpha_dropout feature_alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(("rrelu", "rrelu_"), (((3, "training"), False),)),
+        "scaled_dot_product_attention": (((4, "dropout_p"), 0.0),),
+        "multi_head_attention_forward": (((10, "dropout_p"), 0.0), ((13, "training"), True)),
+        **dict.fromkeys(("lstm", "gru", "rnn_relu", "rnn_tanh"), _RNN),
+    }
+)
+_WRITES_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(_DROPOUTS, (((3, "inplace"), False),)),
+        "rrelu": (((4, "inplace"), False),),
+        "batch_norm": (((5, "training"), False),),
+        "instance_norm": (((5, "use_input_stats"), True),),
+        "embedding": (((3, "max_norm"), None),),
+        "embedding_bag": (((3, "max_norm"), None),),
+    }
+)

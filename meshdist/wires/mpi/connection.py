@@ -1,0 +1,350 @@
+"""The operations in flight in a group over MPI, and how its members wait.
+
+MPI's own waits cannot be ended: not by an abort, nor at a timeout. So operations are started and
+tested until they are done. Where mpiexec ends this rank since another has died MPI raises nothing:
+a signal's handler gives a last report.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from ...error_text import first_line
+from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.hosts import ProcessCard, is_alive, num_cores
+from ..failures import (
+    MemberLost,
+    MessageMisfit,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    given_up_for,
+)
+from ..operations import Operation
+from ..registry import Opening
+
+__all__ = ["MpiConnection", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]
+
+# As long as every rank of the host has a core of its own, spinning takes no core from a rank that
+# could work; to yield would leave the core to other programs for whole time slices.
+_SPIN_S = 0.0002
+# MPI moves data while it is polled: a rank that sleeps early slows down what is under way.
+_AWAKE_S = 0.02
+_LONGEST_PAUSE_S = 0.0002
+_LATE_S = 1.0
+_LATE_PAUSE_S = 0.001
+_LOOK_S = 0.1
+_LOOKS_PER_QUERY = 10  # a query to the store costs more than a look at a process
+
+
+@dataclass(eq=False, slots=True)
+class MpiOperation(Operation):
+    """A collective or message in flight, with the tensors whose memory it uses."""
+
+    link: MpiConnection
+    request: Any
+    kept: Any
+    then: Callable[[], None] | None = None
+    status: Any = None
+    num_bytes: int = 0
+    is_done: bool = False
+    polling: threading.Lock = field(default_factory=threading.Lock)
+
+    def finish(self, timeout: timedelta) -> None:
+        link, is_receive = self.link, self.status is not None
+        try:
+            link.wait(self.test, timeout)
+        except link.MPI.Exception as error:
+            link.forget(self)
+            raise link.failure(error, self.num_bytes if is_receive else None) from None
+        link.forget(self)
+        if is_receive:
+            link.check_size(self.status.Get_count(link.MPI.BYTE), self.num_bytes)
+        then, self.then, self.kept = self.then, None, None
+        if then is not None:
+            then()
+
+    def poll(self) -> bool:
+        return self.link.is_aborted or self.test_quietly()
+
+    def source(self) -> int:
+        return Operation.source(self) if self.status is None else int(self.status.Get_source())
+
+    def test(self) -> bool:
+        """Let MPI go on, unless another thread does so just now; whether it is done with this."""
+        if not self.is_done and self.polling.acquire(blocking=False):
+            try:
+                if not self.is_done:  # a second test after the end gets an empty status
+                    self.is_done = self.request.Test(self.status)
+            finally:
+                self.polling.release()
+        return self.is_done
+
+    def test_quietly(self) -> bool:
+        """As ``test``; also where it has failed, as ``finish`` will raise."""
+        try:
+            return self.test()
+        except self.link.MPI.Exception:
+            return True
+
+
+@dataclass(eq=False)
+class MpiConnection:
+    """One member's part in a group.
+
+    Args:
+        MPI: mpi4py's module.
+        comm: MPI's communicator.
+        opening: the group.
+        cards: the members' processes.
+        end: gives back what the group has taken besides.
+
+    Attributes:
+        spin_s: how long to spin for another member, before the thread yields or sleeps.
+    """
+
+    MPI: Any
+    comm: Any
+    opening: Opening
+    cards: Sequence[ProcessCard]
+    end: Callable[[], None]
+    is_aborted: bool = field(default=False, init=False)
+    is_closed: bool = field(default=False, init=False)
+    in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _has_stranded: bool = field(default=False, init=False)
+    _process_id: int = field(default_factory=os.getpid, init=False)
+
+    def __post_init__(self) -> None:
+        self.spin_s = 0.0 if self.opening.num_local > num_cores() else _SPIN_S
+        _links.add(self)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked child's copy."""
+        return self._process_id != os.getpid()
+
+    def find_dead(self) -> list[int]:
+        """The members whose processes have ended, as far as can be seen."""
+        return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
+
+    def start(self, operation: MpiOperation) -> MpiOperation:
+        """Keep an operation as long as it is in flight, also where its Work is dropped."""
+        in_flight = self.in_flight
+        with self.keeping:
+            for _ in range(2):  # so that operations whose Work was dropped are freed in time
+                oldest = next(iter(in_flight), None)
+                if oldest is None:
+                    break
+                del in_flight[oldest]
+                if not oldest.test_quietly():
+                    in_flight[oldest] = None
+            in_flight[operation] = None
+        return operation
+
+    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
+        """Finish a collective whose caller waits for it as it is started."""
+        try:
+            operation.finish(timeout)
+        except BaseException as error:  # MPI takes no collective back, and may write its tensors
+            raise given_up_for(error, operation.test_quietly) from None
+
+    def forget(self, operation: MpiOperation) -> None:
+        """Drop an operation that is not in flight any more."""
+        with self.keeping:
+            self.in_flight.pop(operation, None)
+
+    def progress(self) -> None:
+        """Let MPI make progress on what is in flight."""
+        if not self.comm.Iprobe():
+            return
+        # A probe that finds a message makes no progress. To test an operation that is not done
+        # makes progress on all of them.
+        for link in _all_links():
+            with link.keeping:
+                operation = next((one for one in link.in_flight if not one.is_done), None)
+            if operation is not None:
+                operation.test_quietly()
+                return
+
+    def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
+        """Return when ``is_done()``, which lets MPI go on: spin first, then yield, then sleep.
+
+        Raises:
+            WireAborted, WireTimeout: as their names say.
+            MemberLost: a member has ended.
+        """
+        begin = time.perf_counter()
+        while not is_done():
+            if time.perf_counter() - begin >= self.spin_s:
+                break
+        else:
+            return
+        deadline = Deadline(timeout)
+        is_over = partial(self._check_done, is_done)
+        while time.perf_counter() - begin < _AWAKE_S and not deadline.is_over:
+            if is_over():
+                return
+            os.sched_yield()
+        look, early = self._looks(is_done), Deadline(min(_LATE_S, deadline.left_s))
+        if not wait_until(is_over, early, look, longest_pause_s=_LONGEST_PAUSE_S) and not (
+            wait_until(is_over, deadline, look, longest_pause_s=_LATE_PAUSE_S)
+        ):
+            raise WireTimeout.after(timeout)
+
+    def leave(self) -> None:
+        """Announce to the others that this member takes no further part."""
+        if self.is_forked:  # it has no part in the group
+            return
+        with suppress(RuntimeError):  # the store is lost, as the others will see
+            self.opening.store.set(left_key(self.opening.rank), "")
+
+    def say_why(self, number: int, reason: BaseException) -> None:
+        """Tell the other members why this one waits no longer for the collective ``number``."""
+        text = " ".join(f"{reason}".split()) or type(reason).__name__
+        if not isinstance(reason, WireFailure):
+            text = f"{type(reason).__name__} {reason}".strip()
+        with suppress(RuntimeError):  # the store is lost, as the others will see
+            self.opening.store.set(_why_key(self.opening.rank, number), text)
+
+    def find_why(self, member: int, number: int) -> str:
+        """The reason that ``say_why`` has told on another member."""
+        text, key = "", _why_key(member, number)
+        with suppress(RuntimeError):
+            if self.opening.store.check([key]):
+                text = f": {self.opening.store.get(key).decode(errors='replace')}"
+        return f"rank {self.opening.ranks[member]} has given up waiting for this call{text}"
+
+    def close(self) -> None:
+        """Give MPI its communicator back, where nothing is in flight on it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self.is_forked:
+            return
+        self.leave()
+        self.end()
+        with self.keeping:
+            unfinished = [one for one in self.in_flight if not one.test_quietly()]
+            self.in_flight.clear()
+        if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
+            _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
+            return
+        self.comm.Free()
+
+    def strand(self, kept: Any) -> None:
+        """Keep the tensors of an operation that is never tested again alive: MPI may use them."""
+        self._has_stranded = True
+        _abandoned.append((self.comm, kept))
+
+    def check_size(self, count: int, num_bytes: int) -> None:
+        """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
+        if count != num_bytes:
+            raise MessageMisfit(
+                f"a message of {count} bytes came where {num_bytes} were to be received"
+            )
+
+    def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
+        """The failure for an error from MPI in a receive of ``num_bytes``, or elsewhere (None)."""
+        if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
+            return MessageMisfit(
+                f"a longer message came where {num_bytes} bytes were to be received"
+            )
+        text = first_line(error)
+        return WireAborted(text) if self.is_aborted else WireFailure(text)
+
+    def _check_done(self, is_done: Callable[[], bool]) -> bool:
+        """``is_done()``; raises where it never will be."""
+        if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
+            raise WireFailure("the communicator was closed")
+        if is_done():
+            return True
+        if self.is_aborted:
+            raise WireAborted("aborted while waiting")
+        return False
+
+    def _looks(self, is_done: Callable[[], bool]) -> Callable[[], None]:
+        """A function to call often: it checks now and then whether a member is lost, and raises."""
+        next_look, num_looks = time.perf_counter() + _LOOK_S, 0
+
+        def look() -> None:
+            nonlocal next_look, num_looks
+            if time.perf_counter() > next_look:
+                next_look, num_looks = time.perf_counter() + _LOOK_S, num_looks + 1
+                self._look_for_lost(is_done, queries=num_looks % _LOOKS_PER_QUERY == 0)
+
+        return look
+
+    def _look_for_lost(self, is_done: Callable[[], bool], *, queries: bool) -> None:
+        if self.opening.look is not None:
+            self.opening.look()
+        lost, text = self.find_dead(), "has ended"
+        if not lost and queries:
+            lost, text = self._find_left(), "has closed this group, or ends"
+        # What it sent before may be on its way still.
+        if lost and not wait_until(is_done, Grace(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
+            raise MemberLost(text, lost[0])
+
+    def _find_left(self) -> list[int]:
+        with suppress(RuntimeError):  # the store is lost
+            others = (k for k in range(len(self.cards)) if k != self.opening.rank)
+            return [k for k in others if self.opening.store.check([left_key(k)])]
+        return []
+
+
+_links: weakref.WeakSet[MpiConnection] = weakref.WeakSet()
+_abandoned: list[Any] = []
+"""The operations in flight in groups that were closed, until the process ends."""
+
+
+def _all_links() -> tuple[MpiConnection, ...]:
+    """The links of this process, closed ones too; none while another thread opens one."""
+    try:
+        return tuple(_links)
+    except RuntimeError:
+        return ()
+
+
+def left_key(member: int) -> str:
+    """The key that a member sets in the store when it takes no further part."""
+    return f"left/{member}"
+
+
+def _why_key(member: int, number: int) -> str:
+    return f"why/{member}/{number}"
+
+
+def report_dead_ranks_at_the_end() -> None:
+    """Make this rank print which ranks have died when mpiexec ends it for that."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _report)
+
+
+def _report(number: int, frame: object) -> None:
+    for link in _all_links():
+        dead = [] if link.is_forked or link.is_closed else link.find_dead()
+        if dead:
+            ranks = link.opening.ranks
+            them = ", ".join(f"rank {ranks[member]} ({link.cards[member]})" for member in dead)
+            verb = "has" if len(dead) == 1 else "have"
+            print(
+                f"meshdist: rank {ranks[link.opening.rank]} is ended by mpiexec: {them} {verb} "
+                "ended before, and under MPI all ranks end with one",
+                file=sys.stderr,
+                flush=True,
+            )
+            break
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

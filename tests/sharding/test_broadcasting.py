@@ -1,0 +1,166 @@
+"""How operands meet: every pair of small shardings, and the words where they do not."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from meshdist.errors import AxisTypeError, MeshError, ShapeError
+from meshdist.mesh.layout import Layout
+from meshdist.mesh.spec import NamedSharding, P
+from meshdist.sharding.broadcasting import join_operands
+from tests.sharding.array_cases import NAMES
+
+MESH = Layout.from_shape((2, 2), NAMES[:2])
+SPECS = [
+    P(),
+    P("dp"),
+    P("tp"),
+    P(None, "tp"),
+    P("dp", "tp"),
+    P("dp", reduced={"tp"}),
+    P(reduced={"dp", "tp"}),
+    P(None, "tp", reduced={"dp"}),
+    P(unreduced={"tp"}),
+    P("dp", unreduced={"tp"}),
+]
+
+
+class DeviceLess:
+    """The rank that messages name, of a mesh without processes."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def get_rank(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceLess) and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+
+def lying(spec: P, shape: tuple[int, ...], **sizes: dict[int, tuple[int, ...]]) -> NamedSharding:
+    return NamedSharding(DeviceLess(MESH), spec.update(spec.partitions[: len(shape)]), **sizes)
+
+
+def kinds(spec: P, axis: str) -> str:
+    if axis in spec.unreduced:
+        return "U"
+    if axis in spec.reduced:
+        return "R"
+    return "V" if axis in str(spec.partitions) else "I"
+
+
+@pytest.mark.parametrize("linearity", ["", "add", "multiply", "first"])
+@pytest.mark.parametrize(("x", "y"), list(product(SPECS, SPECS)))
+def test_operands_join_where_shards_and_gradients_are_right_as_they_are(
+    x: P, y: P, linearity: str
+) -> None:
+    shapes = (4, 4), (4, 4)
+    if y.partitions == () and x.partitions != ():
+        shapes = (4, 4), ()
+    operands = [
+        ("float32", shape, lying(spec, shape)) for shape, spec in zip(shapes, (x, y), strict=True)
+    ]
+    pairs = [(kinds(x, axis), kinds(y, axis)) for axis in NAMES[:2]]
+    passing = {"VV", "II", "RR", "RV", "VR"}
+    passing |= {
+        "": set(), "add": {"UU"}, "multiply": {"UR", "RU"}, "first": {"UR"}
+    }[linearity]  # fmt: skip
+    fits = all("".join(pair) in passing for pair in pairs)
+    if shapes[0] == shapes[1]:
+        fits = (
+            fits
+            and lying(x, (4, 4)).placement((4, 4)).dims == lying(y, (4, 4)).placement((4, 4)).dims
+        )
+    if not fits:
+        with pytest.raises(AxisTypeError):
+            join_operands(operands, linearity, "f")
+        return
+    shape, found = join_operands(operands, linearity, "f")
+    assert shape == (4, 4)
+    for axis, pair in zip(NAMES[:2], pairs, strict=True):
+        expected = next(kind for kind in "UVRI" if kind in pair)
+        assert kinds(found.spec, axis) == expected
+    assert found.placement(shape).dims == lying(x, (4, 4)).placement((4, 4)).dims
+
+
+def joined(*operands: tuple[tuple[int, ...], P]) -> tuple[tuple[int, ...], P]:
+    shape, sharding = join_operands(
+        [("float32", shape, lying(spec, shape)) for shape, spec in operands], "", "f"
+    )
+    return shape, sharding.spec
+
+
+def test_dims_that_are_missing_or_of_size_1_are_stretched_where_they_are_whole() -> None:
+    assert joined(((4, 6), P(None, "tp")), ((6,), P("tp"))) == ((4, 6), P(None, "tp"))
+    assert joined(((4, 1), P("dp", reduced={"tp"})), ((6,), P("tp", reduced={"dp"}))) == (
+        (4, 6),
+        P("dp", "tp"),
+    )
+    assert joined(((), P(reduced={"dp"})), ((4,), P("dp"))) == ((4,), P("dp"))
+
+
+@pytest.mark.parametrize(
+    "operands",
+    [
+        (((4, 1), P("dp")), ((1, 4), P(None, "dp"))),  # only blocks of the diagonal would be there
+        (((1, 4), P("dp")), ((4, 4), P("dp"))),
+        (((4, 4), P("dp")), ((4, 4), P(None, "dp"))),
+    ],
+)
+def test_dims_that_are_cut_otherwise_are_refused(operands: tuple[object, ...]) -> None:
+    with pytest.raises(AxisTypeError, match="cut differently along dim -"):
+        joined(*operands)  # type: ignore[arg-type]
+
+
+def test_sizes_of_shards_are_part_of_how_a_dim_is_cut() -> None:
+    uneven = lying(P("dp"), (5,), shard_sizes={0: (1, 4)})
+    with pytest.raises(AxisTypeError) as caught:
+        join_operands([("int64", (5,), uneven), ("int64", (5,), lying(P("dp"), (5,)))], "", "add")
+    assert "x: int64[5@dp], shard_sizes={0: (1, 4)}" in str(caught.value)
+    assert "y.reshard(x.sharding)" in str(caught.value)
+    shape, found = join_operands([("int64", (5,), uneven)] * 2, "", "add")
+    assert (shape, found.shard_sizes) == ((5,), {0: (1, 4)})
+
+
+def test_the_words() -> None:
+    whole, rows = ("float32", (4,), lying(P(), (4,))), ("float32", (3, 4), lying(P("dp"), (3, 4)))
+    with pytest.raises(AxisTypeError) as caught:
+        join_operands([rows, whole], "add", "add")
+    assert str(caught.value).splitlines() == [
+        "add: operand y is equal on all ranks along 'dp', and another is not: the gradient of y "
+        "would be a sum over 'dp', which nothing asks for",
+        "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
+        "  expected: operands of equal shardings, or y reduced over 'dp'",
+        "  found:    x: float32[3@dp, 4]",
+        "            y: float32[4]",
+        "  fix:      y.reshard(P(reduced={'dp'})): nothing is sent; its gradient is then summed",
+    ]
+    summand = ("float32", (4,), lying(P(unreduced={"tp"}), (4,)))
+    with pytest.raises(AxisTypeError) as caught:
+        join_operands([summand], "", "exp")
+    assert str(caught.value).splitlines() == [
+        "exp is not linear in what is unreduced over 'tp': each rank holds a summand",
+        "  where:    rank 1 (dp=0, tp=1) of mesh (dp=2, tp=2)",
+        "  expected: no unreduced operand",
+        "  found:    x: float32[4]{U:tp}",
+        "  fix:      sum the summands first: x.reshard(P())",
+    ]
+    with pytest.raises(ShapeError) as shapes:
+        join_operands([rows, ("float32", (5,), lying(P(), (5,)))], "", "add")
+    assert "do not broadcast" in str(shapes.value) and "y: float32[5]" in str(shapes.value)
+    other = NamedSharding(DeviceLess(Layout.from_shape((4,), ("ep",))), P())
+    with pytest.raises(MeshError) as meshes:
+        join_operands([rows, ("float32", (4,), other)], "", "add")
+    assert "y: float32[4] on mesh (ep=4)" in str(meshes.value)
+    assert "y.reshard(" in str(meshes.value)
+
+
+def test_equal_shardings_join_without_further_ado() -> None:
+    sharding = lying(P("dp"), (4,))
+    assert join_operands([("float32", (4,), sharding)] * 2, "", "f")[1] is sharding
