@@ -10,6 +10,7 @@ from tests.test_layering import FLOORS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST_LINES = 220
+MOST_WORDS = 25  # a word of one room is explained there
 SUFFIXES = ("", ".py", ".pyi", ".h", ".cpp")
 
 
@@ -56,3 +57,9 @@ def test_it_has_every_folder_on_its_floor() -> None:
 
 def test_it_is_short() -> None:
     assert len(PAGE.splitlines()) <= MOST_LINES
+
+
+def test_it_explains_few_words() -> None:
+    section = PAGE.partition("## Inner words")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    assert len(rows) - 1 <= MOST_WORDS
