@@ -43,7 +43,7 @@ from meshdist.bootstrap.world import World, world_here
 from meshdist.groups import communicators, host_tables
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
-from meshdist.wires import communicators as wire_registry
+from meshdist.wires import registry as wire_registry
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.registry import Needs, Opening, Wire, register_wire
 

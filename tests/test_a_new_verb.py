@@ -73,14 +73,14 @@ VERB: Edits = {
     ],
     "wires/built_verbs.py": [
         (
-            "def reduce(wire: Carrier",
+            "def reduce(wire: BuildingCommunicator",
             textwrap.dedent("""\
-                def total(wire: Carrier, prepared: PreparedCall) -> Operation:
+                def total(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
                     (x,), op = prepared.outputs, prepared.op
                     return wire.start(prepared.by("all_reduce", [x], [x], op))
 
 
-                def reduce(wire: Carrier"""),
+                def reduce(wire: BuildingCommunicator"""),
         ),
         ("        reduce,\n", "        total,\n        reduce,\n"),
     ],

@@ -222,9 +222,9 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
         ""              all else                 none
 
     Example:
-        >>> join(["V:dp", "", "R:tp"])
-        Join(text='V:dp R:tp', missing=('R:tp', 'V:dp R:tp', 'V:dp'))
-        >>> join(["U:tp", ""], "add")
+        >>> join_types(["V:dp", "", "R:tp"])
+        JoinedType(text='V:dp R:tp', missing=('R:tp', 'V:dp R:tp', 'V:dp'))
+        >>> join_types(["U:tp", ""], "add")
         Refusal(axis='tp', operand=0)
     """
     kinds = [kinds_in(text) for text in types]

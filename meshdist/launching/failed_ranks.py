@@ -78,7 +78,7 @@ def is_consequence(failure: Failure) -> bool:
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
-        >>> is_consequence(Failure(Ending(rank=2, pid=1, code=1), 0.0, text))
+        >>> is_consequence(Failure(ProcessExit(rank=2, pid=1, code=1), 0.0, text))
         True
     """
     code = failure.ending.code

@@ -16,7 +16,7 @@ from typing import Any
 from .deadlines import Deadline
 from .hosts import num_forks
 
-__all__ = ["BoundedCall", "begin_elsewhere", "keep_thread"]
+__all__ = ["BoundedCall", "await_calls_elsewhere", "begin_elsewhere", "keep_thread"]
 
 _SLICE_S = 0.2
 _IDLE_S = 10.0
@@ -103,7 +103,9 @@ class _Threads:
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._num_idle = 0  # less those for which a call is on its way
+        self._num_busy = 0
         self._lock = threading.Lock()
+        self._has_returned = threading.Condition(self._lock)
 
     def begin(self, call: Callable[[], object]) -> None:
         with self._lock:
@@ -111,7 +113,13 @@ class _Threads:
             self._num_idle -= is_one_idle
         if not is_one_idle:
             threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
+        with self._lock:
+            self._num_busy += 1
         self._calls.put(call)
+
+    def await_returns(self, limit_s: float) -> bool:
+        with self._has_returned:
+            return self._has_returned.wait_for(lambda: self._num_busy == 0, limit_s)
 
     def _run(self) -> None:
         while True:
@@ -125,8 +133,10 @@ class _Threads:
                 continue  # a call is on its way
             call()
             del call  # what it holds may go
-            with self._lock:
+            with self._has_returned:
                 self._num_idle += 1
+                self._num_busy -= 1
+                self._has_returned.notify_all()
 
 
 @cache
@@ -137,3 +147,11 @@ def _threads(num_forks: int) -> _Threads:
 def begin_elsewhere(call: Callable[[], object]) -> None:
     """Begin ``call``, which raises nothing, in a thread that waits for calls, or in a new one."""
     _threads(num_forks()).begin(call)
+
+
+def await_calls_elsewhere(limit_s: float) -> bool:
+    """Return once all calls that were begun have returned, or after ``limit_s``; whether they have.
+
+    A thread that comes back from torch's C++ while the interpreter ends takes the process down.
+    """
+    return _threads(num_forks()).await_returns(limit_s)

@@ -198,6 +198,10 @@ _PERIOD_S = 0.05
 _LINGER_S = 1.0
 
 
+def _do_nothing() -> None:
+    """The call of a timer that is over."""
+
+
 class Timer:
     """A call to be made when a timeout is over, at most once.
 
@@ -220,6 +224,7 @@ class Timer:
     def cancel(self) -> bool:
         """Make no call; returns False, once the call is over, where it was made already."""
         if self._thread.remove(self):
+            self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
             return True
         with self._thread.calling:
             return False
@@ -278,6 +283,8 @@ class _TimerThread(threading.Thread):
                     timer.call()
                 except Exception:
                     _log.exception("a timer's call failed")
+                finally:
+                    timer.call = _do_nothing
 
 
 @cache

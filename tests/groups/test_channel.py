@@ -363,8 +363,8 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
         from meshdist.bootstrap.world import get_world
         from meshdist.groups.communicators import get_registry
 
-        communicators = get_registry(get_world())
-        communicators.header_tables.close()
+        registry = get_registry(get_world())
+        registry.header_tables.close()
         group = md.new_group(timeout=timedelta(seconds=1))
         assert group.open_channel("cpu").header_table is None
         x = ones(2)

@@ -101,3 +101,13 @@ def test_threads_without_calls_end(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.01)
     assert wait_until(lambda: len(found) == 50, Deadline(60))
     assert wait_until(lambda: not any(one.is_alive() for one in found), Deadline(60))
+
+
+def test_calls_elsewhere_are_awaited() -> None:
+    go_on, ended = threading.Event(), []
+    for _ in range(3):
+        begin_elsewhere(lambda: ended.append(go_on.wait(60)))
+    assert not bounded_calls.await_calls_elsewhere(0.05)
+    go_on.set()
+    assert bounded_calls.await_calls_elsewhere(60)
+    assert ended == [True] * 3

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -90,3 +92,16 @@ def test_it_calls_in_a_forked_child() -> None:
         Timer(0.0, called.set)
         os._exit(0 if called.wait(5.0) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+def test_a_timer_that_is_over_holds_what_it_calls_no_more(seconds: float) -> None:
+    called = threading.Event()
+    timer = Timer(seconds, called.set)
+    held = weakref.ref(called)
+    if not seconds:
+        assert called.wait(60)
+    assert timer.cancel() == bool(seconds)
+    del called
+    gc.collect()
+    assert held() is None

@@ -35,7 +35,7 @@ from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
-from ...runtime.bounded_calls import begin_elsewhere
+from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere
 from ...runtime.deadlines import Deadline, Timer, clock, wait_until
 from ...runtime.hosts import num_cores
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
@@ -63,6 +63,7 @@ _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
 _END_S = 1.0
+_LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
 _LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
 _CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
@@ -506,19 +507,25 @@ def _end_within(limit: timedelta, kept: list[Any]) -> None:
 
     On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
     """
-    thread = threading.Thread(target=kept.clear, name="meshdist-end-of-gloo", daemon=True)
+    has_ended = threading.Event()
+
+    def end() -> None:
+        kept.clear()
+        has_ended.set()
+
     try:
-        thread.start()
+        begin_elsewhere(end)
     except RuntimeError:  # no more threads: the interpreter ends
         kept.clear()
         return
-    thread.join(limit.total_seconds() + _END_S)
+    has_ended.wait(limit.total_seconds() + _END_S)
 
 
 def _close_all() -> None:
     """Close what the program left open, while there are threads that can end it."""
     for communicator in tuple(_open):
         communicator.close()
+    await_calls_elsewhere(_LAST_S)
 
 
 _open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()

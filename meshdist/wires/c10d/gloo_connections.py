@@ -30,6 +30,7 @@ from torch.distributed import ProcessGroupGloo
 
 from ...bootstrap.bounded_store import read_jsons
 from ...error_text import grouped_text
+from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
 from ..failures import WireRefused
@@ -206,7 +207,8 @@ class DroppedMessages:
         self._patience = patience
         self._unfinished: deque[Any] = deque()
         self._from_anyone: list[Any] = []
-        self._threads: set[threading.Thread] = set()
+        self._num_waiting = 0
+        self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
         """Keep a message; called in any thread at any time, by the garbage collector.
@@ -218,16 +220,17 @@ class DroppedMessages:
 
     def look(self) -> None:
         """Let a thread wait for messages that were added; called now and then."""
-        if self._unfinished and len(self._threads) < _MOST_THREADS:
-            thread = threading.Thread(target=self._finish, name="meshdist-dropped", daemon=True)
-            self._threads.add(thread)
-            thread.start()
+        with self._counting:
+            if not self._unfinished or self._num_waiting >= _MOST_THREADS:
+                return
+            self._num_waiting += 1
+        begin_elsewhere(self._finish)
 
     def close(self) -> bool:
         """Let go of all of them; returns whether threads wait, which end with the connections."""
         self._unfinished.clear()
         self._from_anyone.clear()
-        return bool(self._threads)
+        return self._num_waiting > 0
 
     def _finish(self) -> None:
         with suppress(IndexError):  # none is left
@@ -236,4 +239,5 @@ class DroppedMessages:
                 with suppress(RuntimeError):  # its other side, or the group, has ended
                     work.wait(self._patience)
                 del work
-        self._threads.discard(threading.current_thread())
+        with self._counting:
+            self._num_waiting -= 1

@@ -26,7 +26,7 @@ from meshdist.wires.c10d.gloo_connections import (
 from meshdist.wires.failures import WireAborted, WireFailure, WireRefused, WireTimeout
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.load import is_within
-from tests.pool import Pool
+from tests.pool import Pool, places
 from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, OPS
 from tests.wires.verb_table import WAITING, OnDevice, check_every_verb, waiting_times
@@ -685,3 +685,22 @@ def test_an_abort_frees_a_wait_beside_another_thread() -> None:
     threading.Timer(0.05, lambda: setattr(connection, "is_aborted", True)).start()
     with pytest.raises(WireAborted, match="aborted while waiting for a message"):
         transfer.finish(SECONDS)
+
+
+IN_FLIGHT = """
+import torch, meshdist as md
+md.init_process_group("gloo")
+kept = []
+if md.get_rank() == 0:
+    for tag in range(8):
+        kept.append(md.irecv(torch.ones(4), 1, tag=tag))
+        kept[-1].is_completed()
+        md.irecv(torch.ones(4), 1, tag=8 + tag)
+md.barrier()
+"""
+
+
+def test_a_program_may_end_with_messages_in_flight(pool: Pool) -> None:
+    for _ in range(3):
+        for done in pool.start(IN_FLIGHT, places(2)):
+            assert done.returncode == 0, done.stderr
