@@ -391,7 +391,7 @@ def test_planning_is_quick(mesh, source, target, unreduced):
     boxes = [step for step in steps if isinstance(step, Exchange)]
     peers = sum(max(len(step.sends), len(step.receives)) for step in boxes)
     limit = 1e-3 if math.prod(mesh) <= 16 else 10e-3 + 10e-6 * max(0, peers - 64)
-    assert seconds < 3 * limit  # on a machine that does other work
+    assert seconds < 6 * limit  # CPU time, but of a core that does other work beside it
 
 
 def test_equal_exchanges_between_thousands_stay_in_product_form() -> None:
