@@ -68,7 +68,7 @@ class Reducer(ReductionSetup):
             return
         if self._parting is not None:
             self._parting.report(self._group)
-        self._has_begun = True
+        self._has_begun, self._has_ended = True, False
         if self.logger is not None:
             self._sending.timing = self.logger.iteration_begins(self.buckets)
         if not self.has_final_buckets and is_capturing(self._list.behind.device):
@@ -215,6 +215,7 @@ class Reducer(ReductionSetup):
         with self._lock:  # outputs on several devices come here on a thread each
             if task == self.task:
                 return
+            self._refuse_broken()
             if self.is_open:
                 raise self._reports.overlapping()
             self._settling.read()  # where no forward came since the last backward
@@ -347,12 +348,16 @@ class Reducer(ReductionSetup):
 
     def complete_open(self) -> None:
         """Finish what the last backward left open here."""
-        if self._sending.failure is not None:
-            raise self._reports.stopped(self._sending.failure) from self._sending.failure
+        self._refuse_broken()
         has_not_ended = self.is_open or self.task is not None
         self.task = None
         if has_not_ended:
             self._complete_interrupted()
+
+    def _refuse_broken(self) -> None:
+        """Raise where a reduction has failed: the members are no longer in step."""
+        if self._sending.failure is not None:
+            raise self._reports.stopped(self._sending.failure) from self._sending.failure
 
     @torch.no_grad()
     def _complete_interrupted(self) -> None:

@@ -83,7 +83,7 @@ class ReductionSetup(Backward):
         self._has_graph = False  # gradients of that backward could be differentiated again
         self.late: list[int] = []  # what came after its bucket had gone
         self._has_begun = False  # a synchronised forward, since the last check
-        self._has_ended = False  # a backward, since the last check
+        self._has_ended = False  # a backward, since the last synchronised forward, or check
         self._is_closed = False  # gradients stay local
         self.awaited: list[Any] = []
         self.logger: DataLogger | None = None
