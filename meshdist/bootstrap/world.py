@@ -144,7 +144,7 @@ class World:
     latest_signal: int = field(default=0, init=False, repr=False)
     """The last signal's number that this rank has seen or posted (``groups.signals``)."""
     registry: Closable | None = field(default=None, init=False, repr=False)
-    """This rank's communicators (``groups.registry``), made at first use."""
+    """This rank's communicators (``groups.communicators``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
     """The group of all ranks (``groups.process_group``), made at first use."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)

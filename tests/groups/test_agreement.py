@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -243,7 +244,8 @@ def test_all_members_are_told_which_one_can_open_too_few_files(pool: Pool, wire:
     for rank, lines in enumerate(pool.run(program, 3, backend=wire)):
         assert "cannot be opened: a member can open too few files and sockets" in lines[0]
         assert lines[1] == f"  where:    rank {rank}, among ranks 0-2"
-        assert lines[2].startswith("  found:    rank 1: 9 more files can be opened of about 16 ")
+        # Another thread may have a file open for a moment.
+        assert re.match("  found:    rank 1: [89] more files can be opened of about 16 ", lines[2])
         assert lines[2].endswith(" (cpu tensors: 4)")
         assert lines[3].startswith("  fix:      raise the hard limit before the program starts: ul")
 
@@ -281,6 +283,8 @@ def test_files_are_counted_axis_by_axis_before_anything_is_opened(pool: Pool, wi
     needed = 12 + 2 * 1 + 2 * 2
     for lines, sums in pool.run(program, 6, backend=wire):
         assert lines[0].startswith("DeviceMesh(dp=2, tp=3) cannot be opened: a member can open too")
-        assert f"rank 4: 8 more files can be opened of about {needed} needed" in lines[2]
+        assert re.search(
+            f"rank 4: [78] more files can be opened of about {needed} needed", lines[2]
+        )
         assert lines[2].endswith(" (axis 'dp': 2, axis 'tp': 4)")
         assert sums == [6, 2, 3]
