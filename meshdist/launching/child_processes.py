@@ -56,6 +56,17 @@ class ProcessExit:
         return f"was ended by {named.get(-self.code, f'signal {-self.code}')}{hint}"
 
 
+def _is_dying(pid: int) -> bool:
+    """Whether a process's first thread has ended, or SIGKILL is pending; False where none tells."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8") as file:
+            told = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except OSError:
+        return False
+    pending = int(told.get("SigPnd", "0"), 16) | int(told.get("ShdPnd", "0"), 16)
+    return told.get("State", "").startswith("Z") or bool(pending >> (signal.SIGKILL - 1) & 1)
+
+
 class Launch:
     """Children of one launch, and all that they start: none of them outlives this process.
 
@@ -148,15 +159,25 @@ class Launch:
         return self.endings[num_ended:]
 
     def _look_at(self, rank: int) -> None:
-        child = self.running[rank]
-        code = child.poll()
-        if code is None:
+        child = self.running.get(rank)
+        code = None if child is None else child.poll()
+        if child is None or code is None:
             return
         del self.running[rank]
         self._forget_handle(rank)
+        if code != 0 and self.failed is None:
+            self._await_dying()
         self.endings.append(ProcessExit(rank, child.pid, code, time.monotonic()))
         if code != 0 and self.failed is None:
             self.failed = self.endings[-1]
+
+    def _await_dying(self) -> None:
+        """Let ranks end that were killed before, and have threads that have not seen it yet."""
+        for rank, child in tuple(self.running.items()):
+            if rank in self.running and _is_dying(child.pid):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_ANSWER_S)
+                self._look_at(rank)
 
     def _forget_handle(self, rank: int) -> None:
         handle = self._handles.pop(rank, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit
+from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit, _is_dying
+from meshdist.runtime.deadlines import Deadline, wait_until
 from tests.load import is_within
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -61,6 +63,26 @@ def end_of(launch: Launch) -> list[ProcessExit]:
         if ended := launch.step(0.5):
             return ended
     raise AssertionError("nobody ended")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_rank_that_dies_slowly_has_failed_first(launch: Launch) -> None:
+    dying = """
+import ctypes, os, threading, time
+threading.Thread(target=lambda: (time.sleep(0.5), os._exit(7))).start()
+print(flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # of the first thread alone
+"""
+    slow = subprocess.Popen([*PYTHON, dying], stdout=subprocess.PIPE)
+    launch.add(0, slow)
+    assert slow.stdout is not None
+    with slow.stdout:
+        slow.stdout.readline()
+    wait_until(lambda: _is_dying(slow.pid), Deadline(60))
+    launch.add(1, subprocess.Popen([*PYTHON, "raise SystemExit(3)"]))
+    ended = end_of(launch)
+    assert [(one.rank, one.code) for one in ended] == [(0, 7), (1, 3)]
+    assert launch.failed is not None and launch.failed.rank == 0
 
 
 def test_endings_are_told_in_order_and_the_first_failure_is_kept(launch: Launch) -> None:
