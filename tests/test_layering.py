@@ -177,6 +177,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "torch_private",
             "shared_buffers",
             "sparse_sums",
+            "flat_sums",
             "flat_broadcast",
         ),
         "joining": (

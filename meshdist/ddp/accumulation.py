@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..collectives.flat_sums import assign_buckets, items_of, reduce_together
 from ..collectives.sparse_sums import sparse_psum
 from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
@@ -20,7 +21,6 @@ from ..reduce_ops import ReduceOp
 from ..runtime.untraced import untraced
 from ..typed_contexts.casting import BUCKET_BYTES
 from ..typed_contexts.refusals import tensor_text, type_of, where
-from .buckets import assign_buckets, items_of, views_into
 from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]
@@ -213,15 +213,13 @@ def _sums(
     items = items_of(leaves)
     for bucket in assign_buckets(items, dense, (BUCKET_BYTES,)):
         members = [leaves[place] for place in bucket]
-        flat = members[0].new_zeros(sum(one.numel() for one in members))
-        views = views_into(flat, members)
-        for place, view in zip(bucket, views, strict=True):
-            grad = grads[place]
-            if grad is not None:
-                view.copy_(grad.to_dense() if grad.layout is torch.sparse_coo else grad)
-        all_reduce(flat, group=group)
-        for place, view in zip(bucket, views, strict=True):
-            sums[place] = view.data  # whose version is its own
+        parts = [
+            torch.zeros_like(leaf) if grad is None else _dense(grad)
+            for leaf, grad in ((leaves[place], grads[place]) for place in bucket)
+        ]
+        found = reduce_together(parts, group, likes=members)
+        for place, one in zip(bucket, found, strict=True):
+            sums[place] = one.data  # whose version is its own
     return sums
 
 
@@ -229,3 +227,7 @@ def _layout_of(grad: torch.Tensor | None) -> int:
     if grad is None:
         return 0
     return grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.layout is torch.sparse_coo else grad

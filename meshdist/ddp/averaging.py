@@ -12,8 +12,8 @@ import torch
 
 from ..arguments import get_whole_number
 from ..checking.program import warn_caller
+from ..collectives.flat_sums import reduce_together
 from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
@@ -247,14 +247,11 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
     for one in chosen.values():
         alike.setdefault((one.dtype, one.device), []).append(one)
     for together in alike.values():
-        flat = torch.cat([one.reshape(-1) for one in together])  # by index, whatever the strides
         if num_ranks == group.size():
-            all_reduce(flat, ReduceOp.AVG, group)
+            pieces = reduce_together(together, group, ReduceOp.AVG)
         else:  # zeros come from ranks that have left the loop
-            all_reduce(flat, ReduceOp.SUM, group)
-            flat /= num_ranks
-        parts = flat.split([one.numel() for one in together])
-        pieces = [part.view(one.shape) for part, one in zip(parts, together, strict=True)]
+            pieces = reduce_together(together, group)
+            torch._foreach_div_(pieces, num_ranks)
         torch._foreach_copy_(together, pieces)
 
 

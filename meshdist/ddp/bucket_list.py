@@ -11,13 +11,14 @@ from typing import TypeAlias
 
 import torch
 
+from ..collectives.flat_sums import dense_stride, items_of
 from ..collectives.shared_buffers import flat_memory
 from ..collectives.sparse_sums import sum_rows
 from ..collectives.torch_private import storage_uses
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .buckets import ReductionOptions, dense_stride, items_of, lay_out
+from .buckets import ReductionOptions, lay_out
 from .flat_bucket import Bucket, Pending
 from .history import History
 from .reports import Reports

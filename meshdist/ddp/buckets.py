@@ -9,48 +9,24 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
 from ..arguments import get_number
+from ..collectives.flat_sums import Item, assign_buckets
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError
 
 __all__ = [
-    "Item",
     "LaidBucket",
     "ReductionOptions",
-    "assign_buckets",
     "bucket_caps",
-    "dense_stride",
-    "items_of",
     "lay_out",
-    "views_into",
 ]
 
 _MIB = 1024 * 1024
-
-
-Item: TypeAlias = tuple[int, Hashable]
-"""Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
-
-
-def items_of(
-    parameters: Sequence[torch.Tensor],
-    dtype: torch.dtype | None = None,
-    alone: Collection[int] = (),
-) -> list[Item]:
-    """Return one item per parameter, in order; those ``alone`` share a bucket with no other."""
-    return [
-        (
-            p.numel() * (dtype or p.dtype).itemsize,
-            ((dtype or p.dtype, p.device), index if index in alone else None),
-        )
-        for index, p in enumerate(parameters)
-    ]
 
 
 def bucket_caps(
@@ -93,43 +69,6 @@ def _cap_bytes(what: str, cap_mb: float) -> int:
             fix="pass a small number such as 0.001 for one parameter a bucket",
         )
     return max(1, int(cap_mb * _MIB))
-
-
-def assign_buckets(
-    items: Sequence[Item], order: Sequence[int], caps: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets as tuples of indices into ``items``.
-
-    Args:
-        items: one per parameter.
-        order: indices, each once, in the order in which gradients are expected.
-        caps: of the first bucket of each kind, of the second, ..., in bytes; the last repeats. A
-            single larger item has a bucket of its own.
-
-    Returns:
-        The buckets in the order in which they are expected to be complete. Within one kind the
-        buckets, one after the other, hold the indices in ``order``.
-
-    Example:
-        >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
-        >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
-        ((3,), (2,), (1, 0))
-    """
-    buckets: list[list[int]] = []
-    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
-    counts: dict[Hashable, int] = {}
-    for index in order:
-        num_bytes, kind = items[index]
-        bucket, room = filling.get(kind, ([], 0))
-        if not bucket or num_bytes > room:
-            nth = counts.get(kind, 0)
-            bucket, room = [], caps[min(nth, len(caps) - 1)]
-            counts[kind] = nth + 1
-            buckets.append(bucket)
-        bucket.append(index)
-        filling[kind] = bucket, room - num_bytes
-    places = {index: place for place, index in enumerate(order)}
-    return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
 
 
 @dataclass(frozen=True)
@@ -179,42 +118,6 @@ def lay_out(
         early[place:place] = together
     last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
     return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
-
-
-def views_into(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view into ``flat`` of the shape of each of ``likes``, one after the other.
-
-    Example:
-        >>> flat = torch.arange(5)
-        >>> views_into(flat, [torch.zeros(1), torch.zeros(2, 2)])
-        [tensor([0]), tensor([[1, 2], [3, 4]])]
-    """
-    parts = zip(flat.split([one.numel() for one in likes]), likes, strict=True)
-    return [
-        part.as_strided(one.shape, dense_stride(one.shape, one.stride())) for part, one in parts
-    ]
-
-
-def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a gradient's view into its bucket.
-
-    They are the parameter's own where its elements fill their memory without gaps or overlaps
-    (channels-last included), and row-major otherwise.
-
-    Example:
-        >>> dense_stride((2, 3), (1, 2)), dense_stride((2, 3), (6, 2))
-        ((1, 2), (3, 1))
-    """
-    expected = 1
-    for step, size in sorted(zip(stride, shape, strict=True)):
-        if size == 1:
-            continue
-        if step != expected:
-            break
-        expected *= size
-    else:
-        return tuple(stride)
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Protocol, TypeAlias, cast
 
 import torch
 
-from .buckets import LaidBucket, ReductionOptions, assign_buckets, views_into
+from ..collectives.flat_sums import assign_buckets, views_into
+from .buckets import LaidBucket, ReductionOptions
 from .device_streams import streams_for
 from .graph_tasks import is_in_task
 from .reports import Reports

@@ -15,15 +15,15 @@ import optree
 import torch
 
 from ..arrays import as_tensor, describe, like
+from ..collectives.flat_sums import assign_buckets, items_of, start_reduction, views_into
 from ..collectives.shared_buffers import flat_memory
 from ..collectives.torch_private import hidden_from_modes
-from ..collectives.verbs import all_reduce
 from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
-from ..wires.work import Work, may_be_dropped
-from .buckets import assign_buckets, bucket_caps, items_of, views_into
+from ..wires.work import Work
+from .buckets import bucket_caps
 from .replicas import check_equal_lines, tensor_line
 
 __all__ = ["GradientBuckets", "LeafPaths", "flattened"]
@@ -300,9 +300,7 @@ class GradientBuckets:
     def _start(self) -> None:
         """Start the next bucket's all-reduce."""
         flat = self._flats[len(self._works)]
-        work = all_reduce(flat, ReduceOp.AVG, self._group, async_op=True)
-        assert work is not None
-        self._works.append(may_be_dropped(work))
+        self._works.append(start_reduction(flat, ReduceOp.AVG, self._group))
 
     def _begin_round(self) -> None:
         self._works = []

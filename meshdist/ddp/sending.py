@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from ..collectives.verbs import all_reduce
+from ..collectives.flat_sums import start_reduction
 from ..error_text import without_frames
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from ..wires.work import may_be_dropped
 from .bucket_list import AnyBucket, BucketList, InPlaceBucket, SparseBucket
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
@@ -122,6 +121,4 @@ class Sending:
 
     def _average(self, sent: torch.Tensor) -> Pending:
         with self.calls_inside():
-            work = all_reduce(sent, self._op, self._group, async_op=True)
-        assert work is not None
-        return may_be_dropped(work)  # where a backward fails, which tells enough
+            return start_reduction(sent, self._op, self._group)

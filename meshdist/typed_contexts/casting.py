@@ -29,16 +29,15 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from ..collectives.flat_sums import reduce_together
 from ..collectives.sparse_sums import sparse_psum
 from ..collectives.torch_private import call_function
-from ..collectives.verbs import all_reduce
 from ..functional.axis_types import kinds_in
 from ..functional.linear_function import keep_line, note_complete
 from ..functional.reducing import psum
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..joining.shadow import find_shadow
 from ..mesh.device_mesh import DeviceMesh
-from ..runtime.memory import new_like
 from .detail_checks import check_cast, is_checked
 from .refusals import type_of, uneven_leaf
 
@@ -318,14 +317,12 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
     return apart.view_as(apart)
 
 
-def _flat_sum(parts: list[torch.Tensor], group: ProcessGroup) -> torch.Tensor:
-    """The sum over the group of one-dim parts, one behind the other."""
+def _sums(parts: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
+    """The sums over the group of one-dim parts, by one message."""
     if torch.is_grad_enabled():
-        return psum(torch.cat(parts), group)
-    flat = new_like(parts[0].new_empty(1).expand(sum(map(len, parts))))
-    torch.cat(parts, out=flat)
-    all_reduce(flat, group=group)  # in place: what psum would copy is ours
-    return flat
+        total = psum(torch.cat(parts), group)
+        return [*total.split([len(part) for part in parts])]
+    return reduce_together(parts, group)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
@@ -399,8 +396,7 @@ class _CastTogether(Function):
             like.new_zeros(size) if grad is None else _dense(grad).reshape(-1)
             for grad, size in zip(grads, sizes, strict=True)
         ]
-        total = _flat_sum([*parts, used], ctx.group)
-        *sums, num_users = total.split([*sizes, len(sizes)])
+        *sums, num_users = _sums([*parts, used], ctx.group)
         is_used = [True] * len(grads)
         if any(grad is None for grad in grads):
             is_used = num_users.detach().ne(0).tolist()

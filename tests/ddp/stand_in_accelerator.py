@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp import flat_bucket, sending, settling
+from meshdist.collectives import flat_sums
+from meshdist.ddp import flat_bucket, settling
 from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class EnqueuedWork:
 def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     """Let reducers take the CPU for each rank's accelerator, which this gives."""
     of_rank: dict[int, Accelerator] = {}
-    all_reduce = sending.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def here() -> Accelerator:
         return of_rank.setdefault(md.get_rank(), Accelerator())
@@ -104,7 +105,7 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
         return GradientStreams(device, here())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sending, "all_reduce", enqueue)
+        patch.setattr(flat_sums, "all_reduce", enqueue)
         patch.setattr(flat_bucket, "streams_for", streams_for)
         patch.setattr(settling, "reader_for", reader_for)
         yield here

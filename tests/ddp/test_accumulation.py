@@ -10,6 +10,7 @@ from torch import nn
 
 import meshdist as md
 from meshdist import lax
+from meshdist.collectives import flat_sums
 from meshdist.ddp import accumulation
 from meshdist.errors import AgreementError, ArgumentError, AxisTypeError, KindError, MeshError
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, varying
@@ -36,7 +37,8 @@ def count_sums(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(x.numel())
         return md.all_reduce(x, *args, **kwargs)
 
-    monkeypatch.setattr(accumulation, "all_reduce", counted)
+    for room in (accumulation, flat_sums):
+        monkeypatch.setattr(room, "all_reduce", counted)
     return sizes
 
 

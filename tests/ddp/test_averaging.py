@@ -19,6 +19,7 @@ from torch.distributed.algorithms.model_averaging import (
 )
 
 import meshdist as md
+from meshdist.collectives import flat_sums
 from meshdist.ddp import averaging
 from meshdist.errors import (
     AgreementError,
@@ -142,13 +143,13 @@ def test_one_verb_for_each_dtype_and_values_change_in_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     verbs: list[tuple[int, str]] = []
-    original = averaging.all_reduce
+    original = flat_sums.all_reduce
 
     def noted(tensor: torch.Tensor, *how: Any) -> None:
         verbs.append((tensor.numel(), str(tensor.dtype)))
         original(tensor, *how)
 
-    monkeypatch.setattr(averaging, "all_reduce", noted)
+    monkeypatch.setattr(flat_sums, "all_reduce", noted)
 
     def program() -> Any:
         rank = md.get_rank()

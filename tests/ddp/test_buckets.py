@@ -8,14 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.ddp.buckets import (
-    Item,
-    assign_buckets,
-    bucket_caps,
-    dense_stride,
-    items_of,
-    lay_out,
-)
+from meshdist.collectives.flat_sums import Item, assign_buckets, dense_stride, items_of
+from meshdist.ddp.buckets import bucket_caps, lay_out
 from meshdist.errors import ArgumentError, KindError
 
 items_and_orders = st.lists(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp import sending
+from meshdist.collectives import flat_sums
 from tests.pool import Pool
 
 # torch 2.13 warns so of any compiled block that follows another.
@@ -84,14 +84,14 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     import torch._dynamo
 
     told: list[str] = []
-    all_reduce = sending.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def telling(*args: Any, **kwargs: Any) -> Any:
         if md.get_rank() == 0:
             told.append("R")
         return all_reduce(*args, **kwargs)
 
-    monkeypatch.setattr(sending, "all_reduce", telling)
+    monkeypatch.setattr(flat_sums, "all_reduce", telling)
     torch._dynamo.reset()
     yield told
     torch._dynamo.reset()

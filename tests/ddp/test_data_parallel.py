@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import sending
+from meshdist.collectives import flat_sums
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.errors import (
     AgreementError,
@@ -374,13 +374,13 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_reduce_once(use_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
-    all_reduce = sending.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         started.append(md.get_rank())
         return all_reduce(*args, **kwargs)
 
-    monkeypatch.setattr(sending, "all_reduce", counting)
+    monkeypatch.setattr(flat_sums, "all_reduce", counting)
 
     def program() -> int:
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.ddp import gradient_buckets
+from meshdist.collectives import flat_sums
 from meshdist.errors import (
     AgreementError,
     ArgumentError,
@@ -284,14 +284,14 @@ def test_cupys_stream_goes_on_behind_the_averages() -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens on rank 0."""
     told: list[str] = []
-    all_reduce = gradient_buckets.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def telling(flat: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if md.get_rank() == 0:
             told.append(f"start of {flat.numel()}")
         return all_reduce(flat, *args, **kwargs)
 
-    monkeypatch.setattr(gradient_buckets, "all_reduce", telling)
+    monkeypatch.setattr(flat_sums, "all_reduce", telling)
     return told
 
 
@@ -418,21 +418,21 @@ def test_what_is_ready_already_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_round_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    all_reduce = gradient_buckets.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         raise BackendError("all_reduce on the world failed")
 
     def program() -> float:
         gradients = md.GradientBuckets([np.zeros(1)])
-        monkeypatch.setattr(gradient_buckets, "all_reduce", failing)
+        monkeypatch.setattr(flat_sums, "all_reduce", failing)
         with pytest.raises(BackendError):
             gradients.wait()
         with pytest.raises(BackendError):
             gradients.ready(0)
         with pytest.raises(BackendError):
             gradients.wait()
-        monkeypatch.setattr(gradient_buckets, "all_reduce", all_reduce)
+        monkeypatch.setattr(flat_sums, "all_reduce", all_reduce)
         gradients.views[0][:] = 3.0
         gradients.ready(0)
         return float(gradients.wait()[0][0])

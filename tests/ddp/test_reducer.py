@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.ddp import flat_bucket, reducer, sending, settling
+from meshdist.collectives import flat_sums
+from meshdist.ddp import flat_bucket, reducer, settling
 from meshdist.ddp.buckets import ReductionOptions
 from meshdist.ddp.device_streams import TailReader
 from meshdist.ddp.gradient_hooks import tensors_in
@@ -80,7 +81,7 @@ def gradients_of(module: nn.Module) -> list[float | None]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens on rank 0: reductions started, reductions waited for, the backward's steps."""
     told: list[str] = []
-    all_reduce = sending.all_reduce
+    all_reduce = flat_sums.all_reduce
 
     def telling(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         work = all_reduce(tensor, *args, **kwargs)
@@ -95,7 +96,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return Telling()
 
-    monkeypatch.setattr(sending, "all_reduce", telling)
+    monkeypatch.setattr(flat_sums, "all_reduce", telling)
     return told
 
 
@@ -279,7 +280,7 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
     def program() -> str:
         module = Chain([0], [])
         mine = reducer_of(module, ALL_IN_ONE)
-        monkeypatch.setattr(sending, "all_reduce", lambda *_, **__: Failing())
+        monkeypatch.setattr(flat_sums, "all_reduce", lambda *_, **__: Failing())
         with pytest.raises(BackendError, match="failed on wire"):
             step(module, mine, torch.ones(1))
         for _ in range(2):

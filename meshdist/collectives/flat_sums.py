@@ -1,0 +1,161 @@
+"""Tensors that are reduced together: flattened, reduced by one message, and cut again.
+
+A bucket holds tensors of one dtype and device, so that it can be one flat tensor and one
+all-reduce. The elements of a tensor lie in it in the order of a row-major tensor, or of its own
+memory where the flat tensor is to have views with the strides of the tensors:
+
+    a = [[1, 2], [3, 4]] of strides (1, 2), and b = [5]     row-major: 1 2 3 4 5     own: 1 3 2 4 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ..groups.process_group import ProcessGroup
+from ..reduce_ops import ReduceKind, ReduceOp
+from ..runtime.memory import new_like
+from ..wires.work import Work, may_be_dropped
+from .verbs import all_reduce
+
+__all__ = [
+    "Item",
+    "assign_buckets",
+    "dense_stride",
+    "items_of",
+    "reduce_together",
+    "start_reduction",
+    "views_into",
+]
+
+Item: TypeAlias = tuple[int, Hashable]
+"""Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
+
+
+def items_of(
+    parameters: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+    alone: Collection[int] = (),
+) -> list[Item]:
+    """Return one item per parameter, in order; those ``alone`` share a bucket with no other."""
+    return [
+        (
+            p.numel() * (dtype or p.dtype).itemsize,
+            ((dtype or p.dtype, p.device), index if index in alone else None),
+        )
+        for index, p in enumerate(parameters)
+    ]
+
+
+def assign_buckets(
+    items: Sequence[Item], order: Sequence[int], caps: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the buckets as tuples of indices into ``items``.
+
+    Args:
+        items: one per parameter.
+        order: indices, each once, in the order in which gradients are expected.
+        caps: of the first bucket of each kind, of the second, ..., in bytes; the last repeats. A
+            single larger item has a bucket of its own.
+
+    Returns:
+        The buckets in the order in which they are expected to be complete. Within one kind the
+        buckets, one after the other, hold the indices in ``order``.
+
+    Example:
+        >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
+        >>> assign_buckets(items, [3, 2, 1, 0], caps=(4, 12))
+        ((3,), (2,), (1, 0))
+    """
+    buckets: list[list[int]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}  # the latest of each kind, its room
+    counts: dict[Hashable, int] = {}
+    for index in order:
+        num_bytes, kind = items[index]
+        bucket, room = filling.get(kind, ([], 0))
+        if not bucket or num_bytes > room:
+            nth = counts.get(kind, 0)
+            bucket, room = [], caps[min(nth, len(caps) - 1)]
+            counts[kind] = nth + 1
+            buckets.append(bucket)
+        bucket.append(index)
+        filling[kind] = bucket, room - num_bytes
+    places = {index: place for place, index in enumerate(order)}
+    return tuple(sorted(map(tuple, buckets), key=lambda bucket: places[bucket[-1]]))
+
+
+def views_into(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a view into ``flat`` of the shape of each of ``likes``, one after the other.
+
+    Example:
+        >>> flat = torch.arange(5)
+        >>> views_into(flat, [torch.zeros(1), torch.zeros(2, 2)])
+        [tensor([0]), tensor([[1, 2], [3, 4]])]
+    """
+    parts = zip(flat.split([one.numel() for one in likes]), likes, strict=True)
+    return [
+        part.as_strided(one.shape, dense_stride(one.shape, one.stride())) for part, one in parts
+    ]
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a gradient's view into its bucket.
+
+    They are the parameter's own where its elements fill their memory without gaps or overlaps
+    (channels-last included), and row-major otherwise.
+
+    Example:
+        >>> dense_stride((2, 3), (1, 2)), dense_stride((2, 3), (6, 2))
+        ((1, 2), (3, 1))
+    """
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 1:
+            continue
+        if step != expected:
+            break
+        expected *= size
+    else:
+        return tuple(stride)
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def start_reduction(flat: torch.Tensor, op: ReduceKind, group: ProcessGroup) -> Work:
+    """Start the all-reduce of a bucket in place; the Work may be dropped where another fails."""
+    work = all_reduce(flat, op, group, async_op=True)
+    assert work is not None
+    return may_be_dropped(work)
+
+
+def reduce_together(
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    op: ReduceKind = ReduceOp.SUM,
+    *,
+    likes: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Return the reductions of dense tensors of one dtype and device, by one message; no gradient.
+
+    They lie in one new flat tensor: with the strides of ``likes``, which must be equal on all
+    members; row-major without, whatever the strides of the tensors.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     return reduce_together([torch.ones(1), torch.ones(2)], md.group.WORLD)
+        >>> md.simulate(program, 2)[0]
+        [tensor([2.]), tensor([2., 2.])]
+    """
+    sizes = [one.numel() for one in tensors]
+    flat = new_like(tensors[0].new_empty(1).expand(sum(sizes)))
+    if likes is None:
+        torch.cat([one.reshape(-1) for one in tensors], out=flat)
+        parts = zip(flat.split(sizes), tensors, strict=True)
+        found = [part.view(one.shape) for part, one in parts]
+    else:
+        found = views_into(flat, likes)
+        torch._foreach_copy_(found, list(tensors))
+    all_reduce(flat, op, group)
+    return found
