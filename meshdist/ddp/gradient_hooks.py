@@ -17,7 +17,15 @@ from .bucket_list import AnyBucket
 from .graph_tasks import current_task
 from .history import History
 
-__all__ = ["Backward", "GradientHooks", "Hook", "find_reducing_world", "moved", "tensors_in"]
+__all__ = [
+    "GradientHooks",
+    "GradientTaker",
+    "Hook",
+    "RunningBackward",
+    "find_reducing_world",
+    "moved",
+    "tensors_in",
+]
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
@@ -55,23 +63,31 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
-class Backward(Protocol):
-    """The state of the running backward that hooks read and write."""
+class RunningBackward(Protocol):
+    """What hooks read and write of a backward."""
 
+    task: int
+    """The number that autograd has given it."""
     is_open: bool
     """Whether a gradient has come."""
-    task: int | None
-    """The number that autograd has given it, once it has reached the model's outputs."""
     late: list[int]
     """The parameters whose gradient came after its bucket had gone."""
 
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
-        """Whether a gradient counts that did not come in ``task`` itself.
+
+class GradientTaker(Protocol):
+    """What hooks tell of gradients."""
+
+    @property
+    def backward(self) -> RunningBackward | None:
+        """The backward that has reached the model's outputs and has not ended."""
+
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> RunningBackward | None:
+        """The backward for which a gradient counts that did not come in its task itself.
 
         If it may count later, ``hook`` is called with it again.
         """
 
-    def open(self) -> None:
+    def open(self, backward: RunningBackward) -> None:
         """The first gradient has come."""
 
     def start_full_buckets(self) -> None:
@@ -79,14 +95,14 @@ class Backward(Protocol):
 
 
 class GradientHooks:
-    """The hooks of one reducer, which count ``arrivals`` and tell ``backward``."""
+    """The hooks of one reducer, which count ``arrivals`` and tell ``taker``."""
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], arrivals: History, backward: Backward
+        self, parameters: Sequence[torch.nn.Parameter], arrivals: History, taker: GradientTaker
     ) -> None:
         self._parameters = parameters
         self._arrivals = arrivals
-        self._backward = backward
+        self._taker = taker
         self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
 
     def put(self, buckets: Sequence[AnyBucket]) -> None:
@@ -139,18 +155,19 @@ class GradientHooks:
 
     def _watching(self, index: int, bucket: AnyBucket) -> Hook:
         """A hook that learns what comes."""
-        backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
+        taker, arrivals, streams = self._taker, self._arrivals, bucket.streams
 
         @untraced
         def gradient_is_watched(parameter: torch.Tensor) -> None:
-            if current_task() != backward.task and not backward.takes(
-                index, gradient_is_watched, parameter
-            ):
-                return
+            backward = taker.backward
+            if backward is None or current_task() != backward.task:
+                backward = taker.takes(index, gradient_is_watched, parameter)
+                if backward is None:
+                    return
             if parameter.grad is None:
                 arrivals.by_count.add(index)
             if not backward.is_open:
-                backward.open()
+                taker.open(backward)
             if streams is not None:
                 streams.note()
             arrivals.note_first(index)
@@ -159,18 +176,19 @@ class GradientHooks:
 
     def _counting(self, index: int, bucket: AnyBucket, slot: int) -> Hook:
         """A hook that knows what is expected; it does as little as it can."""
-        backward, arrivals, streams = self._backward, self._arrivals, bucket.streams
+        taker, arrivals, streams = self._taker, self._arrivals, bucket.streams
         counts = arrivals.counts
         goes_at_once = bucket.at_once[slot]
 
         @untraced
         def gradient_came(parameter: torch.Tensor) -> None:
-            if current_task() != backward.task and not backward.takes(
-                index, gradient_came, parameter
-            ):
-                return
+            backward = taker.backward
+            if backward is None or current_task() != backward.task:
+                backward = taker.takes(index, gradient_came, parameter)
+                if backward is None:
+                    return
             if not backward.is_open:
-                backward.open()
+                taker.open(backward)
             if parameter.grad is None:  # a backward of its own has left it undefined
                 arrivals.by_count.add(index)
             counts[index] += 1
@@ -187,6 +205,6 @@ class GradientHooks:
             if more == 0:
                 bucket.num_pending -= 1
                 if not bucket.num_pending:
-                    backward.start_full_buckets()
+                    taker.start_full_buckets()
 
         return gradient_came

@@ -27,29 +27,189 @@ in for one when the program checks the gradients; else it is out of step from th
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
+from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 import torch
 
+from ..collectives.verbs import broadcast
+from ..errors import GradientError
+from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
+from .backward import Backward, Sending
+from .bucket_list import AnyBucket, BucketList
+from .buckets import ReductionOptions
+from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
 from .distributed_autograd import ContextGradients, find_context, is_rpc_on
-from .gradient_hooks import Hook, tensors_in
+from .gradient_hooks import GradientHooks, Hook, RunningBackward, tensors_in
 from .graph_tasks import NO_TASK, at_end_of_task, current_task
-from .logging_data import notes_errors
-from .reduction_setup import ReductionSetup
-from .settling import Ending
+from .history import History
+from .local_backwards import LocalBackwards
+from .logging_data import DataLogger, notes_errors
+from .parting import Parting
+from .reports import Reports
+from .settling import Ending, Verdict
 
 __all__ = ["Reducer"]
 
-_MANY = 8
-"""So many local backwards, and none between them that is averaged, are warned of."""
+
+class State(Enum):
+    """What a reducer waits for; it runs while it has a backward, and is broken by a failure."""
+
+    IDLE = auto()
+    AWAITED = auto()
+    """A synchronised forward has come, and its backward has not ended."""
+    ENDED = auto()
+    CLOSED = auto()
+    """Gradients stay local."""
 
 
-class Reducer(ReductionSetup):
-    """Keeps gradients averaged over a group; made and changed as a ``ReductionSetup``."""
+class Reducer:
+    """Keeps gradients averaged over a group, from one backward to the next.
+
+    Args:
+        parameters: those that require gradients, in the same order on every rank.
+        names: one per parameter, for messages.
+        group: over whose members gradients are averaged; open for the parameters' devices.
+        options: how.
+        parting: compares the replicas, if anything does.
+
+    Attributes:
+        backward: the one that has reached outputs, and has not ended, or raised midway.
+        buckets: in the order in which they are sent.
+        arrivals: what is expected of the next backward.
+        awaited: futures that the end of the next backward waits for.
+        when_averaged: is called with the parameters of each bucket whose gradients are averages.
+        logger: is told of iterations and errors, if there is one.
+        source: the member whose buffers and order of buckets the others take.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        group: ProcessGroup,
+        options: ReductionOptions,
+        parting: Parting | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._names = names
+        self._reports = Reports(names, group)
+        self._group = group
+        self._options = options
+        self._lock = threading.RLock()  # a module on several devices has a thread on each
+        self.buckets: list[AnyBucket] = []
+        self.arrivals = History(len(self.parameters))
+        self._settling = Verdict(self.parameters, self.arrivals, options, self._reports, group)
+        self._list = BucketList(self.parameters, self._settling.size, self._reports)
+        self._parting = parting
+        self._sending = Sending(self._list, group, parting)
+        self._hooks = GradientHooks(self.parameters, self.arrivals, self)
+        self.backward: Backward | None = None
+        self._local = LocalBackwards()
+        self._has_local_sums = False  # a backward since the last averaged one was local
+        self._has_warned_of_complete = False
+        self._state = State.IDLE
+        self.awaited: list[Any] = []
+        self.logger: DataLogger | None = None
+        self.when_averaged: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
+        self.source = 0
+        self._share = 1.0  # by which averages over all members are multiplied
+        self._lay()
+
+    @property
+    def hook(self) -> RegisteredHook | None:
+        """The communication hook, if one is registered."""
+        return self._sending.hook
+
+    @property
+    def has_final_buckets(self) -> bool:
+        """Whether the buckets were laid as gradients came; equal on every rank."""
+        return self.arrivals.is_learned and not self._settling.must_rebuild
+
+    def shared_options(self) -> dict[str, object]:
+        """The settings that must be equal on every rank, by the wrapper's arguments."""
+        return self._options.shared(self._names)
+
+    def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the calls of each backward inside of such a context."""
+        self._sending.calls_inside = inside
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; gradients stay local from then on."""
+        self._state = State.CLOSED
+        self._hooks.close()
+
+    @notes_errors
+    def change_options(self, what: str, **changes: Any) -> None:
+        """Change options; raises after the first backward, and ``what`` names the change there."""
+        if self._state is State.ENDED or self.arrivals.is_learned:
+            raise self._reports.too_late(what)
+        self._options = self._settling.options = dataclasses.replace(self._options, **changes)
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Average over ``group`` from now on, and learn arrivals anew."""
+        self.complete_open()
+        self._group = group
+        self._sending.change_group(group)
+        self._reports = Reports(self._names, group)
+        self.arrivals.forget()
+        stays = self._settling.stays
+        self._settling = Verdict(
+            self.parameters, self.arrivals, self._options, self._reports, group
+        )
+        self._settling.stays = stays
+        self._become(State.IDLE)
+        self._lay()
+
+    @notes_errors
+    def register_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let a hook average the buckets from now on; raises if it does not fit or comes late."""
+        if self._options.dtype is not None or self.when_averaged is not None:
+            is_stepping = self.when_averaged is not None
+            raise self._reports.hook_beside(
+                "an optimizer in the backward" if is_stepping else "mixed_precision"
+            )
+        if self.hook is not None:
+            raise self._reports.hook_again(self.hook.name)
+        if self._is_open() or self._state is State.ENDED or self.arrivals.is_learned:
+            raise self._reports.hook_late()
+        self._sending.hook = RegisteredHook(state, hook, self._group)
+        self._settling.stays = True
+        self._lay()
+
+    # -- buckets ----------------------------------------------------------------------------------
+
+    def _lay(self) -> None:
+        """Make the buckets anew, and put hooks on their parameters."""
+        self._group.world.averaged.add(frozenset(self._group.ranks))
+        with torch.no_grad():
+            scale = self._sending.find_scale(self.parameters[0].device)
+            self._list.lay(self.arrivals, self._options, self._group, scale)
+        self.buckets = self._list.all
+        self._settling.place(self._list.behind, 1.0 if scale is None else scale)
+        self._hooks.put(self.buckets)
+
+    def _rebuild(self) -> None:
+        """Lay the buckets anew: the first time as gradients came on group rank 0.
+
+        What changes later is known to all ranks already, so nothing is sent for it.
+        """
+        self._settling.must_rebuild = False
+        if self.arrivals.is_learned and self.arrivals.order:
+            order = self.arrivals.laid_order(self._list.order)
+            agreed = torch.tensor(order, dtype=torch.int64, device=self._list.behind.device)
+            broadcast(agreed, group=self._group, group_src=self.source)
+            self.arrivals.order.clear()
+            self._list.order = tuple(agreed.tolist())
+        self._lay()
 
     # -- before and after the module's forward ----------------------------------------------------
 
@@ -57,7 +217,7 @@ class Reducer(ReductionSetup):
     def before_forward(self, *, is_synchronised: bool = True) -> None:
         """Finish what the last backward left open, and lay the buckets anew where that is due."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
-        if is_again or self._is_closed:
+        if is_again or self._state is State.CLOSED:
             return
         self.end_last()
         if not torch.is_grad_enabled():
@@ -68,7 +228,7 @@ class Reducer(ReductionSetup):
             return
         if self._parting is not None:
             self._parting.report(self._group)
-        self._has_begun, self._has_ended = True, False
+        self._become(State.AWAITED)
         if self.logger is not None:
             self._sending.timing = self.logger.iteration_begins(self.buckets)
         if not self.has_final_buckets and is_capturing(self._list.behind.device):
@@ -86,8 +246,8 @@ class Reducer(ReductionSetup):
         try:
             self.complete_open()
         finally:  # what it raises has been checked then, too
-            is_absent = self._has_begun and not self._has_ended
-            self._has_begun = self._has_ended = False
+            is_absent = self._state is State.AWAITED
+            self._become(State.IDLE)
         if is_absent and not is_capturing(self._list.behind.device):
             self._stand_in()
         self._settling.read()
@@ -106,15 +266,14 @@ class Reducer(ReductionSetup):
 
         @untraced
         def output_is_reached(_: torch.Tensor, owner: object = owner) -> None:
-            if self._is_closed:
+            if self._state is State.CLOSED:
                 return
             if is_synchronised:
                 self._enter(context_id)
             else:
-                self._local_task = current_task()
-                self._is_local_running = at_end_of_task(lambda: None)
+                self._local.output_is_reached()
 
-        if self._is_closed:
+        if self._state is State.CLOSED:
             return
         context_id = find_context()
         seen = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
@@ -124,12 +283,11 @@ class Reducer(ReductionSetup):
             return
         if self._sending.timing is not None:
             self._sending.timing.mark("forward_compute_time_end")
-        self._sees_outputs = bool(seen)
-        self._takes_any = not seen
+        self._local.forward_ends(sees_outputs=bool(seen))
         if not seen:
             self._hooks.put_all(self.buckets)
         if current_task() == NO_TASK:
-            self._awaits_backward = True
+            self._local.is_averaged_expected = True
             for bucket in self.buckets:
                 bucket.forward_ends()
 
@@ -148,7 +306,7 @@ class Reducer(ReductionSetup):
 
     def check_finished(self) -> None:
         """Raise if a backward has begun and not ended."""
-        if self.is_open or self.task is not None:
+        if self.backward is not None:
             raise self._reports.unfinished()
 
     # -- one backward -----------------------------------------------------------------------------
@@ -158,49 +316,32 @@ class Reducer(ReductionSetup):
         if tracing is not None and tracing.in_compiled_autograd_region:
             raise self._reports.traced()
 
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> bool:
-        """Whether a gradient counts that did not come in ``task`` itself.
+    def _is_open(self) -> bool:
+        return self.backward is not None and self.backward.is_open
+
+    def _become(self, state: State) -> None:
+        """Change the state; a reducer that is closed stays so."""
+        if self._state is not State.CLOSED:
+            self._state = state
+
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
+        """The backward for which a gradient counts that did not come in its task itself.
 
         It does in a task inside of that one, as re-entrant checkpoints run them. Else it counts
-        once its own task reaches an output: of ``model(x).sum() + w.square().sum()`` the gradient
-        of the second term comes first. Where none is reached, the backward was local.
+        once its own task reaches an output.
         """
         self._refuse_traced()
         with self._lock:
-            if self.task is not None and self._is_running():
-                return True
-            if self._takes_any:
+            if self.backward is not None and self.backward.is_running():
+                return self.backward
+            if self._local.takes_any:
                 self._enter()
-                return True
+                return self.backward
             self._has_local_sums = True
-            task = current_task()
-            if task != self._early_task:
-                self._early_task = task
-                self._early.clear()
-                at_end_of_task(partial(self._end_local, task))
-            self._early.append((index, hook, parameter))
-            return False
+            self._local.keep((index, hook, parameter), self._reports)
+            return None
 
-    def _end_local(self, task: int) -> None:
-        """A backward has ended of which gradients came early."""
-        if task == self._early_task:  # and no output
-            self._early_task = None
-            self._early.clear()
-            if task == self._local_task or self._is_local_running():  # or a checkpoint inside
-                return
-            self._num_local += 1
-            if self._awaits_backward or not self._sees_outputs:
-                self._warn_of_local()
-            elif self._num_local == _MANY:  # the program trains so: it does not look only
-                self._warn_of_local(num_local=_MANY)
-
-    def _warn_of_local(self, num_local: int = 0) -> None:
-        """Warn, once, of a backward that stays local, where one that is averaged is expected."""
-        if not self._has_warned:
-            self._has_warned = True
-            self._reports.warn_of_local(sees_outputs=self._sees_outputs, num_local=num_local)
-
-    def _warn_of_complete(self, task: int | None) -> None:
+    def _warn_of_complete(self, task: int) -> None:
         """Warn, once, where that backward came through a result that all ranks have made."""
         noted, ranks, place = self._group.world.complete
         if noted == task and place and self.hook is None and not self._has_warned_of_complete:
@@ -213,73 +354,71 @@ class Reducer(ReductionSetup):
         self._refuse_traced()
         task = current_task()
         with self._lock:  # outputs on several devices come here on a thread each
-            if task == self.task:
+            if self.backward is not None and task == self.backward.task:
                 return
             self._refuse_broken()
-            if self.is_open:
+            if self._is_open():
                 raise self._reports.overlapping()
             self._settling.read()  # where no forward came since the last backward
-            self.task = task
             if self._sending.timing is not None:
                 self._sending.timing.backward_begins()
-            self._has_graph = torch.is_grad_enabled()
+            backward = Backward(self._sending, task, has_graph=torch.is_grad_enabled())
+            self.backward = backward
             self.arrivals.backward_begins()
-            self.late.clear()
-            finish = self._finish
+            finish = partial(self._finish, backward)
             if is_rpc_on():
-                found = ContextGradients(self.parameters, context_id, self._check_context)
-                finish = partial(self._finish_in_context, found)
-            self._is_running = at_end_of_task(finish)
-            self._takes_any = False
-            self._awaits_backward = False
-            self._num_local = 0
+                check = partial(self._check_context, backward)
+                found = ContextGradients(self.parameters, context_id, check)
+                finish = partial(self._finish_in_context, backward, found)
+            backward.is_running = at_end_of_task(finish)
             for bucket in self.buckets:
                 bucket.backward_begins()
-            if task == self._early_task:
-                early, self._early, self._early_task = self._early, [], None
-                for index, hook, parameter in early:
-                    if not self.arrivals.is_learned:
-                        self.arrivals.by_count.add(index)  # it is too late to look for others
-                    hook(parameter)
+            for index, hook, parameter in self._local.backward_begins(task):
+                if not self.arrivals.is_learned:
+                    self.arrivals.by_count.add(index)  # it is too late to look for others
+                hook(parameter)
 
     @notes_errors
-    def open(self) -> None:
+    def open(self, backward: RunningBackward) -> None:
         """The first gradient of a backward has come."""
-        if self._has_graph:
+        assert isinstance(backward, Backward)
+        if backward.has_graph:
             raise self._reports.with_graph()
-        self.is_open = True
+        backward.is_open = True
 
     def start_full_buckets(self) -> None:
         """Start the reduction of every full bucket that has no unfull one before it."""
         with self._lock, torch.no_grad():
-            for bucket in self._sending.rest():
+            backward = self.backward
+            assert backward is not None
+            for bucket in backward.rest():
                 if bucket.must_wait or bucket.num_pending:
                     return
                 bucket.await_streams()
                 if not bucket.move_in_early():
                     bucket.must_wait = True
                     return
-                self._sending.start(bucket)
+                backward.start(bucket)
 
-    def _check_context(self, context_id: int | None) -> int:
+    def _check_context(self, backward: Backward, context_id: int | None) -> int:
         """Refuse, before anything is sent, what a context of distributed autograd cannot hold."""
-        self._has_graph = False
+        backward.has_graph = False
         if self._options.may_lack or context_id is None:
-            self.task = None
+            self.backward = None
             raise self._reports.lacking_in_context(knows_context=context_id is not None)
         return context_id
 
     @torch.no_grad()
-    def _finish_in_context(self, found: ContextGradients) -> None:
+    def _finish_in_context(self, backward: Backward, found: ContextGradients) -> None:
         """End a backward that may be one of distributed autograd."""
         with found.in_place_of_grad() as came:
             if came is not None:
                 self.arrivals.counts[:] = map(int, came)
-            self._finish()
+            self._finish(backward)
 
     @notes_errors
     @torch.no_grad()
-    def _finish(self) -> None:
+    def _finish(self, backward: Backward) -> None:
         """The backward has ended: fill in what did not come, and wait for every bucket."""
         if self._sending.timing is not None:
             self._sending.timing.mark("backward_compute_time_end")
@@ -289,36 +428,36 @@ class Reducer(ReductionSetup):
         came = [True] * len(self.parameters)
         for index in missing:
             came[index] = False
-        if not self.is_open and True in came:
-            self.open()
-        task, self.task = self.task, None
-        if not self.is_open:  # no parameter took part, for example in autograd.grad of inputs
-            self._takes_any = self._has_graph  # a loss of that derivative may reach no output
-            self._awaits_backward = True
+        if not backward.is_open and True in came:
+            self.open(backward)
+        if not backward.is_open:  # no parameter took part, for example in autograd.grad of inputs
+            self.backward = None
+            self._local.takes_any = backward.has_graph  # a loss of that derivative may reach none
+            self._local.is_averaged_expected = True
             return
-        unexpected = self._find_unexpected(came)
+        unexpected = self._find_unexpected(backward, came)
         ending = self._settling.backward_ends(came, unexpected)
         self.arrivals.backward_ends(came)
         if self.logger is not None and (
             self._sending.timing is not None or ending is not Ending.WHOLE
         ):
             self.logger.gradients_came(came, self.arrivals, self._list.order, len(self.buckets))
-        for bucket in self._sending.rest():
+        for bucket in backward.rest():
             bucket.await_streams()
             bucket.move_in_rest()
         has_gradient = None
         if ending is not Ending.WHOLE:
             has_gradient = self._list.find_gradients(came, has_local_sums=self._has_local_sums)
-        self._send_rest(ending, has_gradient)
-        self._wait(ending, is_complete=ending is Ending.WHOLE)
-        self._warn_of_complete(task)
+        self._send_rest(backward, ending, has_gradient)
+        self._wait(backward, ending, is_complete=ending is Ending.WHOLE)
+        self._warn_of_complete(backward.task)
         if has_local:
-            self._warn_of_local()
+            self._local.warn(self._reports)
 
-    def _find_unexpected(self, came: Sequence[bool]) -> list[str]:
+    def _find_unexpected(self, backward: Backward, came: Sequence[bool]) -> list[str]:
         """A line for each gradient that came though it was expected, or promised, not to."""
-        late = [*self.late]
-        for bucket in self.buckets[: self._sending.num_started]:
+        late = [*backward.late]
+        for bucket in self.buckets[: backward.num_started]:
             late += [bucket.indices[slot] for slot in bucket.find_late()]
         lines = [self._reports.came_late(index) for index in dict.fromkeys(late)]
         arrivals = self.arrivals
@@ -335,11 +474,16 @@ class Reducer(ReductionSetup):
             ]
         return lines
 
-    def _send_rest(self, ending: Ending | None, has_gradient: Sequence[bool] | None = None) -> None:
+    def _send_rest(
+        self,
+        backward: Backward,
+        ending: Ending | None,
+        has_gradient: Sequence[bool] | None = None,
+    ) -> None:
         """Start the reductions of all buckets that have not gone."""
-        if self._sending.rest():
+        if backward.rest():
             self._settling.write(self._list.behind, ending, has_gradient)
-        self._sending.start_rest()
+        backward.start_rest()
 
     def end_last(self) -> None:
         """Finish what the last backward left open, and learn how it ended on the other ranks."""
@@ -349,10 +493,8 @@ class Reducer(ReductionSetup):
     def complete_open(self) -> None:
         """Finish what the last backward left open here."""
         self._refuse_broken()
-        has_not_ended = self.is_open or self.task is not None
-        self.task = None
-        if has_not_ended:
-            self._complete_interrupted()
+        if self.backward is not None:
+            self._complete_interrupted(self.backward)
 
     def _refuse_broken(self) -> None:
         """Raise where a reduction has failed: the members are no longer in step."""
@@ -360,17 +502,17 @@ class Reducer(ReductionSetup):
             raise self._reports.stopped(self._sending.failure) from self._sending.failure
 
     @torch.no_grad()
-    def _complete_interrupted(self) -> None:
+    def _complete_interrupted(self, backward: Backward) -> None:
         """Keep in step with ranks whose backward went on, after this rank's raised midway.
 
         Zeros stand in for what this rank did not send.
         """
-        for bucket in self._sending.rest():
+        for bucket in backward.rest():
             bucket.await_streams()
             bucket.clear()
-        ending = Ending.INTERRUPTED if self._sending.rest() else Ending.WHOLE
-        self._send_rest(ending)
-        self._wait(ending, is_complete=False)
+        ending = Ending.INTERRUPTED if backward.rest() else Ending.WHOLE
+        self._send_rest(backward, ending)
+        self._wait(backward, ending, is_complete=False)
 
     def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
         """Know which members have data, while some may have none."""
@@ -383,10 +525,15 @@ class Reducer(ReductionSetup):
 
         What all ranks learn of it is learned here, too; gradients stay as they are.
         """
+        if self.backward is not None and self.backward.rest():
+            self._refuse_broken()
+            with suppress(GradientError):  # its own raised midway: this rank has seen that
+                self.end_last()
+            return
         self._settling.has_no_data()
         if not self.arrivals.is_learned:
             self.arrivals.is_absent(self._list.order)
-        self._has_ended = True
+        self._become(State.ENDED)
         self._stand_in(None)
 
     @torch.no_grad()
@@ -399,8 +546,9 @@ class Reducer(ReductionSetup):
         kept = [bucket.flat.clone() for bucket in dense]
         for bucket in self.buckets:
             bucket.clear()
-        self._send_rest(ending)
-        self._sending.wait()
+        zeros = Backward(self._sending)
+        self._send_rest(zeros, ending)
+        zeros.wait()
         try:
             self._settling.note(self._list.behind, ending)
             self._settling.read()
@@ -410,9 +558,9 @@ class Reducer(ReductionSetup):
             for bucket in self.buckets:
                 bucket.reset()
 
-    def _wait(self, ending: Ending, *, is_complete: bool) -> None:
+    def _wait(self, backward: Backward, ending: Ending, *, is_complete: bool) -> None:
         """Wait for all buckets, hand out the gradients, and be ready for the next backward."""
-        self._sending.wait()
+        backward.wait()
         self._settling.note(self._list.behind, ending)
         is_used = self._settling.find_used(is_complete=is_complete)
         for bucket in self.buckets:
@@ -420,8 +568,8 @@ class Reducer(ReductionSetup):
                 bucket.scale_average(self._share)
             bucket.hand_out(is_used, is_complete=is_complete)
             bucket.reset()
-        self.is_open = self._has_local_sums = False
-        self._has_ended = True
+        self.backward, self._has_local_sums = None, False
+        self._become(State.ENDED)
         for future in self.awaited:
             future.wait()
         self.awaited.clear()

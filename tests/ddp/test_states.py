@@ -294,7 +294,7 @@ TABLE: dict[str, dict[str, Seen]] = {
         "the end of the backward": [OVERLAPPING, "average"],
         "an exception": CUT,
         "check_gradients": [CHECKED, "average"],
-        "join": CUT,
+        "join": ([INTERRUPTED, "half"], [RAISED, "none"]),  # its zeros end that backward first
         "closing": ["average"],  # it still ends on every rank
     },
     "ended": {

@@ -1,0 +1,92 @@
+"""Which backward is meant: gradients that come before outputs have theirs, and those beside them.
+
+Of ``model(x).sum() + w.square().sum()`` the gradient of the second term comes first: it is kept
+until its backward reaches an output, and counts then. Where none is reached the backward is local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from .gradient_hooks import Hook
+from .graph_tasks import at_end_of_task, current_task
+from .reports import Reports
+
+__all__ = ["Early", "LocalBackwards"]
+
+Early = tuple[int, Hook, torch.Tensor]
+"""A gradient that came early: its index, its hook, its parameter."""
+
+_MANY = 8
+"""So many local backwards, and none between them that is averaged, are warned of."""
+
+
+class LocalBackwards:
+    """Gradients of backwards that have reached no output yet, and may never do.
+
+    Attributes:
+        is_averaged_expected: whether a synchronised forward waits for its backward.
+        takes_any: whether the next backward counts, since nothing tells which one is meant.
+        sees_outputs: whether the last synchronised forward returned a tensor with a graph.
+    """
+
+    def __init__(self) -> None:
+        self.is_averaged_expected = False
+        self.takes_any = False
+        self.sees_outputs = True
+        self._early: list[Early] = []
+        self._early_task: int | None = None  # which may yet reach an output
+        self._num_local = 0  # since the last backward that was averaged
+        self._local_task: int | None = None  # one that reached an output under no_sync
+        self._is_local_running: Callable[[], bool] = bool  # whether that one has not ended
+        self._has_warned = False
+
+    def forward_ends(self, *, sees_outputs: bool) -> None:
+        """Take what a synchronised forward returned: tensors with a graph, or none."""
+        self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
+
+    def output_is_reached(self) -> None:
+        """The current backward has reached an output made under ``no_sync``."""
+        self._local_task = current_task()
+        self._is_local_running = at_end_of_task(lambda: None)
+
+    def keep(self, early: Early, reports: Reports) -> None:
+        """Keep a gradient whose backward has reached no output."""
+        task = current_task()
+        if task != self._early_task:
+            self._early_task = task
+            self._early.clear()
+            at_end_of_task(partial(self._end, task, reports))
+        self._early.append(early)
+
+    def backward_begins(self, task: int) -> list[Early]:
+        """A backward is averaged: return what has come of it already."""
+        self.takes_any = self.is_averaged_expected = False
+        self._num_local = 0
+        if task != self._early_task:
+            return []
+        early, self._early, self._early_task = self._early, [], None
+        return early
+
+    def warn(self, reports: Reports, num_local: int = 0) -> None:
+        """Warn, once, of a backward that stays local, where an averaged backward is expected."""
+        if not self._has_warned:
+            self._has_warned = True
+            reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)
+
+    def _end(self, task: int, reports: Reports) -> None:
+        """A backward has ended of which gradients came early."""
+        if task != self._early_task:
+            return
+        self._early_task = None  # it reached no output
+        self._early.clear()
+        if task == self._local_task or self._is_local_running():  # or a checkpoint inside
+            return
+        self._num_local += 1
+        if self.is_averaged_expected or not self.sees_outputs:
+            self.warn(reports)
+        elif self._num_local == _MANY:  # the program trains so: it does not look only
+            self.warn(reports, _MANY)
