@@ -34,6 +34,8 @@ class Sending:
 
     Attributes:
         buckets: all of them.
+        group: over whose members.
+        parting: compares the replicas, if anything does.
         hook: what averages buckets in place of an all-reduce, if anything.
         failure: why the members are no longer in step, if so.
         calls_inside: a context for the calls of one backward.
@@ -42,31 +44,31 @@ class Sending:
 
     def __init__(self, buckets: BucketList, group: ProcessGroup, parting: Parting | None) -> None:
         self.buckets = buckets
-        self._group = group
+        self.group = group
         self.hook: RegisteredHook | None = None
         self.failure: Exception | None = None
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.timing: Timing | None = None
-        self._parting = parting
+        self.parting = parting
         self._op = ReduceOp.AVG
 
     def change_group(self, group: ProcessGroup) -> None:
         """Average over ``group`` from now on, also by a hook whose state is None."""
-        self._group = group
+        self.group = group
         if self.hook is not None:
             self.hook.group = group
-        if self._parting is not None:
-            self._parting.count_anew()
+        if self.parting is not None:
+            self.parting.count_anew()
 
     def find_scale(self, device: torch.device) -> float | None:
         """By what gradients are multiplied as they are copied; None where the wire averages.
 
         Nothing is multiplied for a communication hook.
         """
-        communicator = self._group.open_channel(device.type).communicator
+        communicator = self.group.open_channel(device.type).communicator
         averages = communicator.averages_at_once or self.hook is not None
         self._op = ReduceOp.AVG if averages else ReduceOp.SUM
-        return None if averages else 1.0 / self._group.size()
+        return None if averages else 1.0 / self.group.size()
 
     def start(self, bucket: AnyBucket, number: int) -> Pending:
         """Start the reduction of the bucket at place ``number``."""
@@ -77,22 +79,22 @@ class Sending:
     def average(self, sent: torch.Tensor) -> Pending:
         """Start the average of a tensor."""
         with self.calls_inside():
-            return start_reduction(sent, self._op, self._group)
+            return start_reduction(sent, self._op, self.group)
 
     def backward_ends(self) -> None:
         """All has been averaged: compare replicas where that is due."""
         if self.timing is not None:
             self.timing.mark("backward_comm_time_end")
-        if self._parting is not None:  # in a join context ranks without data are behind
+        if self.parting is not None:  # in a join context ranks without data are behind
             averages = self.hook is None or self.hook.name not in _LOCAL_HOOKS
             meant = averages and self.calls_inside is nullcontext
-            self._parting.backward_ends(self._group, is_compared=meant)
+            self.parting.backward_ends(self.group, is_compared=meant)
 
     def _call_hook(
         self, hook: RegisteredHook, bucket: Bucket | SparseBucket, number: int
     ) -> Pending:
         is_last = bucket is self.buckets.all[-1]
-        args = bucket.members, bucket.views, number, is_last, self._group
+        args = bucket.members, bucket.views, number, is_last, self.group
         try:
             with self.calls_inside():
                 return hook.start(GradBucket(bucket.flat, *args))

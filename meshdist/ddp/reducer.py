@@ -83,7 +83,6 @@ class Reducer:
 
     Attributes:
         backward: the one that has reached outputs, and has not ended, or raised midway.
-        buckets: in the order in which they are sent.
         arrivals: what is expected of the next backward.
         awaited: futures that the end of the next backward waits for.
         when_averaged: is called with the parameters of each bucket whose gradients are averages.
@@ -100,16 +99,11 @@ class Reducer:
         parting: Parting | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._names = names
         self._reports = Reports(names, group)
-        self._group = group
-        self._options = options
         self._lock = threading.RLock()  # a module on several devices has a thread on each
-        self.buckets: list[AnyBucket] = []
         self.arrivals = History(len(self.parameters))
         self._settling = Verdict(self.parameters, self.arrivals, options, self._reports, group)
         self._list = BucketList(self.parameters, self._settling.size, self._reports)
-        self._parting = parting
         self._sending = Sending(self._list, group, parting)
         self._hooks = GradientHooks(self.parameters, self.arrivals, self)
         self.backward: Backward | None = None
@@ -125,6 +119,11 @@ class Reducer:
         self._lay()
 
     @property
+    def buckets(self) -> Sequence[AnyBucket]:
+        """All buckets, in the order in which they are sent."""
+        return self._list.all
+
+    @property
     def hook(self) -> RegisteredHook | None:
         """The communication hook, if one is registered."""
         return self._sending.hook
@@ -136,7 +135,7 @@ class Reducer:
 
     def shared_options(self) -> dict[str, object]:
         """The settings that must be equal on every rank, by the wrapper's arguments."""
-        return self._options.shared(self._names)
+        return self._settling.options.shared(self._reports.names)
 
     def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
         """Make the calls of each backward inside of such a context."""
@@ -152,27 +151,26 @@ class Reducer:
         """Change options; raises after the first backward, and ``what`` names the change there."""
         if self._state is State.ENDED or self.arrivals.is_learned:
             raise self._reports.too_late(what)
-        self._options = self._settling.options = dataclasses.replace(self._options, **changes)
+        self._settling.options = dataclasses.replace(self._settling.options, **changes)
 
     def change_group(self, group: ProcessGroup) -> None:
         """Average over ``group`` from now on, and learn arrivals anew."""
         self.complete_open()
-        self._group = group
         self._sending.change_group(group)
-        self._reports = Reports(self._names, group)
+        self._reports = Reports(self._reports.names, group)
         self.arrivals.forget()
-        stays = self._settling.stays
+        before = self._settling
         self._settling = Verdict(
-            self.parameters, self.arrivals, self._options, self._reports, group
+            self.parameters, self.arrivals, before.options, self._reports, group
         )
-        self._settling.stays = stays
+        self._settling.stays = before.stays
         self._become(State.IDLE)
         self._lay()
 
     @notes_errors
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let a hook average the buckets from now on; raises if it does not fit or comes late."""
-        if self._options.dtype is not None or self.when_averaged is not None:
+        if self._settling.options.dtype is not None or self.when_averaged is not None:
             is_stepping = self.when_averaged is not None
             raise self._reports.hook_beside(
                 "an optimizer in the backward" if is_stepping else "mixed_precision"
@@ -181,7 +179,7 @@ class Reducer:
             raise self._reports.hook_again(self.hook.name)
         if self._is_open() or self._state is State.ENDED or self.arrivals.is_learned:
             raise self._reports.hook_late()
-        self._sending.hook = RegisteredHook(state, hook, self._group)
+        self._sending.hook = RegisteredHook(state, hook, self._sending.group)
         self._settling.stays = True
         self._lay()
 
@@ -189,11 +187,10 @@ class Reducer:
 
     def _lay(self) -> None:
         """Make the buckets anew, and put hooks on their parameters."""
-        self._group.world.averaged.add(frozenset(self._group.ranks))
+        self._sending.group.world.averaged.add(frozenset(self._sending.group.ranks))
         with torch.no_grad():
             scale = self._sending.find_scale(self.parameters[0].device)
-            self._list.lay(self.arrivals, self._options, self._group, scale)
-        self.buckets = self._list.all
+            self._list.lay(self.arrivals, self._settling.options, self._sending.group, scale)
         self._settling.place(self._list.behind, 1.0 if scale is None else scale)
         self._hooks.put(self.buckets)
 
@@ -206,7 +203,7 @@ class Reducer:
         if self.arrivals.is_learned and self.arrivals.order:
             order = self.arrivals.laid_order(self._list.order)
             agreed = torch.tensor(order, dtype=torch.int64, device=self._list.behind.device)
-            broadcast(agreed, group=self._group, group_src=self.source)
+            broadcast(agreed, group=self._sending.group, group_src=self.source)
             self.arrivals.order.clear()
             self._list.order = tuple(agreed.tolist())
         self._lay()
@@ -226,8 +223,8 @@ class Reducer:
         if not is_synchronised:
             self._has_local_sums = True
             return
-        if self._parting is not None:
-            self._parting.report(self._group)
+        if self._sending.parting is not None:
+            self._sending.parting.report(self._sending.group)
         self._become(State.AWAITED)
         if self.logger is not None:
             self._sending.timing = self.logger.iteration_begins(self.buckets)
@@ -252,8 +249,8 @@ class Reducer:
             self._stand_in()
         self._settling.read()
         self._settling.check_complete()
-        if self._parting is not None:
-            self._parting.report(self._group)
+        if self._sending.parting is not None:
+            self._sending.parting.report(self._sending.group)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
@@ -343,9 +340,9 @@ class Reducer:
 
     def _warn_of_complete(self, task: int) -> None:
         """Warn, once, where that backward came through a result that all ranks have made."""
-        noted, ranks, place = self._group.world.complete
+        noted, ranks, place = self._sending.group.world.complete
         if noted == task and place and self.hook is None and not self._has_warned_of_complete:
-            self._has_warned_of_complete = len({*ranks} & {*self._group.ranks}) > 1
+            self._has_warned_of_complete = len({*ranks} & {*self._sending.group.ranks}) > 1
             if self._has_warned_of_complete:
                 self._reports.warn_of_complete(place)
 
@@ -403,7 +400,7 @@ class Reducer:
     def _check_context(self, backward: Backward, context_id: int | None) -> int:
         """Refuse, before anything is sent, what a context of distributed autograd cannot hold."""
         backward.has_graph = False
-        if self._options.may_lack or context_id is None:
+        if self._settling.options.may_lack or context_id is None:
             self.backward = None
             raise self._reports.lacking_in_context(knows_context=context_id is not None)
         return context_id
@@ -461,14 +458,14 @@ class Reducer:
             late += [bucket.indices[slot] for slot in bucket.find_late()]
         lines = [self._reports.came_late(index) for index in dict.fromkeys(late)]
         arrivals = self.arrivals
-        if arrivals.is_learned and self._options.is_static:
+        if arrivals.is_learned and self._settling.options.is_static:
             lines += [
                 self._reports.changed(
                     index, max(arrivals.counts[index], int(came[index])), arrivals.learned[index]
                 )
                 for index in arrivals.changes(came)
             ]
-        elif arrivals.is_learned and self._options.skips_unused:
+        elif arrivals.is_learned and self._settling.options.skips_unused:
             lines += [
                 self._reports.was_skipped(index) for index in self._list.unsent if came[index]
             ]

@@ -18,10 +18,13 @@ _SHOWN_PARAMETERS = 20
 
 
 class Reports:
-    """Makes the errors of one model's gradients; raising them is the caller's part."""
+    """Makes the errors of one model's gradients; raising them is the caller's part.
+
+    ``names`` are those of the parameters.
+    """
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
-        self._names = list(names)
+        self.names = list(names)
         self._where = f"rank {group.world.rank}, in {group.group_name}"
         self._error = partial(GradientError, where=self._where)
         self._argument_error = partial(ArgumentError, where=self._where)
@@ -239,7 +242,7 @@ class Reports:
 
     def describe(self, index: int) -> str:
         """A parameter, for messages."""
-        return f"{self._names[index]} (index {index})"
+        return f"{self.names[index]} (index {index})"
 
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
