@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
-from numbers import Real
+from numbers import Integral, Real
 from operator import index
 from typing import Any
 
@@ -31,10 +31,14 @@ def find_whole_numbers(given: Any) -> list[int] | None:
 
     A bool is no number.
     """
-    if isinstance(given, (list, tuple)) and not any(isinstance(one, bool) for one in given):
+    if isinstance(given, (list, tuple)) and not any(map(_is_bool, given)):
         with suppress(TypeError):
             return [index(one) for one in given]
     return None
+
+
+def _is_bool(given: Any) -> bool:
+    return isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
 
 
 def get_whole_number(
@@ -60,7 +64,7 @@ def get_whole_number(
 
 
 def get_number(given: Any, name: str, **parts: str | None) -> float:
-    """Return a number of any library, whole or not, as a plain one; raise where it is none.
+    """Return a number of Python or NumPy, whole or not, as a plain one; raise where it is none.
 
     Args:
         given: a bool is no number.
@@ -70,7 +74,7 @@ def get_number(given: Any, name: str, **parts: str | None) -> float:
     if isinstance(given, bool) or not isinstance(given, Real):
         found = f"{given!r}, a {type(given).__name__}"
         raise KindError(f"{name} must be a number", **{"found": found, **parts})
-    return given if isinstance(given, int) else float(given)
+    return int(given) if isinstance(given, Integral) else float(given)
 
 
 def get_shape(given: Any, call: str) -> tuple[int, ...]:

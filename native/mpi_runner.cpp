@@ -6,7 +6,7 @@ namespace meshdist {
 namespace {
 
 constexpr int kLooksPerTime = 16;  // at the clock
-// As `Link.finish` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
+// As `MpiConnection` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
 // most, since a rank that spins here handles no signals.
 constexpr Nanoseconds kNsPerByte = 1;
 constexpr Nanoseconds kLongestSpin = 20'000'000;

@@ -64,7 +64,7 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
 
 
 class RunningBackward(Protocol):
-    """What hooks read and write of a backward."""
+    """The part of a backward that hooks read and write."""
 
     task: int
     """The number that autograd has given it."""
@@ -75,7 +75,7 @@ class RunningBackward(Protocol):
 
 
 class GradientTaker(Protocol):
-    """What hooks tell of gradients."""
+    """The reducer, as hooks see it: told of gradients."""
 
     @property
     def backward(self) -> RunningBackward | None:

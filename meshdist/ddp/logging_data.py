@@ -272,7 +272,7 @@ class DataLogger:
 
 
 def _environment(wire: str) -> dict[str, str]:
-    """What the variables of a wire say, by the names of their fields."""
+    """The variables of a wire, by the names of their fields."""
     return {
         variable.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(variable, _UNSET)
         for variable in _VARIABLES.get(wire, ())

@@ -61,7 +61,7 @@ __all__ = ["Reducer"]
 
 
 class State(Enum):
-    """What a reducer waits for; it runs while it has a backward, and is broken by a failure."""
+    """The stages of a reducer; it runs while it has a backward, and is broken by a failure."""
 
     IDLE = auto()
     AWAITED = auto()

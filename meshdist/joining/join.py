@@ -163,7 +163,7 @@ class Uneven(Generic[T]):
             )
         self._data = data
         target = resolve_group(group)
-        self._new_shadowing = partial(Shadow, target, target.first_device_type(), answer)
+        self._new_shadow = partial(Shadow, target, target.first_device_type(), answer)
         self._group = target
         self._is_entered = False
 
@@ -175,7 +175,7 @@ class Uneven(Generic[T]):
         try:
             yield from self._data
         except GeneratorExit:
-            self._shadowing.end(
+            self._shadow.end(
                 JoinError(
                     "the loop over uneven(...) was left before its data had ended, by a break, a "
                     "return or an exception",
@@ -185,9 +185,9 @@ class Uneven(Generic[T]):
             )
             raise
         except BaseException as error:
-            self._shadowing.end(error)
+            self._shadow.end(error)
             raise
-        self._shadowing.leave()
+        self._shadow.leave()
 
     def __enter__(self) -> Uneven[T]:
         self._begin()
@@ -201,7 +201,7 @@ class Uneven(Generic[T]):
         traceback: TracebackType | None,
     ) -> None:
         self._is_entered = False
-        self._shadowing.leave(error)
+        self._shadow.leave(error)
 
     @untraced
     def _begin(self) -> None:
@@ -213,8 +213,8 @@ class Uneven(Generic[T]):
                 expected="one join context at a time",
                 fix="loop over the data themselves: the context around it answers the collectives",
             )
-        self._shadowing = self._new_shadowing()
-        self._shadowing.begin()
+        self._shadow = self._new_shadow()
+        self._shadow.begin()
 
 
 def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:
@@ -382,7 +382,7 @@ class Join:
             for one in self._joinables
         ]
         self.group, device = self._find_group()
-        self._new_shadowing = partial(
+        self._new_shadow = partial(
             Shadow,
             self.group,
             device.type,
@@ -396,9 +396,9 @@ class Join:
     def __enter__(self) -> None:
         if not self._enable:
             return
-        shadowing = self._new_shadowing()
+        shadowing = self._new_shadow()
         shadowing.begin()
-        self._shadowing = shadowing
+        self._shadow = shadowing
         for index, (one, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
             one._join_config = _JoinConfig(self, index, hook)
             if isinstance(hook, ReplicaHook):
@@ -420,7 +420,7 @@ class Join:
     def _leave(self, error: BaseException | None) -> bool:
         """Join, unless there is an error; return whether this rank was among the last."""
         try:
-            return self._shadowing.leave(error)
+            return self._shadow.leave(error)
         finally:
             for one, hook in zip(self._joinables, self._hooks, strict=True):
                 one._join_config = _OUTSIDE
@@ -445,11 +445,11 @@ class Join:
         Returns:
             Which members have data, by their place in the group.
         """
-        return self._shadowing.announce(f"{joinable._join_config.index}:{what}")
+        return self._shadow.announce(f"{joinable._join_config.index}:{what}")
 
     def owned_by(self, joinable: Joinable, what: str) -> Any:
         """A context of calls in which the hook of ``joinable`` takes part elsewhere."""
-        return self._shadowing.owned_by(f"{joinable._join_config.index}:{what}")
+        return self._shadow.owned_by(f"{joinable._join_config.index}:{what}")
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:

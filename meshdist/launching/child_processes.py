@@ -25,7 +25,7 @@ from . import guard
 from .guard import MARK, REMOVE_AFTER, Family
 from .questions import FOLDER, ask_where, read_answers
 
-__all__ = ["GRACE_S", "ProcessExit", "Guard", "Launch", "remove_after"]
+__all__ = ["GRACE_S", "Guard", "Launch", "ProcessExit", "remove_after"]
 
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
@@ -57,8 +57,10 @@ class ProcessExit:
 
 
 def _is_dying(pid: int) -> bool:
-    """Whether a process's first thread has ended, or SIGKILL is pending; False where none tells."""
+    """Whether a child has not ended, but its first thread has, or SIGKILL is pending."""
     try:
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
             told = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     except OSError:
@@ -163,21 +165,24 @@ class Launch:
         code = None if child is None else child.poll()
         if child is None or code is None:
             return
-        del self.running[rank]
-        self._forget_handle(rank)
         if code != 0 and self.failed is None:
             self._await_dying()
+        self._note_exit(rank, code)
+
+    def _await_dying(self) -> None:
+        """Note ranks that were killed before, and have threads that have not seen it yet."""
+        dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
+        grace = Grace(_ANSWER_S)
+        for rank in dying:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._note_exit(rank, self.running[rank].wait(grace.left_s))
+
+    def _note_exit(self, rank: int, code: int) -> None:
+        child = self.running.pop(rank)
+        self._forget_handle(rank)
         self.endings.append(ProcessExit(rank, child.pid, code, time.monotonic()))
         if code != 0 and self.failed is None:
             self.failed = self.endings[-1]
-
-    def _await_dying(self) -> None:
-        """Let ranks end that were killed before, and have threads that have not seen it yet."""
-        for rank, child in tuple(self.running.items()):
-            if rank in self.running and _is_dying(child.pid):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    child.wait(_ANSWER_S)
-                self._look_at(rank)
 
     def _forget_handle(self, rank: int) -> None:
         handle = self._handles.pop(rank, None)

@@ -139,7 +139,7 @@ class DeviceMesh:
     world: World
     """The world of its ranks."""
     caches: Caches
-    """What modules above keep with this mesh, for as long as it lives."""
+    """Objects that modules above keep with this mesh, for as long as it lives."""
     _definition: MeshDefinition
     _root: DeviceMesh
     _coordinate: tuple[int, ...] | None

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import find_whole_numbers
 from ..errors import AxisError, KindError, MeshError, NotInGroupError
 from .drawing import draw, draw_svg
 from .layout_arguments import (
@@ -412,13 +413,14 @@ class Layout:
             except ValueError:
                 pass
             raise no_axis(axis, self.names, self._text)
-        if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        numbers = find_whole_numbers([axis])
+        if numbers is None:
             raise AxisError(
                 f"an axis is a name or an index, not {axis!r}",
                 where=self._text,
                 found=type(axis).__name__,
             )
-        index = operator.index(axis)
+        (index,) = numbers
         if not -self.ndim <= index < self.ndim:
             raise AxisError(
                 f"no axis {index} in the mesh",

@@ -7,7 +7,7 @@
 
 No space stands around ``@``. Of a group only the first dim can be cut, so that every part is
 contiguous: ``(h k)@tp`` and ``(h@tp k)`` are the same. Within a side each dim, and each axis,
-stands once. Nothing here knows meshes or shapes: see ``named_dims``.
+stands once. Nothing here knows meshes or shapes: see ``pattern_sizes``.
 """
 
 from __future__ import annotations

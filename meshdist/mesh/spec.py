@@ -135,20 +135,20 @@ class NamedSharding:
             KindError: no shape.
         """
         try:
-            key = tuple(shape)
-            found = self._placements.get(key)
-            sizes = find_whole_numbers(key) if found is None else None
+            sizes = find_whole_numbers(tuple(shape))
         except TypeError:
-            found = sizes = None
+            sizes = None
+        if sizes is None:
+            raise KindError(
+                "the shape of an array has a whole number for each dim",
+                where=repr(self),
+                expected="for example (8, 16)",
+                found=repr(shape),
+            )
+        key = tuple(sizes)
+        found = self._placements.get(key)
         if found is None:
-            if sizes is None:
-                raise KindError(
-                    "the shape of an array has a whole number for each dim",
-                    where=repr(self),
-                    expected="for example (8, 16)",
-                    found=repr(shape),
-                )
-            found = self._new_placement(tuple(sizes))
+            found = self._new_placement(key)
             if len(self._placements) >= _KEPT_PLACEMENTS:
                 self._placements.clear()
             self._placements[key] = found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -98,22 +99,24 @@ def _start_kept_thread(num_forks: int) -> None:
 
 
 class _Threads:
-    """Threads that make calls, and end once they have had none for some seconds."""
+    """Threads that make calls, and end once they have had none for some seconds.
+
+    The garbage collector may begin a call in a thread that is inside these methods.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._num_idle = 0  # less those for which a call is on its way
+        # One entry for each idle thread, less those for which a call is on its way.
+        self._idle: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._num_busy = 0
-        self._lock = threading.Lock()
-        self._has_returned = threading.Condition(self._lock)
+        self._has_returned = threading.Condition(threading.RLock())
 
     def begin(self, call: Callable[[], object]) -> None:
-        with self._lock:
-            is_one_idle = self._num_idle > 0
-            self._num_idle -= is_one_idle
-        if not is_one_idle:
+        try:
+            self._idle.get_nowait()
+        except queue.Empty:
             threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
-        with self._lock:
+        with self._has_returned:
             self._num_busy += 1
         self._calls.put(call)
 
@@ -126,17 +129,18 @@ class _Threads:
             try:
                 call = self._calls.get(timeout=_IDLE_S)
             except queue.Empty:
-                with self._lock:
-                    if self._num_idle > 0:
-                        self._num_idle -= 1
-                        return
+                with suppress(queue.Empty):
+                    self._idle.get_nowait()
+                    return
                 continue  # a call is on its way
-            call()
-            del call  # what it holds may go
-            with self._has_returned:
-                self._num_idle += 1
-                self._num_busy -= 1
-                self._has_returned.notify_all()
+            try:
+                call()
+            finally:
+                del call  # what it holds may go
+                with self._has_returned:
+                    self._num_busy -= 1
+                    self._has_returned.notify_all()
+            self._idle.put(None)
 
 
 @cache

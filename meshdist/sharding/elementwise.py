@@ -2,7 +2,7 @@
 
 Each rank applies the operation to its shards. What works element by element is known from torch,
 whose operators carry the tag ``pointwise``, and from NumPy, whose ufuncs do by definition; what is
-linear in unreduced operands stands in ``operation_rules.LINEARITY``.
+linear in unreduced operands stands in ``torch_functions.LINEARITY``.
 """
 
 from __future__ import annotations

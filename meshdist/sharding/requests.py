@@ -84,7 +84,7 @@ def pattern_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Make the request of ``reshard(x, "left -> right")``; raises as ``named_dims.regroup``."""
+    """Make the request of ``reshard(x, "left -> right")``; raises as ``pattern_sizes.regroup``."""
     _check_hashable(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
@@ -130,7 +130,7 @@ def sharding_request(
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
 ) -> ReshardRequest:
-    """Make the request of ``shard``, from whole to shards; raises as ``named_dims.size_side``."""
+    """Make the request of ``shard``, from whole to shards; raises as ``size_side`` does."""
     target = pattern
     if not isinstance(target, NamedSharding):
         _check_hashable(target, sizes)

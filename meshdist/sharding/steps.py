@@ -130,7 +130,7 @@ class Pad(Step):
 
     @property
     def words(self) -> str:
-        """What the zeros surround."""
+        """The box that the zeros surround."""
         return "zeros" if self.box is None else f"zeros around {box_text(self.box)}"
 
 

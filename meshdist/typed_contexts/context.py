@@ -115,7 +115,7 @@ def _check_lost(original: torch.Tensor) -> None:
 
 @dataclass
 class Backwards:
-    """What a mesh knows of the backwards of its contexts."""
+    """The backwards of one mesh's contexts."""
 
     running: ContextMode | None = None
     """The context whose backward runs."""

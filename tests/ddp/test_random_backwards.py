@@ -67,7 +67,7 @@ def x_of(rank: int, number: int) -> float:
 
 
 def expected(num_ranks: int, happened: list[tuple[str, set[int], int, bool]]) -> list[Grads]:
-    """What is in ``.grad`` behind each event."""
+    """The contents of ``.grad`` behind each event."""
     grads: Grads = [[None] * NUM_WEIGHTS for _ in range(num_ranks)]
     last: tuple[set[int], int] | None = None
     seen = []

@@ -153,10 +153,10 @@ def test_an_interrupted_rank_is_not_agreed_with() -> None:
     def body(world: World) -> list[Any]:
         if world.rank != 1:
             has_left.wait(30)
-        shadowing = Interrupting() if world.rank == 1 else None
+        guard = Interrupting() if world.rank == 1 else None
         found: list[Any] = []
         try:
-            agreements(world, lambda: shadowing).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
+            agreements(world, lambda: guard).agree((0, 1, 2), "mesh", {"text": "a mesh"}, LONG)
         except (md.BackendError, InterruptedError) as error:
             found.append(error)
         has_left.set()

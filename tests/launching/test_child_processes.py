@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -82,6 +83,16 @@ ctypes.CDLL(None).syscall(60, 0)  # of the first thread alone
     launch.add(1, subprocess.Popen([*PYTHON, "raise SystemExit(3)"]))
     ended = end_of(launch)
     assert [(one.rank, one.code) for one in ended] == [(0, 7), (1, 3)]
+    assert launch.failed is not None and launch.failed.rank == 0
+
+
+def test_of_two_that_have_ended_the_first_stays_the_first(launch: Launch) -> None:
+    for rank, code in enumerate((3, 4)):
+        child = subprocess.Popen([*PYTHON, f"raise SystemExit({code})"])
+        launch.add(rank, child)
+        seen = partial(os.waitid, os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        assert wait_until(seen, Deadline(60))
+    assert [exit.code for exit in launch.step(0.5)] == [3, 4]
     assert launch.failed is not None and launch.failed.rank == 0
 
 

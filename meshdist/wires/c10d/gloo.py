@@ -19,6 +19,7 @@ import atexit
 import ctypes
 import hashlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -513,11 +514,10 @@ def _end_within(limit: timedelta, kept: list[Any]) -> None:
         kept.clear()
         has_ended.set()
 
-    try:
-        begin_elsewhere(end)
-    except RuntimeError:  # no more threads: the interpreter ends
+    if sys.is_finalizing():  # no other thread runs any more
         kept.clear()
         return
+    begin_elsewhere(end)
     has_ended.wait(limit.total_seconds() + _END_S)
 
 

@@ -224,7 +224,11 @@ class DroppedMessages:
             if not self._unfinished or self._num_waiting >= _MOST_THREADS:
                 return
             self._num_waiting += 1
-        begin_elsewhere(self._finish)
+        try:
+            begin_elsewhere(self._finish)
+        except RuntimeError:  # no more threads
+            self._has_finished()
+            raise
 
     def close(self) -> bool:
         """Let go of all of them; returns whether threads wait, which end with the connections."""
@@ -233,11 +237,16 @@ class DroppedMessages:
         return self._num_waiting > 0
 
     def _finish(self) -> None:
-        with suppress(IndexError):  # none is left
-            while True:
-                work = self._unfinished.popleft()
-                with suppress(RuntimeError):  # its other side, or the group, has ended
-                    work.wait(self._patience)
-                del work
+        try:
+            with suppress(IndexError):  # none is left
+                while True:
+                    work = self._unfinished.popleft()
+                    with suppress(RuntimeError):  # its other side, or the group, has ended
+                        work.wait(self._patience)
+                    del work
+        finally:
+            self._has_finished()
+
+    def _has_finished(self) -> None:
         with self._counting:
             self._num_waiting -= 1
