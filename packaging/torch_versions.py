@@ -40,7 +40,7 @@ TESTS = (
     "tests/typed_contexts/test_custom_functions.py",
     "tests/functional/test_leaf_gradients.py",
     "tests/collectives/test_torch_private.py",
-    "tests/collectives/test_typed_[cgip]*.py",
+    "tests/typed_contexts/test_[gimp]*.py",
 )
 DEMO = (
     "-m",

@@ -2,7 +2,7 @@
 
 A ``Backward`` is made at its first sign, when outputs have their gradients, and dropped once every
 rank's part is averaged: nothing of it is set back for the next one. A backward that raised midway
-is one that has not been dropped; the next forward, or check, completes it with zeros.
+is still there afterwards; the next forward, or check, completes it with zeros.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Sending:
 
 
 class Backward:
-    """One backward that is averaged, or zeros that stand in for one.
+    """One backward that is averaged, or zeros in place of a backward.
 
     Args:
         sending: over which group, and how.

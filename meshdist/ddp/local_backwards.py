@@ -40,8 +40,8 @@ class LocalBackwards:
         self._early: list[Early] = []
         self._early_task: int | None = None  # which may yet reach an output
         self._num_local = 0  # since the last backward that was averaged
-        self._local_task: int | None = None  # one that reached an output under no_sync
-        self._is_local_running: Callable[[], bool] = bool  # whether that one has not ended
+        self._local_task: int | None = None  # the backward that reached an output under no_sync
+        self._is_local_running: Callable[[], bool] = bool  # whether that backward has not ended
         self._has_warned = False
 
     def forward_ends(self, *, sees_outputs: bool) -> None:

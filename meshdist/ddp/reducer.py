@@ -82,7 +82,7 @@ class Reducer:
         parting: compares the replicas, if anything does.
 
     Attributes:
-        backward: the one that has reached outputs, and has not ended, or raised midway.
+        backward: it has reached outputs, and has not ended, or raised midway; None without.
         arrivals: what is expected of the next backward.
         awaited: futures that the end of the next backward waits for.
         when_averaged: is called with the parameters of each bucket whose gradients are averages.

@@ -514,10 +514,13 @@ def _end_within(limit: timedelta, kept: list[Any]) -> None:
         kept.clear()
         has_ended.set()
 
-    if sys.is_finalizing():  # no other thread runs any more
-        kept.clear()
-        return
-    begin_elsewhere(end)
+    try:
+        if sys.is_finalizing():  # no other thread runs any more
+            end()
+        else:
+            begin_elsewhere(end)
+    except RuntimeError:  # Python 3.12 starts no thread while handlers of atexit run
+        end()
     has_ended.wait(limit.total_seconds() + _END_S)
 
 

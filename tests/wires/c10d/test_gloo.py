@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
+from meshdist.runtime import bounded_calls
 from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _end_within
 from meshdist.wires.c10d.gloo_connections import (
     agreed_devices,
@@ -94,6 +95,23 @@ def test_a_group_that_does_not_end_is_left_to_a_thread() -> None:
     assert not has_ended.is_set()
     may_end.set()
     assert has_ended.wait(30)
+
+
+def test_a_group_ends_here_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threads = bounded_calls._Threads()
+    monkeypatch.setattr(bounded_calls, "_threads", lambda _: threads)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ended: list[int] = []
+
+    class Group:
+        def __del__(self) -> None:
+            ended.append(threading.get_ident())
+
+    _end_within(timedelta(0), [Group()])
+    assert ended == [threading.get_ident()]
 
 
 def test_an_abort_frees_whoever_waits(pool: Pool) -> None:
