@@ -115,7 +115,13 @@ class _Threads:
         try:
             self._idle.get_nowait()
         except queue.Empty:
-            threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="meshdist-calls", daemon=True).start()
+            except RuntimeError:
+                kept = _kept.get(num_forks())
+                if kept is None:
+                    raise
+                kept.put(lambda: self._make([self._calls.get()]))
         with self._has_returned:
             self._num_busy += 1
         self._calls.put(call)
@@ -127,20 +133,23 @@ class _Threads:
     def _run(self) -> None:
         while True:
             try:
-                call = self._calls.get(timeout=_IDLE_S)
+                call = [self._calls.get(timeout=_IDLE_S)]
             except queue.Empty:
                 with suppress(queue.Empty):
                     self._idle.get_nowait()
                     return
                 continue  # a call is on its way
-            try:
-                call()
-            finally:
-                del call  # what it holds may go
-                with self._has_returned:
-                    self._num_busy -= 1
-                    self._has_returned.notify_all()
+            self._make(call)
             self._idle.put(None)
+
+    def _make(self, call: list[Callable[[], object]]) -> None:
+        """Make the call in a list, so that what it holds may go before others know of its end."""
+        try:
+            call.pop()()
+        finally:
+            with self._has_returned:
+                self._num_busy -= 1
+                self._has_returned.notify_all()
 
 
 @cache
@@ -149,7 +158,13 @@ def _threads(num_forks: int) -> _Threads:
 
 
 def begin_elsewhere(call: Callable[[], object]) -> None:
-    """Begin ``call``, which raises nothing, in a thread that waits for calls, or in a new one."""
+    """Begin ``call``, which raises nothing, in a thread that waits for calls, or in a new one.
+
+    Where no thread can be started, the one that ``keep_thread`` has started makes it.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     _threads(num_forks()).begin(call)
 
 

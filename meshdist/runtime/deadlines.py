@@ -18,7 +18,17 @@ from typing import TypeVar
 
 from .hosts import forks
 
-__all__ = ["Clock", "Deadline", "Grace", "Looks", "Timer", "clock", "first_look_s", "wait_until"]
+__all__ = [
+    "Clock",
+    "Deadline",
+    "Grace",
+    "Looks",
+    "Timer",
+    "clock",
+    "first_look_s",
+    "start_timers",
+    "wait_until",
+]
 
 T = TypeVar("T")
 
@@ -290,3 +300,8 @@ class _TimerThread(threading.Thread):
 @cache
 def _thread_of(num_forks: int) -> _TimerThread:
     return _TimerThread()
+
+
+def start_timers() -> None:
+    """Start the thread of timers, which cannot be started while the interpreter ends."""
+    _thread_of(forks[0])

@@ -111,3 +111,22 @@ def test_calls_elsewhere_are_awaited() -> None:
     go_on.set()
     assert bounded_calls.await_calls_elsewhere(60)
     assert ended == [True] * 3
+
+
+def test_where_no_thread_can_be_started_the_kept_one_makes_calls_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    threads, names = bounded_calls._Threads(), []
+    bounded_calls.keep_thread()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(2):
+        threads.begin(lambda: names.append(threading.current_thread().name))
+    assert threads.await_returns(60)
+    assert names == ["meshdist-last-calls"] * 2
+    monkeypatch.setattr(bounded_calls, "_kept", {})
+    with pytest.raises(RuntimeError, match="new thread"):
+        threads.begin(print)
+    assert threads.await_returns(60)

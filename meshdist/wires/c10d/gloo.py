@@ -36,8 +36,8 @@ from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
 from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
-from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere
-from ...runtime.deadlines import Deadline, Timer, clock, wait_until
+from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
+from ...runtime.deadlines import Deadline, Timer, clock, start_timers, wait_until
 from ...runtime.hosts import num_cores
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..communicator import Communicator
@@ -119,6 +119,9 @@ class GlooCommunicator(C10dCommunicator):
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
         self._queue = WorkerQueue(partial(_disconnect, weakref.ref(self)))
         self.posts_at_once = not self._is_lazy
+        # Python 3.12 starts no threads while handlers of atexit run, which close what is open.
+        start_timers()
+        keep_thread()
         _open.add(self)
 
     @classmethod
@@ -519,7 +522,7 @@ def _end_within(limit: timedelta, kept: list[Any]) -> None:
             end()
         else:
             begin_elsewhere(end)
-    except RuntimeError:  # Python 3.12 starts no thread while handlers of atexit run
+    except RuntimeError:  # no thread can be started
         end()
     has_ended.wait(limit.total_seconds() + _END_S)
 

@@ -103,6 +103,7 @@ def test_a_group_ends_here_where_no_thread_can_be_started(monkeypatch: pytest.Mo
 
     threads = bounded_calls._Threads()
     monkeypatch.setattr(bounded_calls, "_threads", lambda _: threads)
+    monkeypatch.setattr(bounded_calls, "_kept", {})
     monkeypatch.setattr(threading.Thread, "start", refuse)
     ended: list[int] = []
 
