@@ -40,7 +40,7 @@ from meshdist.bootstrap import bounded_store
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.generations import Attempt
 from meshdist.bootstrap.world import World, world_here
-from meshdist.groups import communicators, host_tables
+from meshdist.groups import communicators, host_comparison
 from meshdist.groups.process_group import world_group
 from meshdist.mesh.definition import AxisOptions
 from meshdist.wires import registry as wire_registry
@@ -290,7 +290,7 @@ def run(
         mock.patch.object(communicators, "SignalThread", NoSignals),
         # Which counts the files of the process that they share.
         mock.patch.object(wire_registry, "make_descriptor_room", return_value=""),
-        mock.patch.object(host_tables, "make_shared_words", return_value=None),
+        mock.patch.object(host_comparison, "make_shared_words", return_value=None),
     )
     with serve() as (connect, cpu_s), ExitStack() as stack:
         for patch in patches:

@@ -152,7 +152,6 @@ from .sharding.dtensors import (
     to_dtensor as to_dtensor,
     to_placements as to_placements,
 )
-from .sharding.from_whole import device_put as device_put
 from .sharding.making_arrays import (
     empty as empty,
     full as full,
@@ -163,9 +162,10 @@ from .sharding.making_arrays import (
     zeros as zeros,
 )
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
-from .sharding.planning import plan as plan
+from .sharding.requests import plan as plan
 from .sharding.routes import Link as Link
 from .sharding.sharded_array import ShardedArray as ShardedArray
+from .sharding.whole_arrays import device_put as device_put
 from .typed_contexts.annotations import annotate as annotate, typeof as typeof
 from .typed_contexts.mode import typed as typed, untyped as untyped
 from .typed_contexts.random_draws import seed as seed

@@ -29,13 +29,13 @@ from meshdist.bootstrap.world import World
 from meshdist.checking.header_table import HeaderTable
 from meshdist.checking.shared_words import Regions, SharedWords, SharedWordsView
 from meshdist.collectives.object_rounds import Parcel, unpack
-from meshdist.groups.host_tables import HeaderTables
+from meshdist.groups.host_comparison import HeaderTables
 from meshdist.runtime.hosts import my_card
 from meshdist.wires.core import core
-from meshdist.wires.failures import WireFailure
 from meshdist.wires.mpi import arrivals as mpi_arrivals
 from meshdist.wires.mpi.arrivals import Arrivals
 from meshdist.wires.mpi.connection import MpiConnection
+from meshdist.wires.operations import WireFailure
 from meshdist.wires.shm import handshake
 from meshdist.wires.shm.door import Door
 from tests.test_fuzz import changed, records, texts

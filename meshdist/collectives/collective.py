@@ -16,8 +16,7 @@ from ..errors import ArgumentError, DtypeError, KindError, LengthError, ShapeErr
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..reduce_ops import REDUCIBLE, ReduceKind, ReduceOp, split_premul
 from ..verb_table import VERBS
-from ..wires.packing import Sizes, Tensors
-from ..wires.prepared import PreparedCall, Written
+from ..wires.prepared import PreparedCall, Sizes, Tensors, Written
 from ..wires.work import Work
 from .roots import as_wire_tensor, check_flag, check_reducible, premultiplied
 

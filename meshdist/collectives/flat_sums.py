@@ -1,4 +1,4 @@
-"""Tensors that are reduced together: flattened, reduced by one message, and cut again.
+"""Many tensors by few messages: dense ones flattened, sparse ones row by row.
 
 A bucket holds tensors of one dtype and device, so that it can be one flat tensor and one
 all-reduce. The elements of a tensor lie in it in the order of a row-major tensor, or of its own
@@ -9,29 +9,37 @@ memory where the flat tensor is to have views with the strides of the tensors:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from ..errors import ArgumentError, DtypeError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
 from ..wires.work import Work, may_be_dropped
-from .verbs import all_reduce
+from .verbs import all_reduce, broadcast
 
 __all__ = [
     "Item",
     "assign_buckets",
+    "broadcast_from",
     "dense_stride",
     "items_of",
     "reduce_together",
+    "sparse_psum",
     "start_reduction",
+    "sum_rows",
+    "sum_sparse",
     "views_into",
 ]
 
 Item: TypeAlias = tuple[int, Hashable]
 """Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
+
+_CHUNK_BYTES = 32 * 1024 * 1024
+_ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
 
 
 def items_of(
@@ -159,3 +167,85 @@ def reduce_together(
         torch._foreach_copy_(found, list(tensors))
     all_reduce(flat, op, group)
     return found
+
+
+@torch.no_grad()
+def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    """Give every member the values of group rank ``source``, in place; collective over ``group``.
+
+    Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
+    """
+    for chunk in _chunks(tensors):
+        sizes = [_padded_bytes(tensor) for tensor in chunk]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0].device)
+        pieces = [
+            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for part, tensor in zip(flat.split(sizes), chunk, strict=True)
+        ]
+        if group.rank() == source:
+            torch._foreach_copy_(pieces, chunk)
+        broadcast(flat, group=group, group_src=source)
+        if group.rank() != source:
+            torch._foreach_copy_(chunk, pieces)
+
+
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut into lists of one device and, but for single larger tensors, at most 32 MiB."""
+    filling: dict[torch.device, list[torch.Tensor]] = {}
+    filled: dict[torch.device, int] = {}
+    for tensor in tensors:
+        device = tensor.device
+        if tensor.numel() == 0:
+            continue
+        num_bytes = filled.get(device, 0) + _padded_bytes(tensor)
+        if num_bytes > _CHUNK_BYTES and device in filling:
+            yield filling.pop(device)
+            num_bytes = _padded_bytes(tensor)
+        filling.setdefault(device, []).append(tensor)
+        filled[device] = num_bytes
+    yield from filling.values()
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
+    """Every member holds the sum of all members' sparse ``grad``, coalesced; it has no gradient."""
+    rows = grad.detach().coalesce()
+    count = torch.tensor([rows._nnz()], device=grad.device)
+    counts = count.new_empty(group.size())
+    group.all_gather_single(counts, count).wait()
+    return sum_rows(group, rows, counts.tolist())
+
+
+def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Return the sum of the members' coalesced rows, ``counts`` of each, coalesced; collective."""
+    # Along their last dimension indices go, values along their first.
+    indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
+    values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
+    group.allgather([indices], [mine.indices().contiguous()]).wait()
+    group.allgather([values], [mine.values().contiguous()]).wait()
+    summed = torch.sparse_coo_tensor(
+        torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+    )
+    return summed.coalesce()
+
+
+def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
+    """Sum a sparse COO tensor of one shape over all members in place; indices may differ."""
+    if tensor.layout is not torch.sparse_coo:
+        raise ArgumentError(
+            "all_reduce of a tensor that is neither dense nor of coordinates",
+            expected="layout torch.strided or torch.sparse_coo",
+            found=f"layout {tensor.layout}",
+            fix="pass tensor.to_dense()",
+        )
+    if op != ReduceOp.SUM:
+        raise DtypeError(
+            f"all_reduce cannot reduce a sparse tensor with {op.name}",
+            expected="SUM",
+            fix="pass tensor.to_dense()",
+        )
+    with torch.no_grad():
+        tensor.copy_(sparse_psum(tensor, group))

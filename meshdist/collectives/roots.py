@@ -21,7 +21,7 @@ from ..reduce_ops import (
     find_refusal,
     multiply,
 )
-from ..wires.packing import find_layout
+from ..wires.prepared import find_layout
 
 __all__ = [
     "SUM",

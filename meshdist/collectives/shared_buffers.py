@@ -11,7 +11,7 @@ from ..error_text import first_line
 from ..errors import ArgumentError, BackendError, KindError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp
-from ..wires.failures import WireRefused
+from ..wires.operations import WireRefused
 from ..wires.prepared import PreparedCall
 from .verbs import all_reduce
 

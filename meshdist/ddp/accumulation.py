@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.flat_sums import assign_buckets, items_of, reduce_together
-from ..collectives.sparse_sums import sparse_psum
+from ..collectives.flat_sums import assign_buckets, items_of, reduce_together, sparse_psum
 from ..collectives.torch_private import hidden_from_modes
 from ..collectives.verbs import all_reduce
 from ..errors import ArgumentError, AxisTypeError, KindError

@@ -18,7 +18,7 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, AxisError, KindError, MeshError
 from ..groups.group_calls import new_subgroups
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
-from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
 from .replicas import check_equal_lines
@@ -306,13 +306,14 @@ def _subgroup(overall: ProcessGroup, size: int) -> ProcessGroup:
 
 def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
     """The mesh whose axes the periods name."""
-    mesh = find_current_mesh() if given is None else given
+    call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
+    mesh = mesh_in_force(call, over, "process_group=mesh") if given is None else given
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"periods are given for the axes {', '.join(map(repr, axes))}, and there is no mesh",
+            f"{call}{over}: a group has no axes",
             expected="the mesh that has these axes",
             found=f"process_group={given!r}",
-            fix="pass process_group=mesh, or make the averager inside `with mesh:`",
+            fix="pass process_group=mesh",
         )
     try:
         mesh.layout.axis_indices(axes)

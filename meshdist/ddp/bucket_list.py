@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from ..collectives.flat_sums import dense_stride, items_of
+from ..collectives.flat_sums import dense_stride, items_of, sum_rows
 from ..collectives.shared_buffers import flat_memory
-from ..collectives.sparse_sums import sum_rows
 from ..collectives.torch_private import storage_uses
 from ..collectives.verbs import all_gather_into_tensor, all_reduce
 from ..groups.process_group import ProcessGroup

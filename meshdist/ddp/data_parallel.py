@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..checking.program import warn_caller
-from ..collectives.flat_broadcast import broadcast_from
+from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.flat_broadcast import broadcast_from
+from ..collectives.flat_sums import broadcast_from
 from ..collectives.verbs import all_reduce
 from ..errors import JoinError
 from ..groups.process_group import ProcessGroup

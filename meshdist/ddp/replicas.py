@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..collectives.flat_broadcast import broadcast_from
+from ..collectives.flat_sums import broadcast_from
 from ..collectives.objects import all_gather_object
 from ..collectives.verbs import all_gather_into_tensor
 from ..dtypes import dtype_name

@@ -14,8 +14,8 @@ from ..checking.program import warn_caller
 from ..errors import GradientError, KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from .comm_hooks.bucket import allreduce_hook
 from .comm_hooks.compressing import fp16_compress_hook
-from .comm_hooks.uncompressed import allreduce_hook
 from .in_backward import InBackward
 from .logging_data import DataLogger
 from .typed_owner import TypedOwner, refuse_shards

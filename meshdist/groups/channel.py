@@ -27,16 +27,17 @@ from ..error_text import explain
 from ..errors import MeshdistError
 from ..wires.communicator import Communicator
 from ..wires.core import core
-from ..wires.failures import (
+from ..wires.operations import (
+    DONE,
     Interrupted,
     MembersDisagree,
+    Operation,
     WireAborted,
     WireFailure,
     WireTimeout,
+    followed,
 )
-from ..wires.operations import DONE, Operation, followed
-from ..wires.packing import ROW_MAJOR, Layout, Sizes, find_layout, flat
-from ..wires.prepared import PreparedCall
+from ..wires.prepared import ROW_MAJOR, Layout, PreparedCall, Sizes, find_layout, flat
 from ..wires.registry import Wire
 from ..wires.work import Work
 from .communicators import OpenCommunicator

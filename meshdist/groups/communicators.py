@@ -39,11 +39,10 @@ from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
 from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
-from ..wires.failures import MembersDisagree, WireAborted
+from ..wires.operations import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
-from .host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
-from .host_tables import HeaderTables
+from .host_comparison import NUM_DIGESTS, HeaderTables, HostComparison, HostComparisons
 from .matching import Matching
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 

@@ -19,7 +19,7 @@ from ..errors import (
 )
 from ..runtime.deadlines import Grace, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER
-from ..wires.failures import (
+from ..wires.operations import (
     Interrupted,
     MemberGaveUp,
     MemberLost,

@@ -1,4 +1,7 @@
-"""Groups that span hosts compare their calls beside them: late, but always.
+"""Members compare their calls: in shared words on one host, beside the calls between hosts.
+
+On one host a communicator's members share the tables of their headers (``HeaderTables``), so that
+each call is compared as it is made. Between hosts they compare late, but always.
 
 Each member keeps a rolling digest of its calls: the digest at call n is made of that at n - 1 and
 the fingerprint of call n. The first member of a group writes its latest digests to the store; the
@@ -15,6 +18,7 @@ calls are equal; once they differ the next call waits until the error is made.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import sys
@@ -24,16 +28,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
-from ..bootstrap.bounded_store import await_key
+from ..bootstrap.bounded_store import await_key, read_jsons
 from ..bootstrap.world import World
-from ..errors import MeshdistError
+from ..checking.announcement_table import AnnouncementTable
+from ..checking.header_table import HeaderTable
+from ..checking.shared_words import (
+    Regions,
+    SharedWords,
+    SharedWordsView,
+    SignsOfLife,
+    WordsAddress,
+    find_view,
+    make_shared_words,
+)
+from ..errors import MeshdistError, StoreError
 from ..runtime.bounded_calls import BoundedCall
 from ..runtime.deadlines import Grace
-from ..wires.failures import MembersDisagree, WireFailure
-from .signals import ask
+from ..wires.core import core
+from ..wires.operations import MembersDisagree, WireFailure
+from .signals import ask, card_key
 
-__all__ = ["NUM_DIGESTS", "HostComparison", "HostComparisons"]
+__all__ = ["HeaderTables", "HostComparison", "HostComparisons", "NUM_DIGESTS"]
 
 _log = logging.getLogger("meshdist.groups")
 
@@ -50,6 +67,98 @@ _ANSWER_S = 1.0
 _END = timedelta(seconds=20)  # a request to the store ends in a few seconds
 _UNSET = "[0]"
 _MASK = 0xFFFFFFFF  # what is told of a digest
+
+
+class HeaderTables:
+    """Makes header and announcement tables; none where this rank has no shared words.
+
+    Args:
+        words: those of this process, where it has some before ``make_words``.
+    """
+
+    def __init__(self, world: World, words: SharedWords | None = None) -> None:
+        self._world = world
+        self._words = words
+        self._views: dict[int, SharedWordsView | None] = {}
+
+    def make_words(self) -> WordsAddress | None:
+        """Make this rank's shared words; return where they lie, for its announcement."""
+        self._words = make_shared_words()
+        return None if self._words is None else self._words.address
+
+    def make(
+        self, label: str, ranks: tuple[int, ...], *, compares_messages: bool = True
+    ) -> HeaderTable | None:
+        """The table of a new communicator; None where no other member is on this host."""
+        key = _key_of(label)
+        regions = Regions(lambda member: self._find_region(ranks[member], key))
+        hosts = [self._world.hosts[rank] for rank in ranks]
+        me = ranks.index(self._world.rank)
+        new_log = core.MessageLog if compares_messages and core is not None else None
+        return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
+
+    def make_for_announcements(
+        self, label: str, ranks: tuple[int, ...]
+    ) -> AnnouncementTable | None:
+        """The announcement table of a communicator; None where members are on several hosts."""
+        if self._words is None or self._world.spans_hosts(ranks):
+            return None
+        key = _key_of(f"announcements/{label}")
+        regions = Regions(lambda member: self._find_region(ranks[member], key))
+        me = ranks.index(self._world.rank)
+        with suppress(MemoryError):
+            return AnnouncementTable(self._words, key, me, len(ranks), regions)
+        return None
+
+    def signs_of_life(self) -> SignsOfLife:
+        """Those of the ranks of this host."""
+        hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
+        lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
+        regions = Regions(lambda member: self._find_region(lower[member], key))
+        mine = None if self._words is None else self._words.reserve(key, 1)
+        return SignsOfLife(mine, regions, len(lower))
+
+    def close(self) -> None:
+        """End this rank's part in all tables."""
+        self._views.clear()
+        if self._words is not None:
+            self._words.close()
+            self._words = None
+
+    def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
+        """The region under ``key`` of a rank of this host; None while it is not known yet."""
+        if rank not in self._views:
+            store, hosts = self._world.store, self._world.hosts
+            # All of the host at once, which have announced themselves as the world began.
+            others = set(range(len(hosts))) - {self._world.rank}
+            ranks = [one for one in sorted(others) if hosts[one] == hosts[rank]]
+            try:
+                if not store.check(list(map(card_key, ranks))):
+                    ranks = [rank]
+                    if not store.check([card_key(rank)]):
+                        return None
+                addresses = read_jsons(store, list(map(card_key, ranks)), _parse)
+            except StoreError:  # a group that needs the store for nothing else goes on
+                return None
+            for one, address in zip(ranks, addresses, strict=True):
+                self._views.setdefault(one, address and find_view(address))
+        return self._views[rank], key
+
+    def reaches(self, ranks: tuple[int, ...]) -> bool:
+        """Whether this rank could read the words of all the others of ``ranks``, on this host."""
+        others = [rank for rank in ranks if rank != self._world.rank]
+        return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
+
+
+def _key_of(label: str) -> int:
+    """A region's key: equal in every member's words, never 0."""
+    digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "little") | 1
+
+
+def _parse(card: dict[str, Any]) -> WordsAddress | None:
+    address = card["words"]
+    return None if address is None else WordsAddress(*map(int, address))
 
 
 @dataclass(eq=False)

@@ -18,8 +18,7 @@ import torch
 from ..checking.header_table import HeaderTable
 from ..checking.recorder import Recorder
 from ..wires.communicator import Communicator
-from ..wires.failures import MemberLost, MembersDisagree, WireAborted
-from ..wires.operations import Deferred
+from ..wires.operations import Deferred, MemberLost, MembersDisagree, WireAborted
 from ..wires.prepared import PreparedCall
 
 __all__ = ["Matching", "UnnamedReceive"]

@@ -28,7 +28,7 @@ from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import untraced
 from ..runtime.whole_numbers import from_runs, to_runs
-from ..wires.failures import MembersDisagree
+from ..wires.operations import MembersDisagree
 from .communicators import (
     DISAGREEMENT,
     OpenCommunicator,

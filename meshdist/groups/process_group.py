@@ -27,7 +27,7 @@ from ..errors import (
     NotInGroupError,
 )
 from ..runtime.hosts import forks, num_forks
-from ..wires.failures import WireRefused
+from ..wires.operations import WireRefused
 from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
 from ..wires.work import Work, bound
 from .agreement import Agreement, lack_error

@@ -28,7 +28,7 @@ from torch.distributed import get_process_group_ranks
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 
 from ..checking.calls import Call
-from ..collectives.flat_broadcast import broadcast_from
+from ..collectives.flat_sums import broadcast_from
 from ..collectives.objects import broadcast_object_list
 from ..errors import ArgumentError, JoinError, KindError, LengthError
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group, world_group

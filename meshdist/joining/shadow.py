@@ -57,7 +57,7 @@ from ..groups.channel import CallGuard, Channel
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup, world_group
 from ..runtime.untraced import untraced
-from ..wires.failures import WireTimeout
+from ..wires.operations import WireTimeout
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work
 from .announcements import NOTICE, AnnouncementRound, JoinedCommunicator, Places, Statement

@@ -15,7 +15,7 @@ from ..errors import JoinError
 from ..groups.channel import Channel
 from ..groups.communicators import get_registry
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..wires.failures import MemberLost
+from ..wires.operations import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from ..wires.work import Work, is_ready as is_done, may_be_dropped

@@ -15,24 +15,21 @@ def find_current_mesh() -> DeviceMesh | None:
 
 def get_current_mesh() -> DeviceMesh:
     """Return the mesh in force; raises MeshError where there is none."""
-    mesh = find_current_mesh()
-    if mesh is None:
-        raise MeshError(
-            "no mesh is in force",
-            expected="a call inside `with mesh:`, or the argument mesh=",
-            fix="wrap the call: with mesh: ...",
-        )
-    return mesh
+    return mesh_in_force("get_current_mesh", naming="")
 
 
-def mesh_in_force(verb: str, about: str = "") -> DeviceMesh:
-    """As ``get_current_mesh``, for a verb with the argument ``mesh``, ``about`` some axis."""
+def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
+    """As ``get_current_mesh``, for the errors of a call, ``about`` some axis.
+
+    ``naming`` is what names the mesh in place of ``with mesh:``; None where the call takes mesh=.
+    """
     mesh = find_current_mesh()
     if mesh is None:
+        naming = f"{call}(..., mesh=mesh)" if naming is None else naming
         raise MeshError(
-            f"{verb}{about}: no mesh is in force",
+            f"{call}{about}: no mesh is in force",
             expected="a mesh whose axes are named",
-            fix=f"call it inside `with mesh:`, or name the mesh: {verb}(..., mesh=mesh)",
+            fix="call it inside `with mesh:`" + (f", or name the mesh: {naming}" if naming else ""),
         )
     return mesh
 

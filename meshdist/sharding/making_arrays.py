@@ -18,9 +18,9 @@ from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalErro
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding, PartitionSpec
-from .from_whole import Making, in_library
 from .sharded_array import ShardedArray
 from .shardings import checked_sharding, mesh_text
+from .whole_arrays import Making, in_library
 
 __all__ = [
     "draw_box",

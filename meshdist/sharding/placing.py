@@ -22,8 +22,8 @@ from .requests import (
     unshard_request,
 )
 from .resharding import Resharding
-from .rooted import RootedGather, checked_root
 from .sharded_array import ShardedArray
+from .whole_arrays import RootedGather, checked_root
 
 __all__ = ["reshard", "shard", "unshard"]
 

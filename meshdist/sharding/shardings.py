@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import AxisError, KindError, MeshError
 from ..functional.axis_types import type_text
-from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import DimSplit, Placement
 from ..mesh.spec import NamedSharding, PartitionSpec
@@ -108,11 +108,11 @@ def checked_sharding(sharding: object, call: str) -> NamedSharding:
         NotInGroupError: this rank is not in the mesh.
     """
     if isinstance(sharding, PartitionSpec):
+        naming = "NamedSharding(mesh, spec)"
         try:
-            sharding = NamedSharding(get_current_mesh(), sharding)
+            sharding = NamedSharding(mesh_in_force(call, naming=naming), sharding)
         except AxisError as error:
-            fix = "name the mesh that is meant: NamedSharding(mesh, spec)"
-            raise with_hidden_mesh(error, None, fix) from None
+            raise with_hidden_mesh(error, None, f"name the mesh that is meant: {naming}") from None
     if not isinstance(sharding, NamedSharding):
         raise KindError(
             f"{call} takes a sharding",

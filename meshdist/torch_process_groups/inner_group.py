@@ -29,15 +29,14 @@ from ..errors import AbortedError
 from ..groups.channel import Channel
 from ..groups.communicators import OpenCommunicator
 from ..groups.explainer import OtherMembers, explained_opening
-from ..groups.host_tables import HeaderTables
+from ..groups.host_comparison import HeaderTables
 from ..groups.process_group import ProcessGroup
 from ..groups.signals import Endings, collect
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import forks
-from ..wires.failures import MembersDisagree
 from ..wires.mpi.arrivals import words_of_process
-from ..wires.packing import Layout
-from ..wires.prepared import PreparedCall
+from ..wires.operations import MembersDisagree
+from ..wires.prepared import Layout, PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 

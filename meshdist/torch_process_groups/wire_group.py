@@ -25,11 +25,11 @@ from torch.distributed import PrefixStore, Store, distributed_c10d as c10d
 
 from ..checking.program import never_nested, run_unnested
 from ..collectives.collective import Collective
+from ..collectives.flat_sums import sum_sparse
 from ..collectives.monitored_barrier import MonitoredBarrier
 from ..collectives.point_to_point import open_channel, prepare_message
 from ..collectives.prepare import prepare
 from ..collectives.roots import find_peer
-from ..collectives.sparse_sums import sum_sparse
 from ..errors import BackendError, CollectiveTimeoutError
 from ..groups.verb_methods import Asked, VerbMethods, read_options, verbs
 from ..reduce_ops import ReduceOp, split_premul

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from ..collectives.flat_sums import reduce_together
-from ..collectives.sparse_sums import sparse_psum
+from ..collectives.flat_sums import reduce_together, sparse_psum
 from ..collectives.torch_private import call_function
 from ..functional.axis_types import kinds_in
 from ..functional.linear_function import keep_line, note_complete

@@ -19,7 +19,7 @@ from ..checking.program import is_between
 from ..collectives.torch_private import are_transforms_active
 from ..errors import KindError, MeshdistError, MeshError
 from ..functional.axis_types import ATTRIBUTE, INVARIANT, JoinedType, axes_of_kind
-from ..mesh.current_mesh import get_current_mesh
+from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..runtime.untraced import untraced
 from .context import (
@@ -99,7 +99,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         >>> md.simulate(program, 4)
         [2.5, 2.5, 2.5, 2.5]
     """
-    mesh = _checked(get_current_mesh() if mesh is None else mesh)
+    mesh = _checked(mesh_in_force("typed", naming="typed(mesh)") if mesh is None else mesh)
     outer = open_context()
     if outer is None:
         has_passed = mesh.caches.of(Backwards).has_passed

@@ -24,7 +24,7 @@ from ..arguments import get_whole_number
 from ..checking.program import is_between
 from ..errors import AxisError, KindError
 from ..functional.axis_types import INVARIANT, kinds_in, type_text
-from ..mesh.current_mesh import get_current_mesh, with_hidden_mesh
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.generators import seed_notes
@@ -128,7 +128,7 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
         )
     if not names:
         return None, ()
-    given, mesh = mesh, mesh or get_current_mesh()
+    given, mesh = mesh, mesh or mesh_in_force("md.seed")
     try:
         mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
     except AxisError as error:

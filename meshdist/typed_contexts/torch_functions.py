@@ -75,7 +75,7 @@ class TorchFunction:
     Args:
         name: as messages call it.
         kind: how it is treated.
-        linearity: how it is linear in unreduced operands; see ``axis_types.join``.
+        linearity: how it is linear in unreduced operands; see ``axis_types.join_types``.
         adds_numbers: whether a number beside an unreduced operand would be added on every rank.
         writes: the arguments that it writes.
         ignores: the arguments of which it reads no more than shape, dtype and device.

@@ -15,7 +15,9 @@ from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from ..runtime.memory import Scratch
 from .operations import Chain, Operation, followed
-from .packing import (
+from .prepared import (
+    EXCHANGE_TAG,
+    PreparedCall,
     Sizes,
     Tensors,
     blocks,
@@ -26,7 +28,6 @@ from .packing import (
     write_blocks,
     writing,
 )
-from .prepared import EXCHANGE_TAG, PreparedCall
 
 __all__ = [
     "BUILT",

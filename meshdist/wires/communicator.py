@@ -37,10 +37,8 @@ from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.memory import Scratch
 from ..verb_table import WIRE_VERBS
 from .built_verbs import BUILT
-from .failures import WireFailure, WireTimeout
-from .operations import Operation
-from .packing import Tensors
-from .prepared import PreparedCall
+from .operations import Operation, WireFailure, WireTimeout
+from .prepared import PreparedCall, Tensors
 
 if TYPE_CHECKING:
     from .native import FastPath

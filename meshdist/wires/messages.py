@@ -15,9 +15,8 @@ from ..arrays import shape_text
 from ..dtypes import dtype_name
 from ..errors import AgreementError
 from ..runtime.deadlines import Deadline, wait_until
-from .failures import WireAborted, WireTimeout
-from .operations import Operation
-from .packing import writing
+from .operations import Operation, WireAborted, WireTimeout
+from .prepared import writing
 
 __all__ = ["Mailbox", "SelfTransfer", "TagNumbers"]
 

@@ -18,9 +18,8 @@ from ..checking.program import end_here, is_nested, run_unnested
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
-from .failures import WireFailure, WireTimeout
 from .futures import WorkFuture, find_deferral, get_watcher
-from .operations import Operation
+from .operations import Operation, WireFailure, WireTimeout
 from .simulated.scheduler import find_rank_here
 
 __all__ = ["Work", "bound", "is_ready", "joined", "may_be_dropped"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives import flat_broadcast
-from meshdist.collectives.flat_broadcast import broadcast_from
+from meshdist.collectives import flat_sums
+from meshdist.collectives.flat_sums import broadcast_from
 
 DTYPES = (
     torch.bool,
@@ -38,7 +38,7 @@ def filled(start: int) -> list[torch.Tensor]:
 def test_every_tensor_becomes_the_first_ranks(
     chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat_broadcast, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(flat_sums, "_CHUNK_BYTES", chunk_bytes)
 
     def program() -> list[torch.Tensor]:
         tensors = filled(1 + 7 * md.get_rank())
@@ -55,14 +55,14 @@ def test_every_tensor_becomes_the_first_ranks(
 
 def test_few_broadcasts_carry_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    broadcast = flat_broadcast.broadcast
+    broadcast = flat_sums.broadcast
 
     def counting(tensor: torch.Tensor, **kwargs: object) -> None:
         sizes.append(tensor.numel())
         broadcast(tensor, **kwargs)
 
-    monkeypatch.setattr(flat_broadcast, "broadcast", counting)
-    monkeypatch.setattr(flat_broadcast, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(flat_sums, "broadcast", counting)
+    monkeypatch.setattr(flat_sums, "_CHUNK_BYTES", 64)
 
     def program() -> None:
         tensors = [torch.zeros(n, dtype=torch.float64) for n in (1, 2, 3, 20, 1, 0)]

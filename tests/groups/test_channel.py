@@ -399,15 +399,15 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
 def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_path: Path) -> None:
     def program(rank: int, path: str) -> tuple[float, list[int], bool]:
         from meshdist.bootstrap.world import get_world
-        from meshdist.groups import communicators, host_tables
+        from meshdist.groups import communicators, host_comparison
 
-        make_shared_words = host_tables.make_shared_words
+        make_shared_words = host_comparison.make_shared_words
         if rank == 1:
-            host_tables.make_shared_words = lambda: None
+            host_comparison.make_shared_words = lambda: None
         try:
             md.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
         finally:
-            host_tables.make_shared_words = make_shared_words
+            host_comparison.make_shared_words = make_shared_words
         x = ones(1)
         md.all_reduce(x)
         views = communicators.get_registry(get_world()).header_tables._views

@@ -13,7 +13,7 @@ import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import Recorder
 from meshdist.groups.explainer import STORE_LOST, Explainer, OtherMembers, explained_opening
-from meshdist.wires.failures import (
+from meshdist.wires.operations import (
     Interrupted,
     MemberGaveUp,
     MemberLost,

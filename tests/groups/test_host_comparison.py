@@ -21,7 +21,7 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.groups.host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
 from meshdist.runtime.deadlines import Grace
-from meshdist.wires.failures import MembersDisagree
+from meshdist.wires.operations import MembersDisagree
 from tests.pool import Failure, Pool, places
 from tests.two_hosts import TwoHosts
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from meshdist.groups.host_tables import HeaderTables
+from meshdist.groups.host_comparison import HeaderTables
 
 
 @pytest.mark.parametrize("junk", [["\0", 1, 2], [1e400, 1, 2], [1, 2], "none", {}])

@@ -22,7 +22,7 @@ from meshdist.groups import other_members
 from meshdist.groups.explainer import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
 from meshdist.groups.signals import Endings, last_call_text
-from meshdist.wires.failures import MembersDisagree
+from meshdist.wires.operations import MembersDisagree
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)

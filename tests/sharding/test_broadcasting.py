@@ -9,7 +9,7 @@ import pytest
 from meshdist.errors import AxisTypeError, MeshError, ShapeError
 from meshdist.mesh.layout import Layout
 from meshdist.mesh.spec import NamedSharding, P
-from meshdist.sharding.broadcasting import join_operands
+from meshdist.sharding.elementwise import join_operands
 from tests.sharding.array_cases import NAMES
 
 MESH = Layout.from_shape((2, 2), NAMES[:2])

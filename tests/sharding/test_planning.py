@@ -19,7 +19,7 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.mesh.layout import Layout
-from meshdist.sharding.planning import mesh_links, plan_shardings
+from meshdist.sharding.requests import mesh_links, plan_shardings
 from meshdist.sharding.routes import DEFAULT_LINK, Link, default_link
 from meshdist.sharding.steps import Exchange
 from tests.sharding.cases import assert_lies, shards, whole_array

@@ -308,7 +308,7 @@ def test_scalars_have_no_length() -> None:
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.P()),
             MeshError,
-            ["no mesh is in force"],
+            ["ShardedArray: no mesh is in force", "name the mesh: NamedSharding(mesh, spec)"],
         ),
         (
             lambda mesh: md.ShardedArray(torch.zeros(2), md.NamedSharding(mesh.layout, md.P())),

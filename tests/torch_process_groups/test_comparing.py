@@ -12,10 +12,10 @@ from torch.distributed import HashStore
 from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
 from meshdist.checking.recorder import Recorder
-from meshdist.groups.host_tables import HeaderTables
+from meshdist.groups.host_comparison import HeaderTables
 from meshdist.groups.signals import Endings
 from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
-from meshdist.wires.failures import MembersDisagree
+from meshdist.wires.operations import MembersDisagree
 
 RANKS = (4, 6)
 ONE_HOST = (-1, -1, -1, -1, 0, -1, 0)

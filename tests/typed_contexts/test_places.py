@@ -652,7 +652,7 @@ def test_meshes_that_no_context_can_have() -> None:
     unnamed, number, none, foreign = md.simulate(body, 2)[1]
     assert unnamed.startswith("typed needs a mesh with axis names\n")
     assert number.startswith("typed takes a mesh\n")
-    assert none.startswith("no mesh is in force\n")
+    assert none.startswith("typed: no mesh is in force\n")
     assert foreign.startswith("typed on a mesh that does not hold this rank\n")
 
 

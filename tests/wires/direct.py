@@ -13,8 +13,7 @@ from meshdist.checking.program import is_between
 from meshdist.checking.recorder import Recorder
 from meshdist.reduce_ops import ReduceKind
 from meshdist.wires.operations import Operation
-from meshdist.wires.packing import Sizes, Tensors
-from meshdist.wires.prepared import PreparedCall
+from meshdist.wires.prepared import PreparedCall, Sizes, Tensors
 
 is_between[__file__] = True  # the line that calls a verb is the test's
 

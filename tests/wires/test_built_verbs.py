@@ -17,8 +17,7 @@ from meshdist.wires import built_verbs
 from meshdist.wires.built_verbs import BuildingCommunicator
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.operations import Chain, Operation
-from meshdist.wires.packing import blocks, parts, write
-from meshdist.wires.prepared import PreparedCall
+from meshdist.wires.prepared import PreparedCall, blocks, parts, write
 from meshdist.wires.registry import Wire
 from tests.load import is_within
 from tests.pool import Pool

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from meshdist.wires.packing import ROW_MAJOR, find_layout, flat
+from meshdist.wires.prepared import ROW_MAJOR, find_layout, flat
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5,), (2, 3), (2, 1, 3), (4, 2, 3, 2)])

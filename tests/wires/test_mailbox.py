@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshdist.errors import AgreementError
-from meshdist.wires.failures import WireAborted, WireTimeout
 from meshdist.wires.messages import Mailbox
+from meshdist.wires.operations import WireAborted, WireTimeout
 
 SECONDS = timedelta(seconds=5)
 

@@ -8,8 +8,15 @@ from datetime import timedelta
 import pytest
 
 from meshdist.errors import BackendError
-from meshdist.wires.failures import WireFailure, WireTimeout
-from meshdist.wires.operations import DONE, Chain, Deferred, Done, Operation
+from meshdist.wires.operations import (
+    DONE,
+    Chain,
+    Deferred,
+    Done,
+    Operation,
+    WireFailure,
+    WireTimeout,
+)
 
 SECONDS = timedelta(seconds=9)
 

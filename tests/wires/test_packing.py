@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.wires.packing import blocks, packed, parts, write, write_all, write_blocks
+from meshdist.wires.prepared import blocks, packed, parts, write, write_all, write_blocks
 
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=5)
 

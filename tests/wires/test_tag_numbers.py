@@ -9,8 +9,8 @@ import pytest
 from torch.distributed import HashStore
 
 from meshdist.wires import messages
-from meshdist.wires.failures import WireAborted, WireTimeout
 from meshdist.wires.messages import TagNumbers
+from meshdist.wires.operations import WireAborted, WireTimeout
 from tests.load import is_within
 
 

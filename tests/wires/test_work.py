@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import WorkResult
 import meshdist as md
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.wires import work as work_module
-from meshdist.wires.failures import WireFailure, WireTimeout
-from meshdist.wires.operations import Operation
+from meshdist.wires.operations import Operation, WireFailure, WireTimeout
 from meshdist.wires.work import Work
 from tests.load import is_within
 from tests.mpi_job import job_of

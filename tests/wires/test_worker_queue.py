@@ -12,8 +12,7 @@ from datetime import timedelta
 
 import pytest
 
-from meshdist.wires.failures import WireTimeout
-from meshdist.wires.operations import QueuedOperation, WorkerQueue
+from meshdist.wires.operations import QueuedOperation, WireTimeout, WorkerQueue
 from tests.load import is_within
 
 SECONDS = timedelta(seconds=5)

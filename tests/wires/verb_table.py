@@ -19,8 +19,7 @@ from meshdist.bootstrap.world import get_world
 from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime import deadlines
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.failures import WireFailure
-from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.operations import Chain, Operation, WireFailure
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
 from tests.wires.direct import Direct

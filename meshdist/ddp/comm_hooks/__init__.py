@@ -7,7 +7,14 @@
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
-from .bucket import GradBucket, PostLocalSGDState, PowerSGDState
+from .bucket import (
+    GradBucket,
+    PostLocalSGDState,
+    PowerSGDState,
+    allreduce_hook,
+    noop_hook,
+    post_localSGD_hook,
+)
 from .compressing import (
     batched_powerSGD_hook,
     bf16_compress_hook,
@@ -17,7 +24,6 @@ from .compressing import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from .uncompressed import allreduce_hook, noop_hook, post_localSGD_hook
 from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [

@@ -19,8 +19,7 @@ import torch
 from ...collectives.verbs import all_gather_into_tensor, all_reduce
 from ...groups.process_group import ProcessGroup
 from ...reduce_ops import ReduceOp
-from .bucket import GradBucket, PowerSGDState, group_for
-from .uncompressed import averaged, done_with, reduced
+from .bucket import GradBucket, PowerSGDState, averaged, done_with, group_for, reduced
 
 __all__ = [
     "batched_powerSGD_hook",

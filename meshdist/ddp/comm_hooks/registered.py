@@ -28,7 +28,14 @@ from ...groups.process_group import ProcessGroup
 from ...runtime.deadlines import Deadline, wait_until
 from ...wires.futures import Deferral
 from ...wires.simulated.scheduler import find_rank_here
-from .bucket import GradBucket, group_in_state, is_mesh
+from .bucket import (
+    GradBucket,
+    allreduce_hook,
+    group_in_state,
+    is_mesh,
+    noop_hook,
+    post_localSGD_hook,
+)
 from .compressing import (
     batched_powerSGD_hook,
     bf16_compress_hook,
@@ -38,7 +45,6 @@ from .compressing import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from .uncompressed import allreduce_hook, noop_hook, post_localSGD_hook
 
 __all__ = ["PendingBucket", "RegisteredHook", "hook_name", "ours_for"]
 

@@ -31,11 +31,9 @@ from ..built_verbs import (
     reduce_scatter_by_exchange,
 )
 from ..communicator import Communicator, Explain
-from ..failures import WireAborted, WireFailure, WireTimeout
 from ..messages import Mailbox
-from ..operations import DONE, Chain, Operation, followed
-from ..packing import Tensors, parts, writing
-from ..prepared import PreparedCall
+from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, WireTimeout, followed
+from ..prepared import PreparedCall, Tensors, parts, writing
 from .substitutes import Arithmetic, Substitute, read_as
 
 __all__ = [

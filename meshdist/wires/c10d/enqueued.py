@@ -37,8 +37,7 @@ from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
-from ..failures import WireAborted, WireFailure, WireTimeout
-from ..operations import DONE, Operation
+from ..operations import DONE, Operation, WireAborted, WireFailure, WireTimeout
 from ..prepared import PreparedCall
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL

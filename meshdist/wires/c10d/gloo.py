@@ -41,11 +41,18 @@ from ...runtime.deadlines import Deadline, Timer, clock, start_timers, wait_unti
 from ...runtime.hosts import num_cores
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..communicator import Communicator
-from ..failures import WireAborted, WireFailure, WireTimeout, given_up_for
 from ..messages import TagNumbers
-from ..operations import DONE, Operation, WorkerQueue, followed
-from ..packing import cuts, parts, write
-from ..prepared import EXCHANGE_TAG, PreparedCall
+from ..operations import (
+    DONE,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    WorkerQueue,
+    followed,
+    given_up_for,
+)
+from ..prepared import EXCHANGE_TAG, PreparedCall, cuts, parts, write
 from ..registry import Opening, Wire, register_wire
 from .communicator import (
     CLOSED,

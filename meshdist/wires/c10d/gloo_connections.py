@@ -33,7 +33,7 @@ from ...error_text import grouped_text
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
-from ..failures import WireRefused
+from ..operations import WireRefused
 from ..registry import Opening
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 
 from ...error_text import first_line, ranks_text
 from ..communicator import Communicator
-from ..failures import WireFailure
+from ..operations import WireFailure
 from ..registry import Opening, Wire, find_wire, register_wire
 from .communicator import C10dCommunicator, plain_text
 from .enqueued import ENDS_LATER, EnqueueingCommunicator

@@ -26,19 +26,22 @@ from ...verb_table import REDUCING_VERBS
 from ..built_verbs import BUILT, all_reduce_by_gathering
 from ..c10d.gloo import GlooCommunicator
 from ..communicator import Communicator
-from ..failures import (
+from ..operations import (
+    DONE,
+    Chain,
     Interrupted,
     MemberGaveUp,
     MemberLost,
     MembersDisagree,
+    Operation,
+    QueuedOperation,
     WireAborted,
     WireFailure,
     WireRefused,
     WireTimeout,
+    WorkerQueue,
 )
-from ..operations import DONE, Chain, Operation, QueuedOperation, WorkerQueue
-from ..packing import Tensors, writing
-from ..prepared import PreparedCall
+from ..prepared import PreparedCall, Tensors, writing
 from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
 from .two_level import STAGED, HostPlaces, Stages

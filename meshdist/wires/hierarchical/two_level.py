@@ -20,8 +20,7 @@ from ...runtime.deadlines import Deadline
 from .. import built_verbs
 from ..built_verbs import divide
 from ..communicator import Communicator
-from ..packing import Tensors, cuts, packed, parts, parts_like, write, write_all
-from ..prepared import PreparedCall
+from ..prepared import PreparedCall, Tensors, cuts, packed, parts, parts_like, write, write_all
 
 __all__ = ["STAGED", "HostPlaces", "Stages"]
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from ...checking.shared_words import SharedWords, make_shared_words
 from ..core import core
-from ..failures import WireAborted, WireFailure, given_up_for
+from ..operations import WireAborted, WireFailure, given_up_for
 from .connection import MpiConnection
 
 __all__ = ["Arrivals", "Turnout", "milliseconds", "words_of_process"]

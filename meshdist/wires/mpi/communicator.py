@@ -20,11 +20,9 @@ from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from ..built_verbs import reduce_scatter_by_exchange
 from ..communicator import Communicator, Explain
-from ..failures import WireAborted, WireFailure
 from ..messages import Mailbox, TagNumbers
-from ..operations import DONE, Chain, Operation, followed
-from ..packing import Sizes, Tensors
-from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall
+from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, followed
+from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall, Sizes, Tensors
 from ..registry import Opening, Wire, register_wire
 from .arrivals import Arrivals, Turnout
 from .connection import MpiConnection, MpiOperation
@@ -39,8 +37,7 @@ from .datatypes import (
     plan_of,
     unpacked,
 )
-from .fast_path import make_fast_path
-from .opening import forget, open_link, watch
+from .opening import forget, make_fast_path, open_link, watch
 from .staging import StagedCommunicator
 
 if TYPE_CHECKING:

@@ -23,15 +23,15 @@ from typing import Any
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
-from ..failures import (
+from ..operations import (
     MemberLost,
     MessageMisfit,
+    Operation,
     WireAborted,
     WireFailure,
     WireTimeout,
     given_up_for,
 )
-from ..operations import Operation
 from ..registry import Opening
 
 __all__ = ["MpiConnection", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]

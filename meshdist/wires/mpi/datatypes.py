@@ -28,7 +28,7 @@ from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ...runtime.memory import Scratch
 from ..built_verbs import check_reducible, divide, flip, to_order
 from ..core import core
-from ..packing import Tensors, parts_like, write_all, writing
+from ..prepared import Tensors, parts_like, write_all, writing
 
 __all__ = [
     "MpiBuffers",

@@ -24,10 +24,8 @@ import torch
 from ...runtime.deadlines import Deadline
 from ...verb_table import WIRE_VERBS, Form
 from ..communicator import Communicator, Explain
-from ..failures import WireAborted, WireFailure
-from ..operations import Chain, Operation, QueuedOperation, WorkerQueue
-from ..packing import Tensors, writing
-from ..prepared import PreparedCall
+from ..operations import Chain, Operation, QueuedOperation, WireAborted, WireFailure, WorkerQueue
+from ..prepared import PreparedCall, Tensors, writing
 
 __all__ = ["StagedCommunicator"]
 

@@ -22,7 +22,7 @@ from torch.distributed import Store
 
 from ...error_text import ranks_text
 from ...runtime.deadlines import Deadline, Grace, wait_until
-from ..failures import WireFailure, WireRefused, WireTimeout
+from ..operations import WireFailure, WireRefused, WireTimeout
 from .door import STRANGER, Door, close_all, enter, limit, receive, send
 
 __all__ = ["Shared", "share"]

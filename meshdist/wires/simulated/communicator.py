@@ -19,10 +19,8 @@ from ...reduce_ops import REDUCIBLE, ReduceKind
 from ...verb_table import FOR_EACH, REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import check_reducible, find_lack
 from ..communicator import Communicator
-from ..failures import WireAborted, WireFailure
-from ..operations import DONE, Operation
-from ..packing import Tensors, parts
-from ..prepared import PreparedCall
+from ..operations import DONE, Operation, WireAborted, WireFailure
+from ..prepared import PreparedCall, Tensors, parts
 from ..registry import Opening, Wire, register_wire
 from .meeting import Meeting, PendingCollective, PendingReceive, SentMessage, synchronize
 from .scheduler import Rank, find_rank_here

@@ -28,9 +28,8 @@ from ...errors import AgreementError
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import FOR_EACH, WIRE_VERBS, Form, WireVerb
 from ..built_verbs import reduced
-from ..failures import WireAborted, WireFailure
-from ..operations import Operation
-from ..packing import Tensors, blocks, writing
+from ..operations import Operation, WireAborted, WireFailure
+from ..prepared import Tensors, blocks, writing
 from .scheduler import Rank, find_rank_here
 
 __all__ = [

@@ -23,8 +23,7 @@ from meshdist.runtime.deadlines import clock
 from meshdist.wires import work as work_module
 from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
-from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
-from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.operations import Chain, Operation, WireAborted, WireFailure, WireTimeout
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, find_wire
 from meshdist.wires.work import Work, bound

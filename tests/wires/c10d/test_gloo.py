@@ -24,7 +24,7 @@ from meshdist.wires.c10d.gloo_connections import (
     gloo_devices,
     gloo_interfaces,
 )
-from meshdist.wires.failures import WireAborted, WireFailure, WireRefused, WireTimeout
+from meshdist.wires.operations import WireAborted, WireFailure, WireRefused, WireTimeout
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.load import is_within
 from tests.pool import Pool, places

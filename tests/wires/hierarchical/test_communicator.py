@@ -20,8 +20,8 @@ from torch.distributed import HashStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.failures import WireFailure, WireRefused
 from meshdist.wires.hierarchical.communicator import HierarchicalWire
+from meshdist.wires.operations import WireFailure, WireRefused
 from meshdist.wires.registry import Opening, get_wire
 from tests.load import is_within
 from tests.pool import QUICK_NAMES, TESTS, Failure, Pool

@@ -21,10 +21,9 @@ from meshdist.reduce_ops import ReduceOp
 from meshdist.runtime.deadlines import Deadline, wait_until
 from meshdist.wires import operations as worker_queue
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.failures import WireAborted, WireFailure, WireTimeout
 from meshdist.wires.mpi import communicator as mpi, staging
 from meshdist.wires.mpi.staging import StagedCommunicator
-from meshdist.wires.operations import Operation
+from meshdist.wires.operations import Operation, WireAborted, WireFailure, WireTimeout
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, find_wire, get_wire
 from tests.mpi_job import job_of

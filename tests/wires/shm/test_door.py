@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 import meshdist as md
-from meshdist.wires.failures import WireRefused
+from meshdist.wires.operations import WireRefused
 from meshdist.wires.shm import door as doors
 from meshdist.wires.shm.door import Door
 from tests.load import is_within

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.runtime.deadlines import Grace
-from meshdist.wires.failures import WireFailure, WireRefused, WireTimeout
+from meshdist.wires.operations import WireFailure, WireRefused, WireTimeout
 from meshdist.wires.shm import door
 from meshdist.wires.shm.handshake import Shared, share
 from tests.load import is_within

@@ -16,8 +16,7 @@ from meshdist.errors import AgreementError, DtypeError
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.built_verbs import BUILT, all_reduce_by_gathering
 from meshdist.wires.communicator import Communicator
-from meshdist.wires.failures import WireAborted, WireFailure
-from meshdist.wires.operations import Chain, Operation
+from meshdist.wires.operations import Chain, Operation, WireAborted, WireFailure
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
 from meshdist.worlds.simulation import simulate
