@@ -7,157 +7,336 @@ is still there afterwards; the next forward, or check, completes it with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from ..checking.program import end_here
 from ..collectives.flat_sums import start_reduction
 from ..error_text import without_frames
-from ..groups.process_group import ProcessGroup
+from ..errors import MeshdistError
 from ..reduce_ops import ReduceOp
-from .bucket_list import AnyBucket, BucketList, InPlaceBucket, SparseBucket
+from ..runtime.untraced import untraced
+from .bucket_layout import BucketLayout
+from .buckets import Filling, Pending, Seen
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
-from .flat_bucket import Bucket, Pending
 from .graph_tasks import NO_TASK
-from .logging_data import Timing
-from .parting import Parting
+from .history import History
+from .tail import Ending
+from .verdict import Verdict
 
-__all__ = ["Backward", "Sending"]
+__all__ = ["AtWork", "Backward", "Moment", "Observer", "Sending", "tells_errors"]
 
-_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
+
+class Moment(Enum):
+    """What observers are told of, and with what: the layout in a forward, else the backward."""
+
+    FORWARD_BEGINS = auto()
+    FORWARD_ENDS = auto()
+    BACKWARD_BEGINS = auto()
+    SENDING_BEGINS = auto()
+    BACKWARD_ENDS = auto()
+    GRADIENTS_CAME = auto()
+    """Behind the end: which ones is known."""
+    SENDING_ENDS = auto()
+    AVERAGED = auto()
+    """The gradients hold averages, and no rank has anything to raise."""
+    CHECKED = auto()
+    GROUP_CHANGED = auto()
+    ERROR = auto()
+    """With the error."""
+
+
+class Observer(Protocol):
+    """Is told of what happens to a model's gradients."""
+
+    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
+        """What to call at which moment."""
+
+
+class AtWork(NamedTuple):
+    """Which members have data, where some may have none.
+
+    Args:
+        num: how many have.
+        source: the member whose buffers and order of buckets the others take.
+        share: by which averages over all members are multiplied.
+    """
+
+    num: int
+    source: int = 0
+    share: float = 1.0
 
 
 class Sending:
-    """Averages over one group, for one backward after another.
+    """All that outlives one backward, and that it needs to be averaged.
 
     Attributes:
-        buckets: all of them.
-        group: over whose members.
-        parting: compares the replicas, if anything does.
+        history: what is expected of it.
+        at_work: which members have data.
         hook: what averages buckets in place of an all-reduce, if anything.
         failure: why the members are no longer in step, if so.
         calls_inside: a context for the calls of one backward.
-        timing: of a sampled iteration, else None.
+        awaited: futures that the end of the next backward waits for.
+        lock: a module on several devices has a thread on each.
     """
 
-    def __init__(self, buckets: BucketList, group: ProcessGroup, parting: Parting | None) -> None:
-        self.buckets = buckets
-        self.group = group
+    def __init__(self, history: History, at_work: AtWork) -> None:
+        self.history = history
+        self.at_work = at_work
         self.hook: RegisteredHook | None = None
         self.failure: Exception | None = None
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.timing: Timing | None = None
-        self.parting = parting
-        self._op = ReduceOp.AVG
+        self.awaited: list[Any] = []
+        self.lock = threading.RLock()
+        self._observers: dict[Moment, list[Callable[[Any], None]]] = {}
 
-    def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, also by a hook whose state is None."""
-        self.group = group
-        if self.hook is not None:
-            self.hook.group = group
-        if self.parting is not None:
-            self.parting.count_anew()
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of all that it asks for, behind those that came before."""
+        for moment, call in observer.calls().items():
+            self._observers.setdefault(moment, []).append(call)
 
-    def find_scale(self, device: torch.device) -> float | None:
-        """By what gradients are multiplied as they are copied; None where the wire averages.
+    def is_observed(self, moment: Moment) -> bool:
+        """Whether anything is told of a moment."""
+        return moment in self._observers
 
-        Nothing is multiplied for a communication hook.
-        """
-        communicator = self.group.open_channel(device.type).communicator
-        averages = communicator.averages_at_once or self.hook is not None
-        self._op = ReduceOp.AVG if averages else ReduceOp.SUM
-        return None if averages else 1.0 / self.group.size()
+    def tell(self, moment: Moment, subject: object) -> None:
+        """Tell observers."""
+        for call in self._observers.get(moment, ()):
+            call(subject)
 
-    def start(self, bucket: AnyBucket, number: int) -> Pending:
-        """Start the reduction of the bucket at place ``number``."""
-        if self.hook is not None and not isinstance(bucket, InPlaceBucket):
-            return self._call_hook(self.hook, bucket, number)
-        return bucket if isinstance(bucket, SparseBucket) else self.average(bucket.sent)
 
-    def average(self, sent: torch.Tensor) -> Pending:
-        """Start the average of a tensor."""
-        with self.calls_inside():
-            return start_reduction(sent, self._op, self.group)
+class _HasSending(Protocol):
+    sending: Sending
 
-    def backward_ends(self) -> None:
-        """All has been averaged: compare replicas where that is due."""
-        if self.timing is not None:
-            self.timing.mark("backward_comm_time_end")
-        if self.parting is not None:  # in a join context ranks without data are behind
-            averages = self.hook is None or self.hook.name not in _LOCAL_HOOKS
-            meant = averages and self.calls_inside is nullcontext
-            self.parting.backward_ends(self.group, is_compared=meant)
 
-    def _call_hook(
-        self, hook: RegisteredHook, bucket: Bucket | SparseBucket, number: int
-    ) -> Pending:
-        is_last = bucket is self.buckets.all[-1]
-        args = bucket.members, bucket.views, number, is_last, self.group
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def tells_errors(method: F) -> F:
+    """Let observers know of errors that a method raises.
+
+    torch.compile leaves the method as it is: parts of a backward run inside a compiled step, too.
+    """
+
+    @functools.wraps(method)
+    def telling(self: _HasSending, *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.calls_inside():
-                return hook.start(GradBucket(bucket.flat, *args))
-        except Exception as failure:  # after which verbs of the hook's, no other rank knows
-            self.failure = without_frames(failure)
+            return method(self, *args, **kwargs)
+        except MeshdistError as error:
+            self.sending.tell(Moment.ERROR, error)
+            __tracebackhide__ = True
+            end_here(error)
             raise
+
+    return cast(F, untraced(telling))
 
 
 class Backward:
     """One backward that is averaged, or zeros in place of a backward.
 
     Args:
-        sending: over which group, and how.
+        layout: of its buckets.
+        sending: what it needs beside them.
         task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
+        at_forward: of each bucket, the gradients without a hook as they were behind the forward.
         has_graph: whether its gradients could be differentiated again.
 
     Attributes:
+        fillings: its buckets as it fills them, in the order in which they are sent.
+        counts: how often each gradient has come, of those that have a hook.
+        works: the reductions of the buckets that have gone; then of the tail, if it goes alone.
         is_open: whether a gradient has come.
         is_running: says whether it has not ended, nor raised.
-        late: the parameters whose gradient came after its bucket had gone.
-        num_started: how many buckets have gone.
+        verdict: how it ended; None before.
     """
 
-    def __init__(self, sending: Sending, task: int = NO_TASK, *, has_graph: bool = False) -> None:
-        self._sending = sending
+    def __init__(
+        self,
+        layout: BucketLayout,
+        sending: Sending,
+        task: int = NO_TASK,
+        at_forward: Sequence[Seen] | None = None,
+        *,
+        has_graph: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.sending = sending
         self.task = task
         self.has_graph = has_graph
+        seen: Sequence[Seen | None] = at_forward or [None] * len(layout.buckets)
+        self.fillings = [*map(Filling, layout.buckets, seen)]
+        self.counts = [0] * len(layout.terms.parameters)
+        self.works: list[Pending] = []
         self.is_open = False
         self.is_running: Callable[[], bool] = bool
-        self.late: list[int] = []
-        self.num_started = 0
-        self._behind_work: Pending | None = None  # of the numbers behind, where they do not ride
+        self.verdict: Verdict | None = None
+        self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
 
-    def rest(self) -> Sequence[AnyBucket]:
+    # -- gradients come ---------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """The first gradient has come."""
+        if self.has_graph:
+            error = self.layout.terms.reports.with_graph()
+            self.sending.tell(Moment.ERROR, error)
+            raise error
+        self.is_open = True
+
+    def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
+        """A gradient has come, whose hook tells: that at ``slot`` of the bucket at ``place``."""
+        if not self.is_open:
+            self.open()
+        filling, history = self.fillings[place], self.sending.history
+        index = filling.bucket.indices[slot]
+        if parameter.grad is None:  # a backward of its own has left it undefined
+            history.by_count.add(index)
+        if filling.streams is not None:
+            filling.streams.note()
+        self.counts[index] += 1
+        if not self.layout.is_learned:
+            history.note_first(index, self.counts[index])
+            return
+        more = self.counts[index] - history.expected[index]
+        if more < 0:
+            return
+        is_scaled = slot in filling.taken and self.layout.scale is not None
+        if place < len(self.works) or is_scaled:  # nothing may be added to it
+            self._late.append(index)
+            return
+        if slot < filling.bucket.num_at_once:
+            filling.bucket.taking.take(filling, slot)
+        if more == 0:
+            filling.num_pending -= 1
+            if not filling.num_pending:
+                self._start_full()
+
+    def _start_full(self) -> None:
+        """Start the reduction of every full bucket that has no unfull one before it."""
+        with self.sending.lock, torch.no_grad():
+            for filling in self.rest():
+                if filling.must_wait or filling.num_pending or not filling.take_early():
+                    return
+                self._start(filling)
+
+    def find_came(self) -> list[bool]:
+        """For each parameter, whether its gradient has come; the backward has ended."""
+        layout, counts, by_count = self.layout, self.counts, self.sending.history.by_count
+        parameters = layout.terms.parameters
+        came = [True] * len(parameters)
+        for index in layout.unsent:
+            came[index] = parameters[index].grad is not None
+        for filling in self.fillings:
+            bucket = filling.bucket
+            if filling.num_pending:
+                for index, is_hooked in zip(bucket.indices, bucket.is_hooked, strict=True):
+                    came[index] = not is_hooked or counts[index] > 0
+        for filling in self.rest():
+            for slot in filling.find_missing_at_end():
+                came[filling.bucket.indices[slot]] = False
+        for index in by_count:
+            if not counts[index] or parameters[index].grad is None:  # undefined
+                came[index] = False
+        return came
+
+    def find_unexpected(self, came: Sequence[bool]) -> list[str]:
+        """A line for each gradient that came though it was expected, or promised, not to."""
+        history, late = self.sending.history, self._late
+        _, _, options, reports, _ = self.layout.terms
+        for filling in self.fillings[: len(self.works)]:
+            late += [filling.bucket.indices[slot] for slot in filling.find_late()]
+        lines = [reports.came_late(index) for index in dict.fromkeys(late)]
+        if history.is_learned and options.is_static:
+            changes = history.changes(self.counts, came)
+            lines += [reports.changed(index, *counts) for index, counts in changes.items()]
+        elif history.is_learned and options.skips_unused:
+            lines += [reports.was_skipped(index) for index in self.layout.unsent if came[index]]
+        return lines
+
+    def find_gradients(self, came: Sequence[bool], *, has_local_sums: bool) -> list[bool]:
+        """For each parameter, whether this rank has a gradient to share.
+
+        One that lies in its bucket and did not come is what all ranks have had from there, unless
+        sums have been kept apart since.
+        """
+        has = list(came)
+        for bucket in self.layout.buckets:
+            for index, member, view in zip(
+                bucket.indices, bucket.members, bucket.views, strict=True
+            ):
+                is_new = came[index] or has_local_sums or member.grad is not view
+                has[index] = member.grad is not None and is_new
+        return has
+
+    # -- averages ---------------------------------------------------------------------------------
+
+    def rest(self) -> Sequence[Filling]:
         """The buckets that have not gone."""
-        return self._sending.buckets.all[self.num_started :]
+        return self.fillings[len(self.works) :]
 
-    def start(self, bucket: AnyBucket) -> None:
+    def send_zeros(self, ending: Ending | None) -> None:
+        """Start what has not gone, with zeros in place of gradients."""
+        for filling in self.rest():
+            filling.await_streams()
+            filling.bucket.taking.clear(filling)
+        self.start_rest(ending)
+
+    def start_rest(self, ending: Ending | None, has_gradient: Sequence[bool] | None = None) -> None:
+        """Start the reductions of all buckets that have not gone, and tell how it ended here."""
+        rest, layout = self.rest(), self.layout
+        if not rest:
+            return
+        layout.tail.write(ending, has_gradient)
+        for filling in rest:
+            self._start(filling)
+        if self.sending.hook is not None or not layout.is_tail_in_bucket:
+            self.works.append(self._average(layout.tail.numbers))
+
+    def _start(self, filling: Filling) -> None:
         """Start the reduction of the next bucket."""
-        if not self.num_started and self._sending.timing is not None:
-            self._sending.timing.mark("backward_comm_time_start")
-        bucket.work = self._sending.start(bucket, self.num_started)
-        self.num_started += 1
+        number, sending = len(self.works), self.sending
+        if number == 0:
+            sending.tell(Moment.SENDING_BEGINS, self)
+        bucket = filling.bucket
+        if sending.hook is None:
+            self.works.append(bucket.taking.start(filling, self._average))
+            return
+        args = bucket.members, bucket.views, number, bucket is self.layout.buckets[-1]
+        given = GradBucket(bucket.taking.buffer(filling), *args, self.layout.terms.group)
+        try:
+            with sending.calls_inside():
+                self.works.append(sending.hook.start(given))
+        except Exception as failure:  # after which verbs of the hook's, no other rank knows
+            sending.failure = without_frames(failure)
+            raise
 
-    def start_rest(self) -> None:
-        """Start the reductions of all buckets that have not gone."""
-        rest, buckets = self.rest(), self._sending.buckets
-        for bucket in rest:
-            self.start(bucket)
-        if rest and (self._sending.hook is not None or not buckets.rides):
-            self._behind_work = self._sending.average(buckets.behind)
+    def _average(self, sent: torch.Tensor) -> Pending:
+        """Start the average of a tensor in place."""
+        op = ReduceOp.AVG if self.layout.scale is None else ReduceOp.SUM
+        with self.sending.calls_inside():
+            return start_reduction(sent, op, self.layout.terms.group)
 
     def wait(self) -> None:
         """Wait for all buckets."""
-        sending = self._sending
+        sending = self.sending
         try:
-            for bucket in sending.buckets.all:
-                assert bucket.work is not None
+            for work in self.works:
                 with sending.calls_inside():  # of a sparse bucket, or a hook's callbacks
-                    bucket.work.wait()
-            if self._behind_work is not None:
-                self._behind_work.wait()
+                    work.wait()
         except Exception as failure:
             sending.failure = without_frames(failure)
             raise
-        sending.backward_ends()
+        sending.tell(Moment.SENDING_ENDS, self)
+
+    def give(self, verdict: Verdict, *, is_complete: bool) -> None:
+        """Let gradients hold the averages, where any rank had one."""
+        is_used = verdict.find_used(is_complete=is_complete)
+        share = 1.0 if self.sending.hook is not None else self.sending.at_work.share
+        for filling in self.fillings:
+            filling.bucket.taking.give(filling, is_used, is_complete=is_complete, share=share)

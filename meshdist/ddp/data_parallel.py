@@ -17,7 +17,7 @@ from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
-from .buckets import ReductionOptions, bucket_caps
+from .bucket_layout import ReductionOptions, bucket_caps
 from .comm_hooks.registered import hook_name
 from .gradient_hooks import moved
 from .in_backward import InBackward, marked_optimizers, refuse_late_marks
@@ -239,20 +239,17 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         )
         self._owner = TypedOwner(trainable, self.device_mesh)
         self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(
-            parameters, list(trainable), self.process_group, options, self._parting
-        )
-        self.reducer.logger = self.logger = DataLogger(
+        self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
+        self.logger = DataLogger(
             module,
-            parameters,
-            self.process_group,
-            options,
-            self.reducer.buckets,
+            self.reducer.layout,
             device_ids=", ".join(str(device.index) for device in self.device_ids or ()),
             output_device=-1 if self.output_device is None else self.output_device.index,
             broadcast_buffers=int(self.forward_sync_buffers),
             is_multi_device_module=int(self.is_multi_device_module),
         )
+        self.reducer.sending.observe(self._parting)
+        self.reducer.sending.observe(self.logger)
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
@@ -416,8 +413,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
 
     def take_buffers(self) -> None:
         """Make buffers equal, as a forward does."""
-        source = self.reducer.source
-        self.reducer.awaited += self._buffers_of_model.synchronise(self.process_group, source)
+        sending, buffers = self.reducer.sending, self._buffers_of_model
+        sending.awaited += buffers.synchronise(self.process_group, sending.at_work.source)
 
     @hidden_from_modes
     def _end_forward(self, outputs: Any) -> Any:

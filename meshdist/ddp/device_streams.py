@@ -9,7 +9,8 @@ made.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -58,12 +59,15 @@ class GradientStreams:
                 gradient.record_stream(current)
 
 
-def streams_for(device: torch.device) -> GradientStreams | None:
-    """Return what notes the streams of ``device``; None where there is one, as on the CPU."""
+def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
+    """Return what makes notes of the streams of ``device``; None where there is one, as on the CPU.
+
+    Each backward makes its own.
+    """
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(accelerator, "current_stream"):
         return None
-    return GradientStreams(device, accelerator)
+    return partial(GradientStreams, device, accelerator)
 
 
 class TailReader(ABC):

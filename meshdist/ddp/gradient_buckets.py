@@ -23,7 +23,7 @@ from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
 from ..wires.work import Work
-from .buckets import bucket_caps
+from .bucket_layout import bucket_caps
 from .replicas import check_equal_lines, tensor_line
 
 __all__ = ["GradientBuckets", "LeafPaths", "flattened"]

@@ -13,9 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
 from ..runtime.untraced import untraced
-from .bucket_list import AnyBucket
+from .buckets import Bucket
 from .graph_tasks import current_task
-from .history import History
 
 __all__ = [
     "GradientHooks",
@@ -64,14 +63,13 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
 
 
 class RunningBackward(Protocol):
-    """The part of a backward that hooks read and write."""
+    """The backward, as hooks see it."""
 
     task: int
     """The number that autograd has given it."""
-    is_open: bool
-    """Whether a gradient has come."""
-    late: list[int]
-    """The parameters whose gradient came after its bucket had gone."""
+
+    def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
+        """A gradient has come: that at ``slot`` of the bucket at ``place``."""
 
 
 class GradientTaker(Protocol):
@@ -87,44 +85,33 @@ class GradientTaker(Protocol):
         If it may count later, ``hook`` is called with it again.
         """
 
-    def open(self, backward: RunningBackward) -> None:
-        """The first gradient has come."""
-
-    def start_full_buckets(self) -> None:
-        """A bucket has all that is expected."""
-
 
 class GradientHooks:
-    """The hooks of one reducer, which count ``arrivals`` and tell ``taker``."""
+    """The hooks of one reducer, ``taker``."""
 
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], arrivals: History, taker: GradientTaker
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], taker: GradientTaker) -> None:
         self._parameters = parameters
-        self._arrivals = arrivals
         self._taker = taker
         self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
 
-    def put(self, buckets: Sequence[AnyBucket]) -> None:
+    def put(self, buckets: Sequence[Bucket]) -> None:
         """Put hooks on the parameters of buckets that expect them, in place of all others."""
         self.close()
         for parameter in self._parameters:
             _reduced_parameters[parameter] = get_world()
-        for bucket in buckets:
-            for slot, is_hooked in enumerate(bucket.is_hooked):
+        for place, bucket in enumerate(buckets):
+            for slot, (member, is_hooked) in enumerate(
+                zip(bucket.members, bucket.is_hooked, strict=True)
+            ):
                 if is_hooked:
-                    self._put_one(bucket, slot)
+                    is_trained = member.requires_grad  # else it may be again, and keeps its hook
+                    member.requires_grad_(True)
+                    hook = self._hook(bucket.indices[slot], place, slot)
+                    handle = member.register_post_accumulate_grad_hook(hook)
+                    self._handles.append((member, handle))
+                    member.requires_grad_(is_trained)
 
-    def put_all(self, buckets: Sequence[AnyBucket]) -> None:
-        """Put hooks on the other parameters, too."""
-        for bucket in buckets:
-            bare = [slot for slot, is_hooked in enumerate(bucket.is_hooked) if not is_hooked]
-            if bare:
-                bucket.hook_all()
-            for slot in bare:
-                self._put_one(bucket, slot)
-
-    def come_last(self, buckets: Sequence[AnyBucket]) -> None:
+    def come_last(self, buckets: Sequence[Bucket]) -> None:
         """Run behind hooks that the program has put on parameters since: they may change gradients.
 
         Call it between backwards.
@@ -142,43 +129,8 @@ class GradientHooks:
         for parameter in self._parameters:
             _reduced_parameters.pop(parameter, None)
 
-    def _put_one(self, bucket: AnyBucket, slot: int) -> None:
-        index, member = bucket.indices[slot], bucket.members[slot]
-        if self._arrivals.is_learned:
-            hook = self._counting(index, bucket, slot)
-        else:
-            hook = self._watching(index, bucket)
-        is_trained = member.requires_grad  # else it may be again, and keeps its hook meanwhile
-        member.requires_grad_(True)
-        self._handles.append((member, member.register_post_accumulate_grad_hook(hook)))
-        member.requires_grad_(is_trained)
-
-    def _watching(self, index: int, bucket: AnyBucket) -> Hook:
-        """A hook that learns what comes."""
-        taker, arrivals, streams = self._taker, self._arrivals, bucket.streams
-
-        @untraced
-        def gradient_is_watched(parameter: torch.Tensor) -> None:
-            backward = taker.backward
-            if backward is None or current_task() != backward.task:
-                backward = taker.takes(index, gradient_is_watched, parameter)
-                if backward is None:
-                    return
-            if parameter.grad is None:
-                arrivals.by_count.add(index)
-            if not backward.is_open:
-                taker.open(backward)
-            if streams is not None:
-                streams.note()
-            arrivals.note_first(index)
-
-        return gradient_is_watched
-
-    def _counting(self, index: int, bucket: AnyBucket, slot: int) -> Hook:
-        """A hook that knows what is expected; it does as little as it can."""
-        taker, arrivals, streams = self._taker, self._arrivals, bucket.streams
-        counts = arrivals.counts
-        goes_at_once = bucket.at_once[slot]
+    def _hook(self, index: int, place: int, slot: int) -> Hook:
+        taker = self._taker
 
         @untraced
         def gradient_came(parameter: torch.Tensor) -> None:
@@ -187,24 +139,6 @@ class GradientHooks:
                 backward = taker.takes(index, gradient_came, parameter)
                 if backward is None:
                     return
-            if not backward.is_open:
-                taker.open(backward)
-            if parameter.grad is None:  # a backward of its own has left it undefined
-                arrivals.by_count.add(index)
-            counts[index] += 1
-            if streams is not None:
-                streams.note()
-            more = counts[index] - arrivals.expected[index]
-            if more < 0:
-                return
-            if bucket.work is not None or slot in bucket.taken:
-                backward.late.append(index)
-                return
-            if goes_at_once:
-                bucket.move_in(slot)
-            if more == 0:
-                bucket.num_pending -= 1
-                if not bucket.num_pending:
-                    taker.start_full_buckets()
+            backward.arrived(place, slot, parameter)
 
         return gradient_came

@@ -21,12 +21,12 @@ _NEVER = 1 << 60
 
 
 class History:
-    """The arrivals of the running backward, and those that are expected.
+    """What backwards have brought, and what is expected of the next one.
 
     Attributes:
-        counts: of the running backward, how often each gradient has come here.
-        expected: how often each one came here in the backward before, at least once.
-        order: in which they came here first while arrivals are learned.
+        expected: how often each gradient came here in the backward before, at least once.
+        learned: how often each one came in the backward that was watched; empty without.
+        order: in which they came here first while that is learned.
         by_count: those that cannot be seen to have come by looking at ``.grad``: they came more
             than once, without a gradient, or before the model's outputs had theirs.
         trailing: those that some rank lacked; equal on every rank.
@@ -35,7 +35,6 @@ class History:
 
     def __init__(self, num_parameters: int) -> None:
         self._num = num_parameters
-        self.counts = [0] * num_parameters
         self.forget()
 
     def forget(self) -> None:
@@ -54,60 +53,42 @@ class History:
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)
 
-    def backward_begins(self) -> None:
-        """Count anew."""
-        self.counts[:] = [0] * self._num
-
-    def note_first(self, index: int) -> None:
-        """While arrivals are learned: a gradient came."""
-        self.counts[index] += 1
+    def note_first(self, index: int, count: int) -> None:
+        """A gradient came for the ``count``-th time in a backward that is watched."""
         self.order.append(index)
-        if self.counts[index] > 1:
+        if count > 1:
             self.by_count.add(index)
 
-    def backward_ends(self, came: Sequence[bool]) -> None:
+    def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
         """Expect as many arrivals as this backward had; those without a hook are not counted."""
-        if not self.is_learned or max(self.counts) > 1 or max(self.expected) > 1:
-            self.expected = [max(count, 1) for count in self.counts]
+        if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
+            self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
-            counts = zip(self.counts, came, strict=True)
-            self.learned = tuple(max(count, int(has_come)) for count, has_come in counts)
+            self.learned = tuple(map(max, counts, map(int, came)))
 
-    def changes(self, came: Sequence[bool]) -> list[int]:
-        """Return what came otherwise than in the backward from which all was learned.
+    def changes(self, counts: Sequence[int], came: Sequence[bool]) -> dict[int, tuple[int, int]]:
+        """How often each gradient came now, and in the backward from which all was learned.
 
-        Nothing on a rank that had none then.
+        Only those that differ; none on a rank that had no backward then.
         """
-        if not self.learned:
-            return []
-        return [
-            index
-            for index, (count, has_come, learned) in enumerate(
-                zip(self.counts, came, self.learned, strict=True)
-            )
-            if max(count, int(has_come)) != learned
-        ]
+        now = map(max, counts, map(int, came))
+        both = enumerate(zip(now, self.learned, strict=False))
+        return {index: pair for index, pair in both if pair[0] != pair[1]}
 
-    def settle(self, not_everywhere: Iterable[int], *, may_move: bool) -> bool:
-        """Take what all ranks have read of a backward; return whether buckets change by it.
+    def settle(self, not_everywhere: Iterable[int], *, may_move: bool) -> None:
+        """Take what all ranks have read of a backward.
 
         The parameters ``not_everywhere``, whose gradient some rank lacked, trail if ``may_move``.
         """
-        missing = frozenset(not_everywhere)
-        was_learned, self.is_learned = self.is_learned, True
-        if not may_move:
-            return False
-        self._streaks = {
-            index: 0 if index in missing else self._streaks.get(index, 0) + 1
-            for index in self.trailing | missing
-        }
-        trailing = frozenset(
-            index for index, streak in self._streaks.items() if streak < _BACKWARDS_TO_RETURN
-        )
-        self._streaks = {index: self._streaks[index] for index in trailing}
-        has_changed = trailing != self.trailing
-        self.trailing = trailing
-        return was_learned and has_changed
+        self.is_learned = True
+        if may_move:
+            missing = frozenset(not_everywhere)
+            streaks = {
+                index: 0 if index in missing else self._streaks.get(index, 0) + 1
+                for index in self.trailing | missing
+            }
+            self._streaks = {at: n for at, n in streaks.items() if n < _BACKWARDS_TO_RETURN}
+            self.trailing = frozenset(self._streaks)
 
     def laid_order(self, expected: Iterable[int]) -> list[int]:
         """Return every index once: as gradients came here, and then those that did not."""

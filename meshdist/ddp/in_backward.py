@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from ..errors import GradientError, KindError
+from .backward import Backward, Moment
 
 __all__ = ["InBackward", "marked_optimizers", "refuse_late_marks"]
 
@@ -73,9 +75,13 @@ class InBackward:
         made = {one: [optimizer([one], *args, **kwargs)] for one in parameters}
         return cls(made, keeps_gradients=True)
 
-    def step(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Step for those of ``parameters`` that have an optimizer and a gradient."""
-        for parameter in parameters:
+    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
+        """Step as soon as gradients are averages."""
+        return {Moment.AVERAGED: self._step}
+
+    def _step(self, backward: Backward) -> None:
+        """Step for the parameters of that backward that have an optimizer and a gradient."""
+        for parameter in chain.from_iterable(one.members for one in backward.layout.buckets):
             optimizers = self._optimizers.get(parameter)
             if optimizers and parameter.grad is not None:
                 with torch.enable_grad():  # as outside of a backward

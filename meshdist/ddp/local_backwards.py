@@ -6,13 +6,15 @@ until its backward reaches an output, and counts then. Where none is reached the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from ..groups.process_group import ProcessGroup
+from .buckets import Bucket, Seen
 from .gradient_hooks import Hook
-from .graph_tasks import at_end_of_task, current_task
+from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .reports import Reports
 
 __all__ = ["Early", "LocalBackwards"]
@@ -31,22 +33,30 @@ class LocalBackwards:
         is_averaged_expected: whether a synchronised forward waits for its backward.
         takes_any: whether the next backward counts, since nothing tells which one is meant.
         sees_outputs: whether the last synchronised forward returned a tensor with a graph.
+        at_forward: the gradients without a hook as they were behind it, until its backward ends.
+        has_sums: whether a backward since the last averaged one was local.
     """
 
     def __init__(self) -> None:
         self.is_averaged_expected = False
         self.takes_any = False
         self.sees_outputs = True
+        self.at_forward: list[Seen] | None = None
+        self.has_sums = False
         self._early: list[Early] = []
         self._early_task: int | None = None  # which may yet reach an output
         self._num_local = 0  # since the last backward that was averaged
         self._local_task: int | None = None  # the backward that reached an output under no_sync
         self._is_local_running: Callable[[], bool] = bool  # whether that backward has not ended
         self._has_warned = False
+        self._has_warned_of_complete = False
 
-    def forward_ends(self, *, sees_outputs: bool) -> None:
+    def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
         """Take what a synchronised forward returned: tensors with a graph, or none."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
+        if current_task() == NO_TASK:
+            self.is_averaged_expected = True
+            self.at_forward = [bucket.see() for bucket in buckets]
 
     def output_is_reached(self) -> None:
         """The current backward has reached an output made under ``no_sync``."""
@@ -55,6 +65,7 @@ class LocalBackwards:
 
     def keep(self, early: Early, reports: Reports) -> None:
         """Keep a gradient whose backward has reached no output."""
+        self.has_sums = True
         task = current_task()
         if task != self._early_task:
             self._early_task = task
@@ -76,6 +87,14 @@ class LocalBackwards:
         if not self._has_warned:
             self._has_warned = True
             reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)
+
+    def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
+        """Warn, once, where that backward came through a result that all ranks have made."""
+        noted, ranks, place = group.world.complete
+        if noted == task and place and not self._has_warned_of_complete:
+            self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
+            if self._has_warned_of_complete:
+                reports.warn_of_complete(place)
 
     def _end(self, task: int, reports: Reports) -> None:
         """A backward has ended of which gradients came early."""

@@ -1,8 +1,8 @@
 """The logging data of a wrapper: facts when it is made, times and counts in some iterations.
 
 An iteration begins with a forward whose backward is averaged. The first ten are sampled, and then
-every hundredth, or as often as the program says. In a sampled one the reducer has a ``Timing`` and
-notes on it when its parts begin and end; in the others it has None. What a sampled iteration has
+every hundredth, or as often as the program says. In a sampled one the logger, which observes the
+reducer, has a ``Timing`` and notes on it when its parts begin and end. What a sampled iteration has
 shown is told at the forward after it, when all its work is done, on a device too.
 
 Names and texts are those of torch's logging data.
@@ -10,34 +10,37 @@ Names and texts are those of torch's logging data.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from ..arguments import get_whole_number
 from ..checking.debug_levels import DebugLevel, get_debug_level
-from ..checking.program import end_here
-from ..errors import MeshdistError
-from ..groups.process_group import ProcessGroup
-from ..runtime.untraced import untraced
-from .bucket_list import AnyBucket
-from .buckets import ReductionOptions
+from .backward import Backward, Moment
+from .bucket_layout import BucketLayout
+from .buckets import Bucket
 from .device_streams import is_capturing
-from .history import History
+from .tail import Ending
 
-__all__ = ["DataLogger", "Timing", "has_sync_batch_norm", "notes_errors"]
+__all__ = ["DataLogger", "Timing", "has_sync_batch_norm"]
 
 _log = logging.getLogger("meshdist.ddp")
 
 _SAMPLED_AT_FIRST = 10
 _UNSET = "N/A"
 _FORWARD_END = "forward_compute_time_end"
+_MARKS = {
+    Moment.FORWARD_ENDS: _FORWARD_END,
+    Moment.SENDING_BEGINS: "backward_comm_time_start",
+    Moment.BACKWARD_ENDS: "backward_compute_time_end",
+    Moment.SENDING_ENDS: "backward_comm_time_end",
+}
 _VARIABLES = {  # of the environment, by wire; "" is every wire
     "": ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG"),
     "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
@@ -132,12 +135,10 @@ class DataLogger:
     def __init__(
         self,
         module: torch.nn.Module,
-        parameters: Sequence[torch.nn.Parameter],
-        group: ProcessGroup,
-        options: ReductionOptions,
-        buckets: Sequence[AnyBucket],
+        layout: BucketLayout,
         **facts: str | int,
     ) -> None:
+        parameters, group, options, _, _ = layout.terms
         self._parameters = parameters
         self._device = parameters[0].device
         self._is_timed = self._device.type == "cpu" or not facts["is_multi_device_module"]
@@ -161,7 +162,7 @@ class DataLogger:
         }
         if options.is_static:
             self._fields["static_graph"] = 1
-        self.use_group(group, buckets)
+        self.use_group(layout)
         if get_debug_level() != DebugLevel.OFF:
             lines = [f"{name}: {self._fields[name]}" for name in sorted(self._fields)]
             _log.info("[rank %d]: DDP is made with\n%s", group.rank(), "\n".join(lines))
@@ -174,12 +175,24 @@ class DataLogger:
         """Tell ``value`` as the field ``name`` from now on."""
         self._fields[name] = value
 
-    def note_error(self, error: BaseException) -> None:
+    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
+        """What is noted of the reducer at which moment."""
+        return {
+            Moment.FORWARD_BEGINS: self.iteration_begins,
+            Moment.BACKWARD_BEGINS: self._backward_begins,
+            Moment.GRADIENTS_CAME: self._gradients_came,
+            Moment.GROUP_CHANGED: self.use_group,
+            Moment.ERROR: self._note_error,
+            **{moment: partial(self._mark, name) for moment, name in _MARKS.items()},
+        }
+
+    def _note_error(self, error: BaseException) -> None:
         """Tell that the wrapper has raised."""
         self._fields.update(has_error=1, error=str(error))
 
-    def use_group(self, group: ProcessGroup, buckets: Sequence[AnyBucket]) -> None:
+    def use_group(self, layout: BucketLayout) -> None:
         """Tell of another group, over which these buckets are averaged."""
+        group, buckets = layout.terms.group, layout.buckets
         backend = group.wire_name(self._device.type)
         for name in ("gloo_num_threads", *_environment("gloo"), *_environment("nccl")):
             self._fields.pop(name, None)
@@ -207,11 +220,11 @@ class DataLogger:
             fix="pass 1 to measure every iteration",
         )
 
-    def iteration_begins(self, buckets: Sequence[AnyBucket]) -> Timing | None:
-        """Tell what the iteration before has shown; return what to note times on, if anything."""
+    def iteration_begins(self, layout: BucketLayout) -> None:
+        """Tell what the iteration before has shown; sample this one if it is its turn."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
-            self._tell(before, buckets)
+            self._tell(before, layout.buckets)
         self._iteration += 1
         number = self._iteration
         if (number <= _SAMPLED_AT_FIRST or number % self._rate == 0) and not is_capturing(
@@ -219,24 +232,33 @@ class DataLogger:
         ):
             self._timing = Timing(self._device, is_timed=self._is_timed)
             self._timing.mark("forward_compute_time_start")
-        return self._timing
 
-    def gradients_came(
-        self, came: Sequence[bool], arrivals: History, order: Sequence[int], num_buckets: int
-    ) -> None:
+    def _mark(self, name: str, _: object) -> None:
+        if self._timing is not None:
+            self._timing.mark(name)
+
+    def _backward_begins(self, _: Backward) -> None:
+        if self._timing is not None:
+            self._timing.backward_begins()
+
+    def _gradients_came(self, backward: Backward) -> None:
         """Take which gradients came in a backward that is sampled, or lacks some."""
-        self._is_static = self._is_static and not arrivals.changes(came)
-        timing = self._timing
+        timing, verdict = self._timing, backward.verdict
+        if verdict is None or (timing is None and verdict.ending is Ending.WHOLE):
+            return
+        came, history = verdict.came, backward.sending.history
+        self._is_static = self._is_static and not history.changes(backward.counts, came)
         if timing is not None:
-            timing.order = [index for index in arrivals.laid_order(order) if came[index]]
-            timing.num_buckets = num_buckets
+            order = history.laid_order(backward.layout.terms.order)
+            timing.order = [index for index in order if came[index]]
+            timing.num_buckets = len(backward.layout.buckets)
             timing.unused_bytes = sum(
                 parameter.nbytes
                 for parameter, has_come in zip(self._parameters, came, strict=True)
                 if not has_come
             )
 
-    def _tell(self, timing: Timing, buckets: Sequence[AnyBucket]) -> None:
+    def _tell(self, timing: Timing, buckets: Sequence[Bucket]) -> None:
         fields = self._fields
         fields.update(
             iteration=self._iteration,
@@ -289,34 +311,5 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _sizes_text(buckets: Iterable[AnyBucket]) -> str:
+def _sizes_text(buckets: Iterable[Bucket]) -> str:
     return ", ".join(str(sum(member.nbytes for member in bucket.members)) for bucket in buckets)
-
-
-# -- errors ---------------------------------------------------------------------------------------
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _HasLogger(Protocol):
-    logger: DataLogger | None
-
-
-def notes_errors(method: F) -> F:
-    """Let the errors that a method raises stand in the logging data of its object.
-
-    torch.compile leaves the method as it is: parts of a backward run inside a compiled step, too.
-    """
-
-    @functools.wraps(method)
-    def noting(self: _HasLogger, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except MeshdistError as error:
-            if self.logger is not None:
-                self.logger.note_error(error)
-            __tracebackhide__ = True
-            end_here(error)
-            raise
-
-    return cast(F, untraced(noting))

@@ -18,7 +18,9 @@ own, so that the sum tells of a bit that flipped and of values that changed plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +37,8 @@ from ..functional.value_checks import find_differing
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from ..typed_contexts.refusals import type_of
+from .backward import Backward, Moment
+from .bucket_layout import BucketLayout
 from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
 
@@ -71,6 +75,7 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 
 _FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
+_LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
 _LOOKS, _LOOK_EVERY = 3, 100  # forwards that look whether parameters came into the module
 _PARTED = (
     "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
@@ -89,7 +94,7 @@ class Parting:
         self._wrapped = {id(one): one for one in module.parameters()}
         self._reader = reader_for(device, 2, torch.int64)
         self._num_forwards = 0
-        self.count_anew()
+        self._count_anew()
 
     def forward_begins(self) -> None:
         """Look now and then whether parameters came into the module."""
@@ -117,18 +122,31 @@ class Parting:
                 "del ddp and its outputs, wrap again, and make the optimizer of all parameters",
             )
 
-    def count_anew(self) -> None:
+    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
+        """What is looked at of the reducer at which moment."""
+        return {
+            Moment.FORWARD_BEGINS: self._report,
+            Moment.SENDING_ENDS: self._backward_ends,
+            Moment.CHECKED: self._report,
+            Moment.GROUP_CHANGED: self._count_anew,
+        }
+
+    def _count_anew(self, _: object = None) -> None:
         """Begin again, as over another group, whose ranks may have counted otherwise."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 
-    def backward_ends(self, group: ProcessGroup, *, is_compared: bool) -> None:
+    def _backward_ends(self, backward: Backward) -> None:
         """Count a backward, which all ranks come to; compare where that is due, and meant."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
-        is_due = every > 0 and (number in _FIRST or number % every == 0)
-        if is_due and is_compared and group.size() > 1 and not is_capturing(self._device):
-            self._compare(group)
+        if every > 0 and (number in _FIRST or number % every == 0):
+            sending, group = backward.sending, backward.layout.terms.group
+            averages = sending.hook is None or sending.hook.name not in _LOCAL_HOOKS
+            # In a join context ranks without data are behind.
+            is_meant = averages and sending.calls_inside is nullcontext
+            if is_meant and group.size() > 1 and not is_capturing(self._device):
+                self._compare(group)
 
     @hidden_from_modes
     @torch.no_grad()
@@ -152,11 +170,15 @@ class Parting:
                 state[name] = one.detach()
         return state
 
-    @hidden_from_modes
-    def report(self, group: ProcessGroup) -> None:
+    def _report(self, layout: BucketLayout) -> None:
         """Raise on every rank where replicas differed behind the last backward, and still do."""
         numbers = self._reader.take()
-        if numbers is None or int(numbers[0]) == ~int(numbers[1]):
+        if numbers is not None:
+            self._compare_parameters(numbers, layout.terms.group)
+
+    @hidden_from_modes
+    def _compare_parameters(self, numbers: torch.Tensor, group: ProcessGroup) -> None:
+        if int(numbers[0]) == ~int(numbers[1]):
             return
         state = {
             f"{name} {tuple(one.shape)} {dtype_name(one.dtype)}" if one.ndim else name: one

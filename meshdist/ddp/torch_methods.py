@@ -125,7 +125,7 @@ class TorchMethods:
             args, kwargs: its arguments behind the parameters.
             optim_params: the parameters to step; all that are averaged by default.
         """
-        if self._optimizers is not None or self.reducer.hook is not None:
+        if self._optimizers is not None or self.reducer.sending.hook is not None:
             raise GradientError(
                 "an optimizer in the backward was registered behind "
                 + ("another one" if self._optimizers is not None else "a communication hook"),
@@ -138,7 +138,7 @@ class TorchMethods:
 
     def _step_in_backward(self, optimizers: InBackward) -> None:
         self._optimizers = optimizers
-        self.reducer.when_averaged = optimizers.step
+        self.reducer.sending.observe(optimizers)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -178,7 +178,6 @@ class TorchMethods:
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)
         self.reducer.change_group(self.process_group)
-        self.logger.use_group(self.process_group, self.reducer.buckets)
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward has not ended, as one that was interrupted."""

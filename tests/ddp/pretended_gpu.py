@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from meshdist.ddp import parting, settling
+from meshdist.ddp import parting, tail
 from meshdist.ddp.device_streams import ImmediateReader
 from meshdist.wires.simulated import communicator, meeting
 from tests.wires.c10d.nccl_stand_in import standing_in
@@ -87,7 +87,7 @@ def pretended_gpu() -> Iterator[None]:
     where = {"device": GPU, "is_cpu": False, "is_cuda": True}
     with ExitStack() as stack:
         stack.enter_context(standing_in())
-        for room in (settling, parting):
+        for room in (tail, parting):
             stack.enter_context(mock.patch.object(room, "reader_for", new=read_at_once))
         for room in (communicator, meeting):
             stack.enter_context(mock.patch.object(room, "synchronize"))

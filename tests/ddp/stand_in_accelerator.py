@@ -15,7 +15,7 @@ import torch
 
 import meshdist as md
 from meshdist.collectives import flat_sums
-from meshdist.ddp import flat_bucket, settling
+from meshdist.ddp import buckets, tail
 from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
 
 CPU = torch.device("cpu")
@@ -101,11 +101,11 @@ def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:
     def reader_for(device: torch.device, count: int) -> TailReader:
         return DeferredReader(device, here(), here().pinned(count))
 
-    def streams_for(device: torch.device) -> GradientStreams:
-        return GradientStreams(device, here())
+    def streams_for(device: torch.device) -> Callable[[], GradientStreams]:
+        return lambda: GradientStreams(device, here())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat_sums, "all_reduce", enqueue)
-        patch.setattr(flat_bucket, "streams_for", streams_for)
-        patch.setattr(settling, "reader_for", reader_for)
+        patch.setattr(buckets, "streams_for", streams_for)
+        patch.setattr(tail, "reader_for", reader_for)
         yield here

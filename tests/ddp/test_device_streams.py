@@ -62,7 +62,8 @@ def test_the_current_stream_awaits_each_other_one_once() -> None:
 
 def test_the_cpu_has_no_streams_and_captures_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert streams_for(CPU) is None
-    assert isinstance(streams_for(CUDA), GradientStreams)
+    make = streams_for(CUDA)
+    assert make is not None and isinstance(make(), GradientStreams)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert [is_capturing(CPU), is_capturing(CUDA)] == [False, True]
 

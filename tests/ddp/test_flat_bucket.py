@@ -10,9 +10,8 @@ import torch
 from torch.nn import Parameter
 
 import meshdist as md
-from meshdist.ddp import flat_bucket
-from meshdist.ddp.buckets import LaidBucket, ReductionOptions
-from meshdist.ddp.flat_bucket import Bucket
+from meshdist.ddp import buckets
+from meshdist.ddp.buckets import Bucket, Filling
 from meshdist.ddp.reports import Reports
 
 LARGE = 40_000  # moves in at once
@@ -30,13 +29,19 @@ def bucket_of(
 ) -> Bucket:
     first = parameters[indices[0]]
     count = sum(parameters[index].numel() for index in indices) + num_behind
-    return Bucket(
-        LaidBucket(tuple(indices), is_trailing),
+    given = {"scale": None, "hooked": (), "reports": None, **changes}
+    return Bucket.of_several(
+        indices,
         parameters,
-        ReductionOptions((1,), as_views=as_views),
-        sent=torch.empty(count, dtype=dtype or first.dtype, device=first.device),
-        **{"scale": None, "hooked": (), "reports": None, **changes},
+        torch.empty(count, dtype=dtype or first.dtype, device=first.device),
+        as_views=as_views,
+        is_trailing=is_trailing,
+        **given,
     )
+
+
+def give(bucket: Bucket, is_used: list[bool] | None, *, is_complete: bool) -> None:
+    bucket.taking.give(Filling(bucket), is_used, is_complete=is_complete, share=1.0)
 
 
 def zeros(*sizes: int | tuple[int, ...], dtype: torch.dtype | None = None) -> list[Parameter]:
@@ -50,8 +55,8 @@ def test_views_lie_one_after_the_other_large_ones_first_and_numbers_behind_them(
     assert [view.shape for view in bucket.views] == [(200, 200), (2, 3)]
     bucket.sent.copy_(torch.arange(bucket.sent.numel()))
     assert bucket.views[1].tolist() == [[40000, 40001, 40002], [40003, 40004, 40005]]
-    assert bucket.behind.tolist() == [40006, 40007, 40008]
-    assert bucket.at_once == [True, False]
+    assert bucket.sent[len(bucket.flat) :].tolist() == [40006, 40007, 40008]
+    assert bucket.num_at_once == 1
 
 
 def test_views_have_the_strides_of_parameters_and_version_counters_of_their_own() -> None:
@@ -82,14 +87,15 @@ def test_hooks_are_on_large_ones_the_last_small_one_and_those_that_need_them(
     bucket = bucket_of(parameters, (1, 3, 2, 0), hooked=hooked)
     assert bucket.indices == (3, 1, 2, 0)
     assert bucket.is_hooked == expected
-    assert bucket.num_pending == sum(expected)
-    bucket.hook_all()
-    assert bucket.is_hooked == [True] * 4 and bucket.num_pending == 4
+    assert Filling(bucket).num_pending == sum(expected)
+    everywhere = bucket.with_all_hooks()
+    assert everywhere.is_hooked == [True] * 4 and Filling(everywhere).num_pending == 4
+    assert bucket.is_hooked == expected
     assert bucket_of(zeros(LARGE), (0,)).is_hooked == [True]
 
 
 def test_on_an_accelerator_every_gradient_has_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: object())
+    monkeypatch.setattr(buckets, "streams_for", lambda _: object)
     assert bucket_of(zeros(1, 2), (0, 1)).is_hooked == [True, True]
 
 
@@ -109,31 +115,33 @@ def test_a_gradient_has_come_that_is_there_or_another_tensor_or_another_version(
     bucket = bucket_of(parameters, (0, 1, 2))
     for parameter, view in zip(parameters, bucket.views, strict=True):
         parameter.grad = None if before is None else before(view)
-    bucket.backward_begins()
-    assert bucket.find_missing() == [0, 1]
-    assert not bucket.move_in_early()
+    filling = Filling(bucket)
+    assert filling.find_missing() == [0, 1]
+    assert not filling.take_early() and filling.must_wait
     parameters[1].grad = torch.ones(2)  # another tensor
-    assert bucket.find_missing() == [0]
+    assert filling.find_missing() == [0]
     if before is None:
         parameters[0].grad = torch.ones(2)
     else:
         parameters[0].grad.add_(1)  # type: ignore[union-attr]  # another version
-    assert bucket.find_missing() == []
-    assert bucket.move_in_early()
+    assert filling.find_missing() == []
+    assert filling.take_early() and not filling.must_wait
     assert bucket.flat.tolist() == [1, 1, 1, 1, 0, 0]
 
 
-def test_where_the_beginning_was_not_seen_what_has_a_gradient_counts() -> None:
+def test_what_was_there_when_the_backward_began_does_not_count() -> None:
     parameters = zeros(2, 2)
     bucket = bucket_of(parameters, (0, 1))
-    assert bucket.find_missing() == [0]
+    first = Filling(bucket)
+    assert first.find_missing() == [0]
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    assert bucket.find_missing() == []
-    bucket.backward_begins()
-    assert not bucket.move_in_early()  # what was there already does not count
-    bucket.reset()
-    assert bucket.move_in_early()  # every backward begins anew
+    assert first.find_missing() == []
+    assert not Filling(bucket).take_early()
+    assert first.take_early()
+    for parameter in parameters:
+        parameter.grad = None
+    assert Filling(bucket).find_missing() == [0]  # every backward begins anew
 
 
 def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
@@ -141,7 +149,9 @@ def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
     bucket = bucket_of(parameters, (0, 1), hooked=None)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    assert bucket.move_in_early()
+    filling = Filling(bucket)
+    bucket.taking.take(filling, 0)
+    assert filling.take_early()
     assert bucket.views[1].tolist() == [1, 1]
 
 
@@ -149,18 +159,17 @@ def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
 def test_gradients_that_grow_after_they_have_moved_in_are_found(as_views: bool) -> None:
     parameters = zeros(2, 2, 2)
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
-    bucket.backward_begins()
+    filling = Filling(bucket)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
-    assert bucket.find_late() == []
-    assert bucket.move_in_early()
-    assert bucket.find_late() == []
+    assert filling.find_late() == []
+    assert filling.take_early()
+    assert filling.find_late() == []
     parameters[1].grad.add_(1)
-    assert bucket.find_late() == [1]
+    assert filling.find_late() == [1]
     parameters[0].grad = None  # as a program may do behind the copy
-    assert bucket.find_late() == [1]
-    bucket.reset()
-    assert bucket.find_late() == []
+    assert filling.find_late() == [1]
+    assert Filling(bucket).find_late() == []
 
 
 # -- moving in ------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ def test_gradients_move_in(size: int, as_views: bool) -> None:
     fresh, _, missing = parameters = zeros(size, size, size)
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
     fill(parameters, bucket)
-    bucket.move_in_rest()
+    Filling(bucket).take()
     assert bucket.views[0].tolist() == list(range(1, 1 + size))
     assert [view.unique().tolist() for view in bucket.views[1:]] == [[6.0], [0.0]]
     assert (fresh.grad is bucket.views[0]) == as_views
@@ -198,15 +207,15 @@ def test_gradients_move_in_scaled_once(
     fill(parameters, bucket)
     assert fresh.grad is not None
     fresh.grad.fill_(4.0)
-    for slot in [slot for slot, goes_at_once in enumerate(bucket.at_once) if goes_at_once][:1]:
-        bucket.move_in(slot)
-    assert bucket.taken == ({0} if size == LARGE else set())
-    bucket.move_in_rest()
+    filling = Filling(bucket)
+    for slot in range(bucket.num_at_once)[:1]:
+        bucket.taking.take(filling, slot)
+    assert filling.taken == ({0} if size == LARGE else set())
+    filling.take()
     assert [view.unique().tolist() for view in bucket.views] == [[2.0], [3.0], [0.0]]
     assert (fresh.grad is bucket.views[0]) == (as_views and dtype is None)
     assert missing.grad is None
-    bucket.reset()
-    assert not bucket.taken
+    assert not Filling(bucket).taken
 
 
 @pytest.mark.parametrize("as_views", [True, False])
@@ -226,7 +235,7 @@ def test_small_gradients_that_are_all_new_move_by_one_call(
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views, num_behind=2)
     for number, parameter in enumerate(parameters):
         parameter.grad = torch.full(shape, float(number)).t()
-    bucket.move_in_small()
+    Filling(bucket).take()
     assert calls == [3]
     assert bucket.flat.tolist() == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
     assert all((p.grad is v) == as_views for p, v in zip(parameters, bucket.views, strict=True))
@@ -239,7 +248,7 @@ def test_gradients_of_channels_last_parameters_move_in_element_by_element() -> N
     bucket = bucket_of(parameters, (0,))
     expected = torch.arange(16.0).view(2, 2, 2, 2)
     weight.grad = expected.clone()
-    bucket.move_in_small()
+    Filling(bucket).take()
     assert torch.equal(weight.grad, expected) and weight.grad.stride() == weight.stride()
 
 
@@ -248,22 +257,22 @@ def test_gradients_may_be_sent_in_another_dtype_and_then_stay_apart() -> None:
     bucket = bucket_of(parameters, (0, 1), dtype=torch.bfloat16)
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1.5)
-    bucket.move_in_rest()
+    Filling(bucket).take()
     assert bucket.sent.dtype is torch.bfloat16 and bucket.sent.unique().tolist() == [1.5]
     bucket.flat.fill_(2.5)
-    bucket.hand_out(None, is_complete=True)
+    give(bucket, None, is_complete=True)
     for parameter in parameters:
         assert parameter.grad is not None and parameter.grad.dtype is torch.float32
         assert parameter.grad.unique().tolist() == [2.5]
     parameters[0].grad = None
-    bucket.hand_out([True, True], is_complete=False)
+    give(bucket, [True, True], is_complete=False)
     assert parameters[0].grad is not None and parameters[0].grad.dtype is torch.float32
 
 
 def test_what_is_not_sent_counts_as_zeros() -> None:
     bucket = bucket_of(zeros(2, 3), (0, 1), num_behind=1)
     bucket.sent.fill_(3.0)
-    bucket.clear()
+    bucket.taking.clear(Filling(bucket))
     assert bucket.sent.tolist() == [0.0] * 5 + [3.0]
 
 
@@ -277,7 +286,7 @@ def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
         if others == "dense":
             parameters[0].grad = torch.zeros(size)
         with pytest.raises(md.errors.GradientError) as error:
-            bucket.move_in_rest()
+            Filling(bucket).take()
         return str(error.value)
 
     (text,) = md.simulate(program, 1)
@@ -299,7 +308,7 @@ def test_averages_are_handed_out(as_views: bool) -> None:
     bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
     held.grad = bucket.views[1] if as_views else torch.zeros(2)
     bucket.flat.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0, 0.0, 0.0]))
-    bucket.hand_out([True, True, False], is_complete=False)
+    give(bucket, [True, True, False], is_complete=False)
     assert lacking.grad is not None
     assert (lacking.grad.tolist(), held.grad.tolist(), unused.grad) == ([1, 2], [3, 4], None)
     assert (lacking.grad is bucket.views[0]) == as_views
@@ -310,17 +319,17 @@ def test_a_gradient_that_no_rank_had_keeps_its_value(as_views: bool) -> None:
     (parameter,) = parameters = zeros(2)
     bucket = bucket_of(parameters, (0,), as_views=as_views)
     parameter.grad = torch.full((2,), 5.0)
-    bucket.hand_out([False], is_complete=False)
+    give(bucket, [False], is_complete=False)
     assert parameter.grad.tolist() == [5.0, 5.0]
 
 
 def test_averages_are_handed_out_without_a_look_at_what_lies_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: object())
+    monkeypatch.setattr(buckets, "streams_for", lambda _: object)
     (lacking,) = parameters = [Parameter(torch.zeros(2, device="meta"))]
     bucket = bucket_of(parameters, (0,))
-    bucket.hand_out(None, is_complete=False)  # to look at a meta tensor is an error
+    give(bucket, None, is_complete=False)  # to look at a meta tensor is an error
     assert lacking.grad is bucket.views[0]
 
 
@@ -333,9 +342,9 @@ def test_small_gradients_are_kept_for_the_stream_that_reads_them(
         def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
             awaited.extend(gradients)
 
-    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+    monkeypatch.setattr(buckets, "streams_for", lambda _: Streams)
     parameters = zeros(2, LARGE, 2)
     for parameter in parameters[:2]:
         parameter.grad = torch.ones_like(parameter)
-    bucket_of(parameters, (0, 1, 2)).await_streams()
+    Filling(bucket_of(parameters, (0, 1, 2))).await_streams()
     assert [grad is parameters[0].grad for grad in awaited] == [True]

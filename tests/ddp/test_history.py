@@ -12,10 +12,11 @@ TO_RETURN = 16
 def learned(num: int, counts: list[int], order: list[int] | None = None) -> History:
     """Arrivals after a first backward that brought each gradient so often."""
     arrivals = History(num)
-    arrivals.backward_begins()
+    seen = [0] * num
     for index in order or [i for i in range(num) for _ in range(counts[i])]:
-        arrivals.note_first(index)
-    arrivals.backward_ends([count > 0 for count in counts])
+        seen[index] += 1
+        arrivals.note_first(index, seen[index])
+    arrivals.backward_ends(counts, [count > 0 for count in counts])
     return arrivals
 
 
@@ -30,19 +31,8 @@ def test_as_many_arrivals_are_expected_as_the_backward_before_had_at_least_one()
     arrivals = learned(3, [1, 3, 0])
     assert arrivals.expected == [1, 3, 1]
     arrivals.settle([2], may_move=False)
-    arrivals.backward_begins()
-    assert arrivals.counts == [0, 0, 0]
-    arrivals.counts[:] = [2, 1, 0]
-    arrivals.backward_ends([True, True, False])
+    arrivals.backward_ends([2, 1, 0], [True, True, False])
     assert arrivals.expected == [2, 1, 1]
-
-
-def test_counts_stay_one_list_for_hooks_that_hold_it() -> None:
-    arrivals = History(2)
-    counts = arrivals.counts
-    arrivals.note_first(1)
-    arrivals.backward_begins()
-    assert counts is arrivals.counts and counts == [0, 0]
 
 
 def test_the_laid_order_is_that_of_first_arrivals_and_then_of_the_rest() -> None:
@@ -58,44 +48,44 @@ def test_changes_are_told_against_the_first_backward_whatever_came_between() -> 
     arrivals = learned(4, [1, 2, 0, 1])
     arrivals.settle([2], may_move=False)
     for counts in ([1, 2, 0, 1], [2, 2, 0, 1]):
-        arrivals.backward_begins()
-        arrivals.counts[:] = counts
-        arrivals.backward_ends([count > 0 for count in counts])
-    assert arrivals.changes([True, True, False, True]) == [0]
-    arrivals.counts[:] = [0, 1, 1, 0]  # the hooked ones; the last one is seen by its .grad
-    assert arrivals.changes([False, True, True, True]) == [0, 1, 2]
+        arrivals.backward_ends(counts, [count > 0 for count in counts])
+    assert arrivals.changes(counts, [True, True, False, True]) == {0: (2, 1)}
+    counts = [0, 1, 1, 0]  # the hooked ones; the last one is seen by its .grad
+    changes = arrivals.changes(counts, [False, True, True, True])
+    assert changes == {0: (0, 1), 1: (1, 2), 2: (1, 0)}
 
 
 def test_one_seen_without_a_hook_is_learned_as_one_arrival() -> None:
     arrivals = History(2)
-    arrivals.note_first(0)
-    arrivals.backward_ends([True, True])
+    arrivals.note_first(0, 1)
+    arrivals.backward_ends([1, 0], [True, True])
     assert arrivals.learned == (1, 1)
-    assert arrivals.changes([True, True]) == []
+    assert arrivals.changes([1, 0], [True, True]) == {}
 
 
-def test_the_first_settling_tells_of_no_change_since_buckets_are_laid_anyway() -> None:
+def test_what_the_first_backward_lacked_trails_at_once() -> None:
     arrivals = learned(3, [1, 0, 1])
-    assert arrivals.settle([1], may_move=True) is False
+    arrivals.settle([1], may_move=True)
     assert arrivals.is_learned and arrivals.trailing == {1}
 
 
 def test_what_must_not_move_does_not() -> None:
     arrivals = learned(2, [1, 1])
-    assert not arrivals.settle([0], may_move=False)
+    arrivals.settle([0], may_move=False)
     assert arrivals.is_learned and arrivals.trailing == frozenset()
 
 
 def test_one_returns_when_it_has_come_everywhere_often_enough_in_a_row() -> None:
     arrivals = learned(2, [1, 1])
-    assert not arrivals.settle([0], may_move=True)
+    arrivals.settle([0], may_move=True)
     for _ in range(TO_RETURN - 1):
-        assert not arrivals.settle([], may_move=True)
+        arrivals.settle([], may_move=True)
+        assert arrivals.trailing == {0}
     arrivals.settle([0], may_move=True)  # once more: the row begins anew
     for _ in range(TO_RETURN - 1):
-        assert not arrivals.settle([], may_move=True)
+        arrivals.settle([], may_move=True)
     assert arrivals.trailing == {0}
-    assert arrivals.settle([], may_move=True)
+    arrivals.settle([], may_move=True)
     assert arrivals.trailing == frozenset()
 
 
@@ -127,9 +117,7 @@ def test_a_parameter_trails_while_some_rank_lacked_it_in_the_last_backwards(
     seen: list[set[int]] = []  # of each backward after which parameters might move
     for missing, may_move, repeats in history:
         for _ in range(repeats):
-            before, was_learned = arrivals.trailing, arrivals.is_learned
-            has_changed = arrivals.settle(missing, may_move=may_move)
+            arrivals.settle(missing, may_move=may_move)
             if may_move:
                 seen.append(missing)
             assert arrivals.trailing == set().union(*seen[-TO_RETURN:])
-            assert has_changed == (was_learned and before != arrivals.trailing)

@@ -409,7 +409,7 @@ def test_ranks_without_data_move_no_parameter_behind_the_others() -> None:
             for _ in range(3 * md.get_rank()):
                 model(torch.tensor([1]), True).sum().backward()
         names = [name for name, _ in model.module.named_parameters()]
-        return [names[index] for index in sorted(model.reducer.arrivals.trailing)]
+        return [names[index] for index in sorted(model.reducer.sending.history.trailing)]
 
     assert md.simulate(program, 3) == [["never.weight", "never.bias"]] * 3
 

@@ -423,12 +423,12 @@ def test_a_penalty_on_one_weight_alone_warns_and_is_no_arrival(
         else:
             trial.ddp.zero_grad()
             trial.loss(0.0).backward()  # views of zeros
-        counts = trial.ddp.reducer.arrivals.expected[:]
+        counts = trial.ddp.reducer.sending.history.expected[:]
         loss = trial.loss(1.0)
         (weight.sum() * trial.x(5.0).detach()).backward()
         alone = weight.grad[0].item()
         loss.backward()
-        assert trial.ddp.reducer.arrivals.expected == counts
+        assert trial.ddp.reducer.sending.history.expected == counts
         return [alone], [p.grad[0].item() for p in trial.net.parameters()]
 
     found, texts = warned(md.simulate, program, 2)

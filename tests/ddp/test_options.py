@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.buckets import ReductionOptions
+from meshdist.ddp.bucket_layout import ReductionOptions
 from meshdist.errors import ArgumentError, GradientError, KindError
 from tests.ddp.models import Two
 from tests.pool import Pool

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist.collectives import flat_sums
-from meshdist.ddp import flat_bucket, reducer, settling
-from meshdist.ddp.buckets import ReductionOptions
+from meshdist.ddp import buckets, reducer, tail
+from meshdist.ddp.bucket_layout import ReductionOptions
 from meshdist.ddp.device_streams import TailReader
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.reducer import Reducer
-from meshdist.ddp.settling import Ending
+from meshdist.ddp.tail import Ending
 from meshdist.errors import BackendError, GradientError
 
 ONE_EACH = (1,)
@@ -308,7 +308,7 @@ def test_a_bucket_goes_out_after_the_streams_of_its_gradients(
         def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
             events.append(f"await, to read {len(list(gradients))}")
 
-    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+    monkeypatch.setattr(buckets, "streams_for", lambda _: Streams)
 
     def program() -> None:
         module = Chain([1, 0], [])
@@ -355,7 +355,7 @@ def test_what_an_interrupted_backward_left_is_awaited_before_it_is_zeroed(
         assert seen == [5.0] and mine.buckets[0].flat.item() == 0.0
 
     mine: Reducer
-    monkeypatch.setattr(flat_bucket, "streams_for", lambda _: Streams())
+    monkeypatch.setattr(buckets, "streams_for", lambda _: Streams)
     md.simulate(program, 1)
 
 
@@ -364,7 +364,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
 ) -> None:
     asked: list[tuple[torch.device, int]] = []
     noted: list[torch.Tensor] = []
-    reader_for = settling.reader_for
+    reader_for = tail.reader_for
 
     def telling(device: torch.device, count: int) -> TailReader:
         asked.append((device, count))
@@ -378,10 +378,9 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
         mine = reducer_of(module, ALL_IN_ONE)
         for _ in range(3):
             step(module, mine, torch.ones(1))
-            last = mine.buckets[-1]
-            assert isinstance(last, flat_bucket.Bucket) and noted[-1] is last.behind
+            assert mine.layout.is_tail_in_bucket and noted[-1] is mine.layout.tail.numbers
 
-    monkeypatch.setattr(settling, "reader_for", telling)
+    monkeypatch.setattr(tail, "reader_for", telling)
     md.simulate(program, 1)
     assert asked == [(torch.device("cpu"), NUM_FLAGS + 2)] * 2 and len(noted) == 3
     assert noted[0] is not noted[1]

@@ -9,37 +9,47 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.bucket_list import InPlaceBucket
+from meshdist.ddp.buckets import Bucket, Filling, InPlace, Pending
 from tests.pool import Pool
 
 SIDE = 1500  # 9 MB a parameter: sent without a bucket where ranks share no memory
 Forward = Callable[["Large", torch.Tensor], torch.Tensor]
 
 
-def bucket_of(parameter: nn.Parameter) -> InPlaceBucket:
-    bucket = InPlaceBucket(0, [parameter], is_trailing=False, scale=0.5)
-    bucket.move_in_rest()
-    return bucket
+class Done:
+    def wait(self) -> None:
+        """Nothing was sent."""
+
+
+def sent_of(parameter: nn.Parameter) -> torch.Tensor:
+    """What is sent of its gradient; which gets that back."""
+    bucket = Bucket.of_one(0, [parameter], InPlace(parameter, 0.5), is_trailing=False)
+    filling, sent = Filling(bucket), []
+
+    def average(tensor: torch.Tensor) -> Pending:
+        sent.append(tensor)
+        return Done()
+
+    filling.take()
+    bucket.taking.start(filling, average).wait()
+    bucket.taking.give(filling, None, is_complete=True, share=1.0)
+    assert parameter.grad is sent[0]
+    return sent[0]
 
 
 def test_a_gradient_with_memory_of_its_own_is_not_copied() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
-    parameter.grad = torch.full((3, 2), 4.0)
-    bucket = bucket_of(parameter)
-    assert bucket.sent is parameter.grad
-    assert bucket.sent.tolist() == [[2.0, 2.0]] * 3
-    assert bucket.sent.tolist() == [[2.0, 2.0]] * 3, "scaled once"
+    parameter.grad = grad = torch.full((3, 2), 4.0)
+    assert sent_of(parameter) is grad
+    assert grad.tolist() == [[2.0, 2.0]] * 3, "scaled once"
 
 
 def test_memory_that_another_tensor_has_is_left_alone() -> None:
     parameter = nn.Parameter(torch.ones(3, 2))
     others = torch.full((6,), 4.0)
     parameter.grad = others.view(3, 2)
-    bucket = bucket_of(parameter)
-    assert bucket.sent.tolist() == [[2.0, 2.0]] * 3
+    assert sent_of(parameter).tolist() == [[2.0, 2.0]] * 3
     assert others.tolist() == [4.0] * 6
-    bucket.hand_out(None, is_complete=True)
-    assert parameter.grad is bucket.sent
 
 
 @pytest.mark.parametrize("lacks", [False, True])
@@ -47,7 +57,7 @@ def test_all_ranks_send_one_layout_whatever_their_gradients_have(lacks: bool) ->
     parameter = nn.Parameter(torch.ones(4, 3).t()[:, ::2])  # of 3 by 2, with gaps
     if not lacks:
         parameter.grad = torch.arange(2.0).expand(3, 2)
-    sent = bucket_of(parameter).sent
+    sent = sent_of(parameter)
     assert sent.stride() == (2, 1)
     assert sent.tolist() == ([[0.0, 0.0]] * 3 if lacks else [[0.0, 0.5]] * 3)
 

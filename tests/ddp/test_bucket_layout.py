@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from meshdist.collectives.flat_sums import Item, assign_buckets, dense_stride, items_of
-from meshdist.ddp.buckets import bucket_caps, lay_out
+from meshdist.ddp.bucket_layout import bucket_caps, lay_out
 from meshdist.errors import ArgumentError, KindError
 
 items_and_orders = st.lists(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import pytest
 import torch
 from torch.nn import Parameter
 
 import meshdist as md
-from meshdist.ddp.buckets import ReductionOptions
+from meshdist.ddp.bucket_layout import ReductionOptions, Terms, lay
 from meshdist.ddp.history import History
 from meshdist.ddp.reports import Reports
-from meshdist.ddp.settling import Ending, Verdict
+from meshdist.ddp.tail import Ending, Tail
+from meshdist.ddp.verdict import Verdict
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import Accelerator, in_place_of_the_cpu
 
@@ -30,37 +30,45 @@ def accelerator(request: pytest.FixtureRequest) -> Iterator[Callable[[], Acceler
             yield here
 
 
-def settling_of(
-    num: int, dtype: torch.dtype = torch.float32, **options: bool
-) -> tuple[Verdict, list[Parameter], History]:
-    parameters = [Parameter(torch.ones(1)) for _ in range(num)]
-    arrivals = History(num)
-    settling = Verdict(
-        parameters,
-        arrivals,
-        ReductionOptions(caps=(1,), **options),
-        Reports([f"p{place}" for place in range(num)], md.group.WORLD),
-        md.group.WORLD,
-    )
-    settling.place(torch.empty(settling.size, dtype=dtype), 1.0)
-    return settling, parameters, arrivals
+class Backwards:
+    """One backward after the other of parameters whose gradients lie in one bucket."""
 
+    def __init__(self, num: int, dtype: torch.dtype = torch.float32, **options: bool) -> None:
+        self.parameters = [Parameter(torch.ones(1, dtype=dtype)) for _ in range(num)]
+        self.history, self.stays, self.num_at_work = History(num), False, md.get_world_size()
+        names, group = [f"p{place}" for place in range(num)], md.group.WORLD
+        given = ReductionOptions(caps=(1 << 20,), **options)
+        terms = Terms(self.parameters, group, given, Reports(names, group), range(num))
+        self.layout = lay(terms, self.history, has_hook=False)
+        self.verdict = Verdict.of_none(self.layout)
 
-def reduced(
-    settling: Verdict, ending: Ending, has: Sequence[bool] | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """What lies behind the last bucket after the all-reduce."""
-    behind = torch.full((settling.size,), 7, dtype=dtype)
-    settling.write(behind, ending, has)
-    md.all_reduce(behind, md.ReduceOp.AVG)
-    return behind
+    def forward(self, *, is_synchronised: bool = True) -> None:
+        self.verdict.forward_begins(is_synchronised=is_synchronised)
 
+    def end(self, came: Sequence[bool], unexpected: Sequence[str] = ()) -> Ending | None:
+        """A backward ends here; nothing is sent."""
+        self.verdict = self.verdict.followed_by(came, unexpected, self.num_at_work)
+        return self.verdict.ending
 
-def settle(settling: Verdict, came: Sequence[bool], unexpected: Sequence[str] = ()) -> None:
-    """All that follows one backward."""
-    ending = settling.backward_ends(came, unexpected)
-    settling.note(reduced(settling, ending, came, torch.float32), ending)
-    settling.read()
+    def send(self, ending: Ending | None, has: Sequence[bool] | None) -> None:
+        """Its numbers are reduced, and noted."""
+        tail = self.layout.tail
+        tail.write(ending, has)
+        md.all_reduce(tail.numbers, md.ReduceOp.AVG)
+        tail.reader.note(tail.numbers)
+
+    def cut_off(self, ending: Ending) -> None:
+        """One ends otherwise, and is sent."""
+        self.send(ending, None)
+        self.verdict = Verdict(self.layout, ending, self.num_at_work)
+
+    def learn(self) -> None:
+        self.verdict.raise_or_learn(self.history, stays=self.stays)
+
+    def settle(self, came: Sequence[bool], unexpected: Sequence[str] = ()) -> None:
+        """All that follows one backward."""
+        self.send(self.end(came, unexpected), came)
+        self.learn()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
@@ -86,17 +94,18 @@ def test_ranks_raise_together_where_some_were_interrupted(
     accelerator: Callable[[], Accelerator] | None,
 ) -> None:
     def program() -> tuple[str, bool]:
-        settling, (parameter,), _ = settling_of(1, dtype)
-        parameter.grad = torch.ones(1)
+        mine = Backwards(1, dtype)
+        (parameter,) = mine.parameters
+        parameter.grad = torch.ones(1, dtype=dtype)
         ending = all_ends[md.get_rank()]
         text = ""
         try:
-            settling.note(reduced(settling, ending, None, dtype), ending)
+            mine.cut_off(ending)
             if accelerator is not None:
                 assert accelerator().told[-1].startswith("record")
                 assert parameter.grad is not None
-            settling.read()
-            settling.read()  # read once
+            mine.learn()
+            mine.learn()  # read once
         except GradientError as error:
             text = str(error)
         return text, parameter.grad is not None
@@ -121,14 +130,13 @@ def test_the_map_is_read_by_the_number_of_ranks_that_had_data_then() -> None:
     """Also where it is read at the next forward, by when a rank may have joined."""
 
     def program() -> frozenset[int]:
-        settling, _, arrivals = settling_of(2, finds_unused=True)
-        settle(settling, [True, True])
+        mine = Backwards(2, finds_unused=True)
+        mine.settle([True, True])
         has = [True, md.get_rank() > 0]
-        ending = settling.backward_ends(has, ())
-        settling.note(reduced(settling, ending, has, torch.float32), ending)
-        settling.num_at_work = 2
-        settling.read()
-        return arrivals.trailing
+        mine.send(mine.end(has), has)
+        mine.num_at_work = 2
+        mine.learn()
+        return mine.history.trailing
 
     assert md.simulate(program, 3) == [{1}] * 3
 
@@ -136,17 +144,17 @@ def test_the_map_is_read_by_the_number_of_ranks_that_had_data_then() -> None:
 @pytest.mark.usefixtures("accelerator")
 def test_what_came_unexpected_is_raised_on_every_rank_and_all_is_learned_anew() -> None:
     def program() -> tuple[str, list[bool]]:
-        settling, parameters, arrivals = settling_of(2)
-        settle(settling, [True, True])
-        settling.must_rebuild = False
-        assert arrivals.is_learned
-        for parameter in parameters:
+        mine = Backwards(2)
+        mine.settle([True, True])
+        assert mine.history.is_learned
+        for parameter in mine.parameters:
             parameter.grad = torch.ones(1)
         lines = ["p0 grew", "p1 grew"] if md.get_rank() == 1 else []
+        learned = lay(mine.layout.terms, mine.history, has_hook=False)
         with pytest.raises(GradientError) as error:
-            settle(settling, [True, True], lines)
-        assert all(parameter.grad is None for parameter in parameters)
-        return str(error.value), [arrivals.is_learned, settling.must_rebuild]
+            mine.settle([True, True], lines)
+        assert all(parameter.grad is None for parameter in mine.parameters)
+        return str(error.value), [mine.history.is_learned, not learned.fits(mine.history)]
 
     for rank, (text, state) in enumerate(md.simulate(program, 3)):
         assert state == [False, True]
@@ -163,9 +171,9 @@ def test_what_came_unexpected_is_raised_on_every_rank_and_all_is_learned_anew() 
 
 def test_a_long_list_of_unexpected_gradients_is_cut() -> None:
     def program() -> str:
-        settling, _, _ = settling_of(1)
+        mine = Backwards(1)
         with pytest.raises(GradientError) as error:
-            settle(settling, [True], [f"line {place}" for place in range(25)])
+            mine.settle([True], [f"line {place}" for place in range(25)])
         return str(error.value)
 
     assert "line 18; line 19 and 5 more\n" in md.simulate(program, 1)[0]
@@ -175,31 +183,31 @@ def test_a_long_list_of_unexpected_gradients_is_cut() -> None:
 
 
 def test_backwards_add_up_until_the_next_forward() -> None:
-    def program() -> list[Ending]:
-        settling, _, _ = settling_of(3)
+    def program() -> list[Ending | None]:
+        mine = Backwards(3)
         found = []
         for _ in range(2):
-            settling.forward_begins(is_synchronised=True)
+            mine.forward()
             for came in ([True, False, False], [False, True, True]):
-                found.append(settling.backward_ends(came, ()))
-        return [*found, settling.backward_ends([True, False, False], ())]
+                found.append(mine.end(came))
+        return [*found, mine.end([True, False, False])]
 
     assert md.simulate(program, 1) == [[LACKING, PARTIAL, LACKING, PARTIAL, PARTIAL]]
 
 
 def test_nothing_is_lacking_behind_a_forward_without_synchronisation_or_where_it_may_be() -> None:
-    def program() -> list[Ending]:
-        settling, _, _ = settling_of(2)
-        settling.backward_ends([True, True], ())
-        settling.forward_begins(is_synchronised=False)
-        found = [settling.backward_ends([True, False], ())]
+    def program() -> list[Ending | None]:
+        mine = Backwards(2)
+        mine.end([True, True])
+        mine.forward(is_synchronised=False)
+        found = [mine.end([True, False])]
         for option in ("finds_unused", "is_static"):
-            settling, _, _ = settling_of(2, **{option: True})
-            settling.forward_begins(is_synchronised=True)
-            found.append(settling.backward_ends([True, False], ()))
-        frozen, parameters, _ = settling_of(2)
-        parameters[1].requires_grad_(False)
-        return [*found, frozen.backward_ends([True, False], ())]
+            mine = Backwards(2, **{option: True})
+            mine.forward()
+            found.append(mine.end([True, False]))
+        frozen = Backwards(2)
+        frozen.parameters[1].requires_grad_(False)
+        return [*found, frozen.end([True, False])]
 
     assert md.simulate(program, 1) == [[PARTIAL] * 4]
 
@@ -208,14 +216,12 @@ def test_nothing_is_lacking_behind_a_forward_without_synchronisation_or_where_it
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
     def program() -> str:
-        settling, _, _ = settling_of(3)
-        came = [[True, True, True], [False, True, False]][md.get_rank()]
-        settle(settling, came)
-        forward = partial(settling.forward_begins, is_synchronised=True)
+        mine = Backwards(3)
+        mine.settle([[True, True, True], [False, True, False]][md.get_rank()])
         with pytest.raises(GradientError) as error:
-            settling.check_complete() if is_checked else forward()
-        settling.check_complete()
-        settling.forward_begins(is_synchronised=True)
+            mine.verdict.check_complete() if is_checked else mine.forward()
+        mine.verdict.check_complete()
+        mine.forward()
         return str(error.value)
 
     for text in md.simulate(program, 2):
@@ -227,11 +233,10 @@ def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
 
 def test_all_ranks_learn_which_gradients_any_of_them_had() -> None:
     def program(finds_unused: bool) -> list[bool] | None:
-        settling, _, _ = settling_of(4, finds_unused=finds_unused)
+        mine = Backwards(4, torch.float16, finds_unused=finds_unused)
         came = [[True, True, False, False], [False, True, True, False]][md.get_rank()]
-        ending = settling.backward_ends(came, ())
-        settling.note(reduced(settling, ending, came, torch.float16), ending)
-        return settling.find_used(is_complete=False)
+        mine.send(mine.end(came), came)
+        return mine.verdict.find_used(is_complete=False)
 
     assert md.simulate(program, 2, (True,)) == [[True, True, True, False]] * 2
     assert md.simulate(program, 2, (False,)) == [[True, True, True, False]] * 2
@@ -242,31 +247,25 @@ def test_all_ranks_learn_which_gradients_any_of_them_had() -> None:
 
 def test_where_all_ranks_had_all_there_is_no_map_to_read() -> None:
     def program() -> list[bool] | None:
-        settling, _, _ = settling_of(2)
-        ending = settling.backward_ends([True, True], ())
-        settling.note(reduced(settling, ending, None, torch.float32), ending)
-        return settling.find_used(is_complete=True)
+        mine = Backwards(2)
+        mine.send(mine.end([True, True]), None)
+        return mine.verdict.find_used(is_complete=True)
 
     assert md.simulate(program, 2) == [None, None]
 
 
 @pytest.mark.parametrize("has", [None, [True, False]])
 def test_where_sums_are_sent_every_number_is_a_part_of_an_average(has: list[bool] | None) -> None:
-    def program() -> list[list[float]]:
-        settling, _, _ = settling_of(2)
-        behind = torch.empty(settling.size)
-        settling.place(behind, 0.25)
-        found = []
-        for ending in (Ending.WHOLE, Ending.PARTIAL):
-            settling.write(behind, ending, has)
-            found.append(behind.tolist())
-        return found
-
+    tail, found = Tail(torch.empty(len(Ending) + 2), 0.25), []
+    for ending in (Ending.WHOLE, Ending.PARTIAL, None):
+        tail.write(ending, has if ending is Ending.PARTIAL else None)
+        found.append(tail.numbers.tolist())
     flags = [0.0] * (len(Ending) - 1)
     used = [0.25, 0.0] if has else [0.0, 0.0]
-    assert md.simulate(program, 1)[0] == [
+    assert found == [
         [0.25, *flags, 0.25, 0.25],
         [0.0, 0.25, *flags[1:], *used],
+        [0.0] * len(tail.numbers),
     ]
 
 
@@ -283,9 +282,10 @@ def test_what_the_first_backward_lacked_trails_or_is_never_sent(
     options: dict[str, bool], trailing: set[int]
 ) -> None:
     def program() -> list[object]:
-        settling, _, arrivals = settling_of(3, **options)
-        settle(settling, [[True, True, False], [True, False, False]][md.get_rank()])
-        return [{*arrivals.trailing}, arrivals.is_learned, settling.must_rebuild]
+        mine = Backwards(3, **options)
+        mine.settle([[True, True, False], [True, False, False]][md.get_rank()])
+        history = mine.history
+        return [{*history.trailing}, history.is_learned, not mine.layout.fits(history)]
 
     assert md.simulate(program, 2) == [[trailing, True, True]] * 2
 
@@ -304,34 +304,33 @@ def test_later_parameters_move_only_where_buckets_may_change(
     options: dict[str, bool], stays: bool, moves: bool
 ) -> None:
     def program() -> list[object]:
-        settling, _, arrivals = settling_of(2, **options)
-        settling.stays = stays
-        settle(settling, [True, True])
-        settling.must_rebuild = False
-        settle(settling, [True, md.get_rank() == 0])
-        return [{*arrivals.trailing}, settling.must_rebuild]
+        mine = Backwards(2, **options)
+        mine.stays = stays
+        mine.settle([True, True])
+        learned = lay(mine.layout.terms, mine.history, has_hook=stays)
+        mine.settle([True, md.get_rank() == 0])
+        return [{*mine.history.trailing}, not learned.fits(mine.history)]
 
     assert md.simulate(program, 2) == [[{1} if moves else set(), moves]] * 2
 
 
 def test_a_backward_that_no_rank_had_teaches_nothing() -> None:
     def program() -> bool:
-        settling, _, arrivals = settling_of(1)
-        settling.note(reduced(settling, Ending.ABSENT, None, torch.float32), Ending.ABSENT)
-        settling.read()
-        return arrivals.is_learned
+        mine = Backwards(1)
+        mine.cut_off(Ending.ABSENT)
+        mine.learn()
+        return mine.history.is_learned
 
     assert md.simulate(program, 2) == [False, False]
 
 
 def test_numbers_that_an_abort_has_cut_off_are_not_believed() -> None:
     def program() -> str:
-        settling, _, _ = settling_of(1)
-        behind = reduced(settling, Ending.INTERRUPTED, None, torch.float32)
-        settling.note(behind, Ending.WHOLE)
+        mine = Backwards(1)
+        mine.send(Ending.INTERRUPTED, None)
         md.group.WORLD.abort("a peer is lost")
         with pytest.raises(md.AbortedError, match="a peer is lost"):
-            settling.read()
+            mine.learn()
         return "raised"
 
     with in_place_of_the_cpu():

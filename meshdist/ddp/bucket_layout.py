@@ -1,0 +1,315 @@
+"""How gradients are reduced, and which travel together: parameters in buckets, laid in memory.
+
+A bucket holds parameters of one dtype and device, so that it can be one flat tensor and one
+all-reduce. Small buckets start early, large ones waste fewer calls: hence a small first bucket,
+which is ready while most of the backward is still to come.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..arguments import get_number
+from ..collectives.flat_sums import Item, assign_buckets, items_of
+from ..collectives.shared_buffers import flat_memory
+from ..dtypes import dtype_name
+from ..errors import ArgumentError, KindError
+from ..groups.process_group import ProcessGroup
+from .buckets import Bucket, Flat, InPlace, Sparse
+from .history import History
+from .reports import Reports
+from .tail import Ending, Tail
+
+__all__ = [
+    "BucketLayout",
+    "LaidBucket",
+    "ReductionOptions",
+    "Terms",
+    "bucket_caps",
+    "lay",
+    "lay_out",
+]
+
+_MIB = 1024 * 1024
+
+# From here on a message of its own costs less than to copy the gradient.
+_IN_PLACE_BYTES = 8 * 1024 * 1024
+
+
+def bucket_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Return the caps in bytes: of the first bucket, of the second, ...; the last one repeats.
+
+    Without either argument they are 1 MiB and 25 MiB. A single cap holds for the first bucket too.
+    A list overrides it, unless it is empty.
+
+    Raises:
+        KindError: a cap is no number, or the list none.
+        ArgumentError: a cap is not above zero, or not finite.
+    """
+    if bucket_cap_mb_list is not None and (
+        isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
+    ):
+        raise KindError(
+            f"bucket_cap_mb_list is of type {type(bucket_cap_mb_list).__name__}",
+            expected="a list of numbers of MiB, or None",
+            fix="pass for example bucket_cap_mb_list=[1, 25]",
+        )
+    if bucket_cap_mb_list:
+        return tuple(
+            _cap_bytes(f"bucket_cap_mb_list[{place}]", cap)
+            for place, cap in enumerate(bucket_cap_mb_list)
+        )
+    if bucket_cap_mb is None:
+        return _MIB, 25 * _MIB
+    return (_cap_bytes("bucket_cap_mb", bucket_cap_mb),)
+
+
+def _cap_bytes(what: str, cap_mb: float) -> int:
+    expected, fix = "a number of MiB, or None", "pass for example bucket_cap_mb=25"
+    cap_mb = get_number(cap_mb, what, expected=expected, fix=fix)
+    if not cap_mb > 0 or not math.isfinite(cap_mb):
+        raise ArgumentError(
+            f"{what} is {cap_mb}",
+            expected="a number of MiB above zero, or None for 25 with a first bucket of 1",
+            fix="pass a small number such as 0.001 for one parameter a bucket",
+        )
+    return max(1, int(cap_mb * _MIB))
+
+
+class LaidBucket(NamedTuple):
+    """Which gradients one bucket holds, and when it is sent.
+
+    Args:
+        indices: of its parameters, in the order in which they are expected.
+        is_trailing: whether it waits for the end of the backward, since some rank may lack a
+            gradient of it.
+    """
+
+    indices: tuple[int, ...]
+    is_trailing: bool = False
+
+
+def lay_out(
+    items: Sequence[Item],
+    order: Sequence[int],
+    caps: Sequence[int],
+    *,
+    trailing: Collection[int] = (),
+    delayed: Collection[int] = (),
+    delayed_behind: int | None = None,
+) -> tuple[LaidBucket, ...]:
+    """Return all buckets in the order in which they are sent, equal on every rank.
+
+    Args:
+        items, order, caps: as in ``assign_buckets``; every index is in ``order``.
+        trailing: indices that some rank may lack: in buckets of their own, sent last.
+        delayed: indices whose gradients are sent together, as soon as
+        delayed_behind: this one's has come, so behind its bucket.
+
+    Example:
+        >>> items = [(4, "f32")] * 4
+        >>> lay_out(items, [3, 2, 1, 0], (8,), trailing={3}, delayed={0}, delayed_behind=2)
+        ... # doctest: +NORMALIZE_WHITESPACE
+        (LaidBucket(indices=(2, 1), is_trailing=False),
+         LaidBucket(indices=(0,), is_trailing=False), LaidBucket(indices=(3,), is_trailing=True))
+    """
+    apart = {*trailing, *delayed}
+    early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
+    if delayed:
+        together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
+        places = [place for place, bucket in enumerate(early) if delayed_behind in bucket]
+        place = places[0] + 1 if places else len(early)
+        early[place:place] = together
+    last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
+    return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are reduced.
+
+    Args:
+        caps: of the first bucket, of the second, ..., in bytes; the last repeats.
+        as_views: whether ``.grad`` is a view into its bucket, or a copy.
+        finds_unused: whether a rank may lack any gradient in any backward.
+        is_static: whether all backwards are promised to bring what the first one brought.
+        skips_unused: whether what no rank had in the first backward is never sent.
+        delayed: indices of the parameters that are sent together, behind the bucket of
+        delayed_behind: this one.
+        sparse: indices of those whose gradients are sparse.
+        dtype: in which gradients are sent; None for the parameters' own.
+    """
+
+    caps: tuple[int, ...]
+    as_views: bool = True
+    finds_unused: bool = False
+    is_static: bool = False
+    skips_unused: bool = False
+    delayed: frozenset[int] = frozenset()
+    delayed_behind: int | None = None
+    sparse: frozenset[int] = frozenset()
+    dtype: torch.dtype | None = None
+
+    def shared(self, names: Sequence[str]) -> dict[str, object]:
+        """The settings that must be equal on every rank, by the wrapper's arguments.
+
+        Example:
+            >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
+            >>> shared = options.shared(["head", "tail"])
+            >>> shared["bucket_cap_mb"], shared["delay_all_reduce_named_params"]
+            ([1.0], ['tail'])
+        """
+        behind = self.delayed_behind
+        return {
+            "bucket_cap_mb": [cap / (1 << 20) for cap in self.caps],
+            "find_unused_parameters": self.finds_unused,
+            "static_graph": self.is_static,
+            "skip_all_reduce_unused_params": self.skips_unused,
+            "delay_all_reduce_named_params": [names[index] for index in sorted(self.delayed)],
+            "param_to_hook_all_reduce": None if behind is None else names[behind],
+            "mixed_precision.reduce_dtype": None if self.dtype is None else dtype_name(self.dtype),
+            "sparse gradients": [names[index] for index in sorted(self.sparse)],
+        }
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether missing gradients are no error by themselves."""
+        return self.finds_unused or self.is_static
+
+    @property
+    def may_move(self) -> bool:
+        """Whether parameters move between early and trailing buckets once arrivals are learned."""
+        return self.finds_unused and not (self.is_static or self.skips_unused)
+
+
+class Terms(NamedTuple):
+    """What is averaged, over whose members, how, and in which order gradients are expected."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    group: ProcessGroup
+    options: ReductionOptions
+    reports: Reports
+    order: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketLayout:
+    """The buckets as they lie, for one backward at a time; made anew where anything changes.
+
+    Args:
+        terms: for which it is made.
+        trailing: the parameters whose gradient some rank may lack.
+        is_learned: whether the order is that in which gradients came.
+        scale: by what gradients are multiplied as they are copied; None where the wire averages,
+            and for a communication hook.
+        buckets: in the order in which they are sent.
+        unsent: the parameters that have none, since no rank had their gradient at first.
+        tail: the numbers that travel after the gradients.
+        is_tail_in_bucket: whether these are sent with the last bucket, and not by themselves.
+    """
+
+    terms: Terms
+    trailing: frozenset[int]
+    is_learned: bool
+    scale: float | None
+    buckets: tuple[Bucket, ...]
+    unsent: frozenset[int]
+    tail: Tail
+    is_tail_in_bucket: bool
+
+    def fits(self, history: History) -> bool:
+        """Whether nothing has been learned that changes it; equal on every rank."""
+        return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
+
+    def with_all_hooks(self) -> BucketLayout:
+        """The same layout, of which hooks tell every gradient."""
+        return replace(self, buckets=tuple(bucket.with_all_hooks() for bucket in self.buckets))
+
+
+@torch.no_grad()
+def lay(
+    terms: Terms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
+) -> BucketLayout:
+    """Lay the buckets in memory; gradients in those that were there ``before`` keep their values.
+
+    Collective once arrivals are learned: then the buckets lie in memory that the group shares, if
+    its wire shares any. With a communication hook gradients travel unscaled.
+    """
+    parameters, group, options, reports, order = terms
+    is_learned = history.is_learned
+    old_views = {
+        index: view
+        for bucket in before
+        for index, view in zip(bucket.indices, bucket.views, strict=True)
+        if parameters[index].grad is view
+    }
+    communicator = group.open_channel(parameters[0].device.type).communicator
+    averages = communicator.averages_at_once or has_hook
+    scale = None if averages else 1.0 / group.size()
+    unsent = history.trailing if options.skips_unused else frozenset[int]()
+    # Where the wire shares memory, or divides by itself, buckets cost less than they save.
+    can_lie_in_place = scale is not None and options.dtype is None
+    large = {i for i, one in enumerate(parameters) if one.nbytes >= _IN_PLACE_BYTES}
+    in_place = large if can_lie_in_place else frozenset[int]()
+    laid = lay_out(
+        items_of(parameters, options.dtype, options.sparse | in_place),
+        [index for index in order if index not in unsent],
+        options.caps,
+        trailing=history.trailing - unsent,
+        delayed=options.delayed,
+        delayed_behind=options.delayed_behind,
+    )
+    num_behind = len(Ending) + len(parameters)
+    buckets = []
+    for indices, is_trailing in laid:
+        is_last = indices is laid[-1].indices
+        is_trailing = is_trailing or is_last or not is_learned
+        index, first = indices[0], parameters[indices[0]]
+        if index in options.sparse or index in in_place:
+            is_sparse = index in options.sparse
+            taking = Sparse(first, group) if is_sparse else InPlace(first, 1.0 / group.size())
+            buckets.append(Bucket.of_one(index, parameters, taking, is_trailing=is_trailing))
+            continue
+        dtype, device = options.dtype or first.dtype, first.device
+        count = sum(parameters[index].numel() for index in indices) + num_behind * is_last
+        bucket = Bucket.of_several(
+            indices,
+            parameters,
+            flat_memory(count, dtype, device, group)
+            if is_learned
+            else torch.empty(count, dtype=dtype, device=device),
+            scale=scale,
+            as_views=options.as_views,
+            hooked=history.by_count if is_learned else None,
+            is_trailing=is_trailing,
+            reports=reports,
+        )
+        for member, index, view in zip(bucket.members, bucket.indices, bucket.views, strict=True):
+            if index in old_views:
+                member.grad = view.copy_(old_views[index])
+        buckets.append(bucket)
+    last = buckets[-1]
+    is_in_bucket = isinstance(last.taking, Flat)
+    numbers = (
+        last.sent[len(last.flat) :]
+        if is_in_bucket
+        else torch.empty(num_behind, device=last.sent.device)
+    )
+    return BucketLayout(
+        terms,
+        history.trailing,
+        is_learned,
+        scale,
+        tuple(buckets),
+        unsent,
+        Tail(numbers, 1.0 if scale is None else scale),
+        is_in_bucket,
+    )

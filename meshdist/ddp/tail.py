@@ -1,0 +1,70 @@
+"""The numbers that travel after the gradients of the last bucket: what each rank says of its end.
+
+They are one flag for each way in which a backward may end, and a map with one number for each
+parameter, 1 where this rank has its gradient. Of two ranks and two parameters, where rank 1 lacks
+the second gradient, and may:
+
+    rank 0: whole 1 0 0 0 0 0, map 1 1     rank 1: partial 0 1 0 0 0 0, map 1 0
+    the average on both: flags 0.5 0.5 0 0 0 0, map 1 0.5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from .device_streams import reader_for
+
+__all__ = ["Ending", "Tail"]
+
+
+class Ending(IntEnum):
+    """How one rank's backward ended; the place of its flag."""
+
+    WHOLE = 0
+    PARTIAL = 1
+    """Gradients are missing, which is no error."""
+    LACKING = 2
+    """Gradients are missing, which the next forward raises."""
+    INTERRUPTED = 3
+    ABSENT = 4
+    UNEXPECTED = 5
+    """Gradients came which were promised, or expected, not to come."""
+
+
+class Tail:
+    """Memory for the numbers of one backward at a time.
+
+    Args:
+        numbers: the memory.
+        unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
+
+    Attributes:
+        reader: takes the averaged numbers to the host.
+    """
+
+    def __init__(self, numbers: torch.Tensor, unit: float) -> None:
+        self.numbers = numbers
+        self._unit = unit
+        # Averages of flags are compared with 0 alone: sums of ones are inexact in half precision.
+        eye = torch.eye(len(Ending), dtype=numbers.dtype, device=numbers.device)
+        self._flags_of = eye.mul_(unit).unbind()
+        self._whole = torch.full_like(numbers, unit)
+        self._whole[: len(Ending)] = self._flags_of[Ending.WHOLE]
+        self.reader = reader_for(numbers.device, len(numbers))
+
+    def write(self, ending: Ending | None, has_gradient: Sequence[bool] | None) -> None:
+        """Write this rank's numbers; ``has_gradient`` is None where all or none have one.
+
+        A rank that has no data says nothing: its ``ending`` is None.
+        """
+        if ending is Ending.WHOLE:
+            self.numbers.copy_(self._whole)
+            return
+        self.numbers.zero_()
+        if ending is not None:
+            self.numbers[: len(Ending)] = self._flags_of[ending]
+        if has_gradient is not None:
+            self.numbers[len(Ending) :] = torch.tensor(has_gradient).mul(self._unit)

@@ -1,0 +1,190 @@
+"""How a backward ended on each rank, and which gradients it had: what all ranks learn and raise.
+
+The averages of the tail say on every rank whether any rank set a flag, and which gradients no rank,
+some ranks or all ranks had. So all ranks raise the same error: on the CPU as soon as the reduction
+has ended; on an accelerator, where reading then would make the CPU wait for the device, at the next
+forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from ..collectives.objects import all_gather_object
+from .bucket_layout import BucketLayout
+from .history import History
+from .tail import Ending
+
+__all__ = ["Verdict"]
+
+T = TypeVar("T")
+
+_HAD_ONE = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
+
+
+class Verdict:
+    """How one backward ended: known here at once, and of every rank once the tail is read.
+
+    Args:
+        layout: of its buckets.
+        ending: how it ended here; None on a rank that has no data.
+        num_at_work: how many ranks have data; the others have no part in the map.
+        came: for each parameter, whether its gradient came here.
+        lacking: the parameters that have had none since the forward, and must.
+        unexpected: a line for each gradient that should not have come.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        ending: Ending | None = Ending.WHOLE,
+        num_at_work: int = 0,
+        came: Sequence[bool] = (),
+        lacking: Sequence[int] = (),
+        unexpected: Sequence[str] = (),
+    ) -> None:
+        self.ending = ending
+        self.came = came
+        self._layout = layout
+        self._lacking = lacking
+        self._unexpected = unexpected
+        self._num_at_work = num_at_work
+        self._counts: list[float] | None = None  # the averaged flags, until all is raised
+        self._shares: list[float] | None = None  # the averaged map, if it was needed
+        self._someone_lacks = False  # equal on every rank
+
+    @classmethod
+    def of_none(cls, layout: BucketLayout) -> Verdict:
+        """Before any backward: every gradient is expected."""
+        return cls(layout, lacking=range(len(layout.terms.parameters)))
+
+    def followed_by(
+        self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
+    ) -> Verdict:
+        """The verdict of the next backward, which lacks no gradient that came in this one."""
+        is_complete = False not in came
+        lacking: Sequence[int] = ()
+        if not (is_complete or self._layout.terms.options.may_lack):
+            parameters = self._layout.terms.parameters
+            lacking = [i for i in self._lacking if not came[i] and parameters[i].requires_grad]
+        ending = Ending.WHOLE if is_complete else Ending.PARTIAL
+        if unexpected or lacking:
+            ending = Ending.UNEXPECTED if unexpected else Ending.LACKING
+        return Verdict(self._layout, ending, num_at_work, came, lacking, unexpected)
+
+    def followed_by_none(self, ending: Ending | None, num_at_work: int) -> Verdict:
+        """The verdict where the next backward has brought nothing here that could be averaged."""
+        lacking = () if ending is None else self._lacking
+        return Verdict(self._layout, ending, num_at_work, lacking=lacking)
+
+    # -- what is raised at a forward, and a check -------------------------------------------------
+
+    def forward_begins(self, *, is_synchronised: bool) -> None:
+        """Expect a gradient for every parameter from now on, if this forward is synchronised."""
+        lacking = self._lacking
+        if is_synchronised:
+            self._lacking = range(len(self._layout.terms.parameters))
+        self._refuse_lacking(lacking)
+
+    def check_complete(self) -> None:
+        """Raise once, on every rank, if parameters got no gradient since the last forward."""
+        self._refuse_lacking(self._lacking)
+
+    def _refuse_lacking(self, lacking: Sequence[int]) -> None:
+        if self._someone_lacks:
+            self._someone_lacks = False
+            raise self._layout.terms.reports.lacking(self._gather(lacking))
+
+    # -- what all ranks learn ---------------------------------------------------------------------
+
+    def find_used(self, *, is_complete: bool) -> list[bool] | None:
+        """Return for every parameter whether any rank had a gradient.
+
+        None where all ranks had all, or where it is not known before the device has done its work;
+        that is awaited only where this rank lacks some and may.
+        """
+        is_deferred = self._layout.tail.reader.is_deferred
+        if is_deferred and (is_complete or not self._layout.terms.options.finds_unused):
+            return None
+        self._look()
+        return None if self._shares is None else [share > 0 for share in self._shares]
+
+    def _look(self) -> None:
+        """Take the averaged numbers, unless they are taken or this is no time to wait."""
+        tail = self._layout.tail
+        found = tail.reader.take()
+        if found is None:
+            return
+        if tail.reader.is_deferred:  # a reduction that was cut off has left any numbers
+            channel = self._layout.terms.group.open_channel(tail.numbers.device.type)
+            channel.refuse_broken()
+        self._counts = found[: len(Ending)].tolist()
+        is_partial = self._counts[Ending.PARTIAL] > 0 or self._counts[Ending.LACKING] > 0
+        self._shares = found[len(Ending) :].tolist() if is_partial else None
+
+    def raise_or_learn(self, history: History, *, stays: bool) -> None:
+        """Learn how the backward ended on the other ranks, unless that is known.
+
+        Where every rank was interrupted, or had no backward, nothing is lost, since each has seen
+        its own error; otherwise all raise. No rank keeps gradients of an interrupted backward.
+        Once buckets are laid they stay as they are where a communication hook's state knows them.
+        """
+        self._look()
+        if self._counts is None:
+            return
+        counts, self._counts = self._counts, None
+        parameters, _, _, reports, _ = self._layout.terms
+        has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
+        self._someone_lacks = Ending.LACKING in has
+        if not self._someone_lacks and self._has_uneven_shares():  # frozen on some ranks
+            self._someone_lacks = True
+            self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
+        is_cut = Ending.INTERRUPTED in has or (
+            Ending.ABSENT in has and not has.isdisjoint(_HAD_ONE)
+        )
+        if not (is_cut or Ending.UNEXPECTED in has):
+            if Ending.ABSENT not in has:
+                self._teach(history, stays=stays)
+            return
+        for parameter in parameters:
+            parameter.grad = None
+        if has.isdisjoint(_HAD_ONE):
+            return
+        self._someone_lacks = False  # one error says it
+        found = self._gather((self.ending, self._unexpected))
+        if not is_cut:
+            history.forget()
+            raise reports.unexpected({rank: lines for rank, (_, lines) in found.items()})
+        cut, absent = (
+            [rank for rank, (ending, _) in found.items() if ending is wanted]
+            for wanted in (Ending.INTERRUPTED, Ending.ABSENT)
+        )
+        raise reports.interrupted(cut, absent)
+
+    def _has_uneven_shares(self) -> bool:
+        """Whether some ranks lack a gradient that others have, where no argument allows it."""
+        shares = () if self._layout.terms.options.may_lack else self._shares or ()
+        num_ranks = self._layout.terms.group.size()
+        return any(0.5 < share * num_ranks < self._num_at_work - 0.5 for share in shares)
+
+    def _teach(self, history: History, *, stays: bool) -> None:
+        """Let the history take which gradients were not everywhere."""
+        options, num_ranks = self._layout.terms.options, self._layout.terms.group.size()
+        # In half precision the sum may fall short of what all have: the parameter trails then, on
+        # every rank alike, which costs overlap and nothing else.
+        limit = 0.5 if options.skips_unused else self._num_at_work - 0.5
+        shares = enumerate(self._shares or ())
+        trailing = [index for index, share in shares if share * num_ranks < limit]
+        may_move = not history.is_learned or (options.may_move and not stays)
+        history.settle(trailing, may_move=may_move and options.may_lack)
+
+    def _gather(self, mine: T) -> dict[int, T]:
+        """The values of all ranks, by rank."""
+        group = self._layout.terms.group
+        found = [mine] * group.size()
+        with torch.cuda.device_of(self._layout.tail.numbers):
+            all_gather_object(found, mine, group)
+        return dict(zip(group.ranks, found, strict=True))
