@@ -30,7 +30,7 @@ __all__ = [
     "BucketLayout",
     "LaidBucket",
     "ReductionOptions",
-    "Terms",
+    "ReductionTerms",
     "bucket_caps",
     "lay",
     "lay_out",
@@ -190,7 +190,7 @@ class ReductionOptions:
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
-class Terms(NamedTuple):
+class ReductionTerms(NamedTuple):
     """What is averaged, over whose members, how, and in which order gradients are expected."""
 
     parameters: Sequence[torch.nn.Parameter]
@@ -216,7 +216,7 @@ class BucketLayout:
         is_tail_in_bucket: whether these are sent with the last bucket, and not by themselves.
     """
 
-    terms: Terms
+    terms: ReductionTerms
     trailing: frozenset[int]
     is_learned: bool
     scale: float | None
@@ -236,7 +236,7 @@ class BucketLayout:
 
 @torch.no_grad()
 def lay(
-    terms: Terms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
+    terms: ReductionTerms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
 ) -> BucketLayout:
     """Lay the buckets in memory; gradients in those that were there ``before`` keep their values.
 

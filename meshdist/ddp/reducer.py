@@ -42,7 +42,7 @@ from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
 from .backward import AtWork, Backward, Moment, Sending, tells_errors
-from .bucket_layout import BucketLayout, ReductionOptions, Terms, lay
+from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
@@ -98,7 +98,7 @@ class Reducer:
         self._hooks = GradientHooks(list(parameters), self)
         self._state = State.IDLE
         order = range(num - 1, -1, -1)
-        self._lay(Terms(list(parameters), group, options, Reports(names, group), order))
+        self._lay(ReductionTerms(list(parameters), group, options, Reports(names, group), order))
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -162,7 +162,7 @@ class Reducer:
 
     # -- buckets ----------------------------------------------------------------------------------
 
-    def _lay(self, terms: Terms) -> None:
+    def _lay(self, terms: ReductionTerms) -> None:
         """Make the buckets anew, and put hooks on their parameters."""
         terms.group.world.averaged.add(frozenset(terms.group.ranks))
         before = self.buckets if hasattr(self, "layout") else ()

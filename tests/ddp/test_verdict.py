@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 import meshdist as md
-from meshdist.ddp.bucket_layout import ReductionOptions, Terms, lay
+from meshdist.ddp.bucket_layout import ReductionOptions, ReductionTerms, lay
 from meshdist.ddp.history import History
 from meshdist.ddp.reports import Reports
 from meshdist.ddp.tail import Ending, Tail
@@ -38,7 +38,7 @@ class Backwards:
         self.history, self.stays, self.num_at_work = History(num), False, md.get_world_size()
         names, group = [f"p{place}" for place in range(num)], md.group.WORLD
         given = ReductionOptions(caps=(1 << 20,), **options)
-        terms = Terms(self.parameters, group, given, Reports(names, group), range(num))
+        terms = ReductionTerms(self.parameters, group, given, Reports(names, group), range(num))
         self.layout = lay(terms, self.history, has_hook=False)
         self.verdict = Verdict.of_none(self.layout)
 
