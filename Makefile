@@ -4,8 +4,9 @@
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
-#   WIRE, COUNT, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
-#                namespaces), how many faults and exits, drawn from what
+#   WIRE, COUNT, LOOPS, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
+#                namespaces), how many faults, faults in programs of join contexts and models,
+#                and exits, drawn from what
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -13,6 +14,7 @@ PYTEST_ARGS ?=
 WORKERS     ?= 4
 WIRE        ?= shm
 COUNT       ?= 1000
+LOOPS       ?= 300
 EXITS       ?= 300
 SEED        ?= 1
 
@@ -42,7 +44,7 @@ soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report
-	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --exits $(EXITS) --seed $(SEED) \
+	$(BIN)/python -m tests.faults.run --wire $(WIRE) --faults $(COUNT) --loops $(LOOPS) --exits $(EXITS) --seed $(SEED) \
 		--report tests/faults/report-$(WIRE).md
 
 torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group tests on our backends, and on Gloo

@@ -70,11 +70,11 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "checking": (
             "shared_words",
-            "announcement_table",
             "header_table",
             "debug_levels",
             "program",
             "calls",
+            "call_words",
             "recorder",
         ),
     },
@@ -177,8 +177,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "announcements",
             "whereabouts",
             "waits",
-            "shadow",
             "answers",
+            "shadow",
             "join",
         ),
         "functional": (

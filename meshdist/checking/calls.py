@@ -31,10 +31,12 @@ __all__ = [
     "Tensors",
     "calls",
     "fingerprint",
+    "from_fields",
     "get_call",
     "get_message",
     "is_list",
     "likeness",
+    "to_fields",
 ]
 
 _MOST_CALLS = 4096
@@ -296,6 +298,29 @@ def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> 
     """The one ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
     return calls[verb, data, None, None, "", False, (), "", peer, tag]
+
+
+def to_fields(call: Call) -> list[Any]:
+    """A collective, but for its layouts, in what JSON has; the inverse of ``from_fields``."""
+    parts = [(shape, dtype_name(dtype)) for shape, dtype in call.parts]
+    asked = [call.op_number, call.root, call.title, call.owner]
+    return [call.verb, parts, is_list(call.data), call.is_uneven, *asked]
+
+
+def from_fields(
+    verb: str,
+    shapes: Sequence[tuple[Sequence[int], str]],
+    is_of_list: bool,
+    is_uneven: bool,
+    op: int | None,
+    root: int | None,
+    title: str,
+    owner: str,
+) -> Call:
+    """The call that was taken apart; the inverse of ``to_fields``."""
+    parts = tuple((torch.Size(shape), getattr(torch, name)) for shape, name in shapes)
+    data: Data = parts if is_of_list else (*parts, None)[0]
+    return calls[verb, data, op, root, title, is_uneven, (), owner]
 
 
 def is_list(data: Data) -> bool:

@@ -29,7 +29,7 @@ from weakref import ref
 from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
 from ..bootstrap.head_counts import head_count_of
 from ..bootstrap.world import World
-from ..checking.announcement_table import AnnouncementTable
+from ..checking.call_words import CallWords
 from ..checking.header_table import HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
@@ -88,7 +88,7 @@ class OpenCommunicator:
     ranks: tuple[int, ...] = ()
     is_closed: bool = False
     is_leaving: bool = False  # whether this member has offered to close it
-    announcements: AnnouncementTable | None = None  # from the first join context on
+    call_words: CallWords | None = None  # from the first join context on
     comparison: HostComparison | None = None  # where members are on several hosts
 
     @property
@@ -117,7 +117,7 @@ class OpenCommunicator:
         if self.matching is not None:
             self.matching.close()
         self.communicator.close()
-        for table in (self.header_table, self.announcements):
+        for table in (self.header_table, self.call_words):
             if table is not None:
                 table.close()
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from ..bootstrap.bounded_store import await_key, read_jsons
 from ..bootstrap.world import World
-from ..checking.announcement_table import AnnouncementTable
+from ..checking.call_words import CallWords
 from ..checking.header_table import HeaderTable
 from ..checking.shared_words import (
     Regions,
@@ -70,7 +70,7 @@ _MASK = 0xFFFFFFFF  # what is told of a digest
 
 
 class HeaderTables:
-    """Makes header and announcement tables; none where this rank has no shared words.
+    """Makes header tables and call words; none where this rank has no shared words.
 
     Args:
         words: those of this process, where it has some before ``make_words``.
@@ -97,17 +97,15 @@ class HeaderTables:
         new_log = core.MessageLog if compares_messages and core is not None else None
         return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
 
-    def make_for_announcements(
-        self, label: str, ranks: tuple[int, ...]
-    ) -> AnnouncementTable | None:
-        """The announcement table of a communicator; None where members are on several hosts."""
+    def make_call_words(self, label: str, ranks: tuple[int, ...]) -> CallWords | None:
+        """The call words of a communicator; None where members are on several hosts."""
         if self._words is None or self._world.spans_hosts(ranks):
             return None
-        key = _key_of(f"announcements/{label}")
+        key = _key_of(f"calls/{label}")
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         me = ranks.index(self._world.rank)
         with suppress(MemoryError):
-            return AnnouncementTable(self._words, key, me, len(ranks), regions)
+            return CallWords(self._words, key, me, len(ranks), regions)
         return None
 
     def signs_of_life(self) -> SignsOfLife:

@@ -37,8 +37,7 @@ from ..wires.operations import DONE
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work
 from .announcements import NOTICE
-from .answers import answer
-from .shadow import Shadow, find_shadow
+from .shadow import Joinables, Shadow, find_shadow
 
 __all__ = [
     "Join",
@@ -163,7 +162,7 @@ class Uneven(Generic[T]):
             )
         self._data = data
         target = resolve_group(group)
-        self._new_shadow = partial(Shadow, target, target.first_device_type(), answer)
+        self._new_shadow = partial(Shadow, target, target.first_device_type())
         self._group = target
         self._is_entered = False
 
@@ -382,16 +381,13 @@ class Join:
             for one in self._joinables
         ]
         self.group, device = self._find_group()
-        self._new_shadow = partial(
-            Shadow,
-            self.group,
-            device.type,
-            answer,
+        part = Joinables(
             self.handle,
             self.is_strict,
             not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
             [one for one in self._joinables if is_sharded_optimizer(one)],
         )
+        self._new_shadow = partial(Shadow, self.group, device.type, part)
 
     def __enter__(self) -> None:
         if not self._enable:

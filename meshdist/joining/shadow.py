@@ -1,26 +1,25 @@
 """Ranks without data answer the others' calls, whatever they are, until all ranks have none.
 
-While a rank is in a join context each of its collectives comes behind a round in which all members
-of the group say what they are about to call (``announcements``). A rank whose data have ended, one
-that has *joined*, waits until a member of any of its groups begins such a round; it takes part in
-it, and then answers the call with the neutral element. So every collective is answered. Programs
-outside of join contexts pay nothing: channels have a guard in the context alone.
+While a rank is in a join context it says before each of its collectives what it is about to call
+(``announcements``): in shared words where all members of the group are on one host, else in a round
+to which all of them come. A rank whose data have ended, one that has *joined*, waits until a member
+of any of its groups says so; it says that it has joined, and then answers the call with the neutral
+element. So every collective is answered. Programs outside of join contexts pay nothing: channels
+have a guard in the context alone.
 
-* *The end.* A rank that joins begins a round on the main group at once. Where all members of a
-  round there have joined, all of them leave. What they say shows which ranks joined last.
-* *Tables.* Where all members of a group are on one host they announce their calls in shared words
-  (``announcement_table``), from the second call of a context on. A rank that has data then waits
-  for the others' announcements only where it must know which ranks have joined: in what a
-  joinable begins, in calls that come from a source, in strict contexts. What it sends it sends at
-  once.
-* *Waiting.* A joined rank must not wait for one group while another needs it, so it starts rounds
-  and polls them. It begins one where it sees that a member has come to the next call: in the
-  announcement table, which shows calls in contexts alone (a member without one is in none), else
-  in the header table, in shared memory, in a simulated meeting. What members have started on groups
-  within the main one before they joined is answered before it leaves. Answers are in flight, and
-  not waited for before that: of two ranks that have joined each may come first to what the other
-  answers later. Where it cannot see all members, since they are on several hosts, it begins one at
-  once, if all of them are in the main group.
+* *The end.* A rank that joins announces itself on the main group at once. Where all members have
+  joined there, all of them leave. What they say shows which ranks joined last.
+* *Words.* A rank that has data waits for the others only in a round, and where it must know which
+  ranks have joined: in what a joinable begins, in calls that come from a source, in strict
+  contexts. What it sends else it sends at once.
+* *Waiting.* A joined rank must not wait for one group while another needs it, so it polls them. It
+  announces itself where it sees that a member has come to the next call: in the call words, which
+  show calls in contexts alone (a member without some is in none), else in the header table, in
+  shared memory, in a simulated meeting. What members have started on groups within the main one
+  before they joined is answered before it leaves. Answers are in flight, and not waited for before
+  that: of two ranks that have joined each may come first to what the other answers later. Where it
+  cannot see all members, since they are on several hosts, it begins a round at once, if all of them
+  are in the main group.
 * *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
   place of the neutral answer. A verb that a handler calls waits for the members' same call; others
   that come before it are answered.
@@ -37,12 +36,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bootstrap.world import World
+from ..checking.call_words import CallTooLong
 from ..checking.calls import Call, get_call
 from ..checking.program import set_aside
 from ..errors import (
@@ -54,19 +55,36 @@ from ..errors import (
     MeshdistError,
 )
 from ..groups.channel import CallGuard, Channel
-from ..groups.communicators import get_registry
+from ..groups.communicators import OpenCommunicator, get_registry
 from ..groups.process_group import ProcessGroup, world_group
 from ..runtime.untraced import untraced
-from ..wires.operations import WireTimeout
 from ..wires.prepared import PreparedCall
-from ..wires.work import Work
-from .announcements import NOTICE, AnnouncementRound, JoinedCommunicator, Places, Statement
+from .announcements import NOTICE, Announcement, JoinedCommunicator, Statement
+from .answers import answer
 from .waits import Waits
 from .whereabouts import Whereabouts, find_call, has_source, message_refusal
 
-__all__ = ["Shadow", "find_shadow"]
+__all__ = ["Joinables", "Shadow", "find_shadow"]
 
 _NEVER = timedelta(days=3650)
+
+
+@dataclass(frozen=True)
+class Joinables:
+    """The part that the objects given to ``Join`` have in its context; a loop has none.
+
+    Args:
+        handle: takes part in what a joinable begins or calls: given the call, and which members
+            have not joined.
+        is_strict: whether all ranks raise as soon as one has joined.
+        calls_more: whether ranks that have joined call what is not announced, too.
+        optimizers: those of torch's whose steps are announced.
+    """
+
+    handle: Callable[[Call, Sequence[bool]], None] = lambda *_: None
+    is_strict: bool = False
+    calls_more: bool = False
+    optimizers: Collection[Any] = ()
 
 
 @dataclass(eq=False)
@@ -74,79 +92,70 @@ class Shadow(CallGuard):
     """One join context of this rank.
 
     Args:
-        group: whose members leave together.
-        device_type: of the group's rounds.
-        answer: calls the verb that is announced with neutral arguments, given the group, the
-            type of its device, what all members say, and what those that go on; returns what is in
-            flight.
-        handle: takes part in what a joinable begins or calls: given the call, and which members
-            have not joined.
-        is_strict: whether all ranks raise as soon as one has joined.
-        calls_more: whether ranks that have joined call what is not announced, too.
-        optimizers: those of torch's joinables whose steps are announced.
+        group: the main group, whose members leave together.
+        device_type: of what is announced there.
+        joinables: that are in the context.
     """
 
     group: ProcessGroup
     device_type: str
-    answer: Callable[[ProcessGroup, str, Sequence[Statement], Statement], Work | None]
-    handle: Callable[[Call, Sequence[bool]], None] = lambda *_: None
-    is_strict: bool = False
-    calls_more: bool = False
-    optimizers: Collection[Any] = ()
+    joinables: Joinables = Joinables()
     owner: str = field(default="", init=False)
     """Of the calls that are started now."""
     _has_joined: bool = field(default=False, init=False)
     _is_late: bool = field(default=True, init=False)
-    _refusal: JoinError | None = field(default=None, init=False)
-    """The error that was raised here of a call that cannot be answered."""
     _admitted: Call | None = field(default=None, init=False)
-    """The call of which the round has been, which this rank is to start next."""
+    """The call that all have come to, which this rank is to start next."""
+    _places: dict[OpenCommunicator, JoinedCommunicator] = field(default_factory=dict, init=False)
+    """Of all communicators that have several members."""
 
     def begin(self) -> None:
         """Let all calls of this rank's groups be announced; opens the main group."""
-        self._registry = get_registry(self.group.world)
-        if self._registry.guard is not None:
+        world = self.group.world
+        registry = get_registry(world)
+        if registry.guard is not None:
             raise ArgumentError(
                 "join contexts cannot be nested",
-                where=f"rank {self.group.world.rank}, {self.group.name}",
+                where=f"rank {world.rank}, {self.group.name}",
                 expected="one join context at a time",
                 fix="give all joinables to one: Join([first, second])",
             )
         main = self.group.open_channel(self.device_type).opened
-        self._places = Places(main, self.group.ranks)
-        world = self.group.world
         # A rank that joins at once has made no call that opens it.
         if len(self.group.ranks) == world.size:
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(world, main.label, self.group.ranks)
         self._waits = Waits(world, self._whereabouts)
-        self._registry.guard = self
+        registry.guard = self
         self._watch = register_optimizer_step_pre_hook(self._refuse_unknown_step)
-        for opened in self._registry.all_opened():
+        for opened in registry.all_opened():
             for group in opened.groups():
                 self.cover(group)
+        self._main = self._places.get(main)  # None where this rank is alone there
 
     def cover(self, group: ProcessGroup) -> None:
         """Let all calls of ``group`` be announced, as far as it is open."""
         group.fast_path = None
         for channel in group.channels:
             if channel.communicator.size > 1:
-                self._places.cover(group, channel)
+                if channel.opened not in self._places:
+                    self._places[channel.opened] = JoinedCommunicator(group, channel)
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
         """Leave the context, which ``error`` ends; calls are not announced any more."""
-        self._registry.guard = None
+        registry = get_registry(self.group.world)
+        registry.guard = None
         self._watch.remove()
-        for opened in self._registry.all_opened():
+        for opened in registry.all_opened():
             for group in opened.groups():
                 group.release()
         if error is not None:
             # Members of a broken group are told by what broke it.
-            whole = [one.channel for one in self._places if not one.channel.is_broken()]
-            labels = [one.opened.label for one in whole]
-            self._whereabouts.leave(labels, self._refusal or error)
-        self._waits.leave(tuple(self._places))
+            places = self._places.values()
+            labels = [place.label for place in places if not place.channel.is_broken()]
+            self._whereabouts.leave(labels, error)
+        self._waits.leave(tuple(self._places.values()))
 
     @untraced
     def leave(self, error: BaseException | None = None) -> bool:
@@ -161,7 +170,7 @@ class Shadow(CallGuard):
 
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
         """Raise where an optimizer that sends by torch's groups steps unannounced."""
-        if isinstance(optimizer, TorchJoinable) and optimizer not in self.optimizers:
+        if isinstance(optimizer, TorchJoinable) and optimizer not in self.joinables.optimizers:
             raise JoinError(
                 f"{type(optimizer).__name__} steps in an uneven loop that does not know it",
                 where=f"rank {self.group.world.rank}, {self.group.name}",
@@ -174,13 +183,10 @@ class Shadow(CallGuard):
 
     def announce(self, notice: str) -> list[bool]:
         """Tell the main group that a joinable begins something; return which have not joined."""
-        place = self._places.main
-        if place is None:  # a group of one
+        if self._main is None:  # a group of one
             return [True]
-        said = self._agree(
-            place, place.channel, Statement(get_call(NOTICE, None, owner=notice)), waits=True
-        )
-        place.settle()
+        said = self._agree(self._main, Statement(get_call(NOTICE, None, owner=notice)), waits=True)
+        self._main.is_settled = True
         return [not one.has_joined for one in said]
 
     @contextmanager
@@ -194,36 +200,43 @@ class Shadow(CallGuard):
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
         """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
-        place = self._places.find(channel.opened)
-        assert place is not None  # it is covered
+        place = self._places[channel.opened]  # it is covered
         mine = Statement.of(prepared, self.owner)
-        self._agree(place, channel, mine, waits=has_source(mine.call))
+        self._agree(place, mine, waits=has_source(mine.call))
         try:
             channel.enter(prepared, is_guarded=False)
         except AgreementError as error:
             raise self.cause_of(channel, error) from None
-        place.settle()
+        place.is_settled = True
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
         """Those of ``ranks`` that will call nothing of their own before the context ends."""
-        if self.calls_more:
+        if self.joinables.calls_more:
             return []
         has_joined, members = self._whereabouts.has_joined, self.group.ranks
         return [rank for rank in ranks if rank in members and has_joined(rank)]
 
     def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
         """Announce a call that goes by no channel; return the ranks with data, which make it."""
-        channel = group.open_channel(group.first_device_type())
-        place = self._places.find(channel.opened)
+        place = self._places.get(group.open_channel(group.first_device_type()).opened)
         if place is None:
             return list(group.ranks)
-        said = self._agree(place, channel, Statement(get_call(verb, None)), waits=True)
-        place.settle()
+        said = self._agree(place, Statement(get_call(verb, None)), waits=True)
+        place.is_settled = True
         return [rank for rank, one in zip(group.ranks, said, strict=True) if not one.has_joined]
 
+    def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
+        """Raise where a message is for, or from, a rank that has joined."""
+        rank = None if peer is None else channel.group.ranks[peer]
+        if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
+            return
+        refusal = message_refusal(channel, verb, tensor, rank)
+        self._whereabouts.refuse(refusal)
+        raise refusal
+
     def _agree(
-        self, place: JoinedCommunicator, channel: Channel, mine: Statement, *, waits: bool
-    ) -> list[Statement]:
+        self, place: JoinedCommunicator, mine: Statement, *, waits: bool
+    ) -> Sequence[Statement]:
         """Return when the members that go on are at the same call as this one.
 
         Or, where no rank need wait for that, as soon as they can know of it. ``waits`` says that it
@@ -231,103 +244,111 @@ class Shadow(CallGuard):
         """
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.header == mine.call.header:
-            return []
-        waits = waits or (self.is_strict and place is self._places.main)
+            return ()
+        waits = waits or self._has_joined or self._is_strict(place)
         while True:
-            self._make_room(place, channel)
-            if not (waits or self._has_joined) and place.say(mine):
-                left = place.find_left()
+            self._say(place, mine._replace(has_joined=self._has_joined))
+            if not waits and not place.is_in_round():
+                place.begun, left = None, place.find_left()
                 if left is not None:
                     self._waits.raise_gone(place, left)
-                return []
-            mine = mine._replace(has_joined=self._has_joined)
-            begun = place.begin_round(mine, channel.timeout)
-            if self._has_joined:
-                self._serve_until(place, begun)
-            said = self._finish(place, begun)
+                return ()
+            said = self._read(place)
             going = self._check(place, said)
             if not self._has_joined or going is None or going.call.header == mine.call.header:
                 return said
             self._respond(place, said, going)
 
-    def _serve_until(self, place: JoinedCommunicator, begun: AnnouncementRound) -> None:
-        """Answer calls on other groups until a round is done that a call here has begun."""
-        place.round, place.is_held = begun, True
+    def _say(self, place: JoinedCommunicator, mine: Statement) -> None:
+        """Say ``mine`` to the members of a communicator, once there is room for it."""
+        timeout = self._timeout(place)
+        if not place.has_room(mine):
+            self._wait(place, partial(place.has_room, mine))
+            if not place.has_room(mine):
+                raise place.not_begun(mine.call, timeout)
         try:
-            while not begun.is_ready():
+            place.announce(mine, timeout)
+        except CallTooLong:
+            self._waits.raise_full(place)
+
+    def _read(self, place: JoinedCommunicator) -> list[Statement]:
+        """Return what all have said there, once they have; answer other calls meanwhile."""
+        begun, place.is_held = place.begun, True
+        assert begun is not None
+        try:
+            while self._has_joined and not place.is_ready():
                 self._serve_next(begun)
+            self._wait(place, begun.is_ready)
+            said = begun.finish()
+            if said is None:
+                raise place.not_begun(begun.mine.call, self._timeout(place))
+            place.note(said)
+            return said
         finally:
-            place.round, place.is_held = None, False
+            place.begun, place.is_held = None, False
 
     def _check(self, place: JoinedCommunicator, said: Sequence[Statement]) -> Statement | None:
         """Return what those say that go on; None if all joined; JoinError on all alike."""
-        is_strict = self.is_strict and place is self._places.main
         try:
-            return find_call(place.channel, said, is_strict=is_strict)
+            return find_call(place.channel, said, is_strict=self._is_strict(place))
         except JoinError as refusal:
-            self._refusal = refusal
-            place.settle()  # no rank makes it
+            place.is_settled = True  # no rank makes it
+            self._whereabouts.refuse(refusal)
             raise
 
-    def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
-        """Raise where a message is for, or from, a rank that has joined."""
-        rank = None if peer is None else channel.group.ranks[peer]
-        if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
-            return
-        self._refusal = message_refusal(channel, verb, tensor, rank)
-        raise self._refusal
+    def _is_strict(self, place: JoinedCommunicator) -> bool:
+        return self.joinables.is_strict and place is self._main
+
+    def _timeout(self, place: JoinedCommunicator) -> timedelta:
+        return _NEVER if self._has_joined else place.channel.timeout
 
     # -- a rank that has none left ----------------------------------------------------------------
 
     def join(self) -> bool:
         """Answer calls until no rank has data left; return whether this was among the last."""
         self._has_joined = True
-        main = self._places.main
+        main = self._main
         if main is None:
             return True
         self._whereabouts.join()
-        for place in tuple(self._places):
-            if place is main or self._places.begins_at_once(place):
-                self._begin_round(place)
-        while not main.is_over or self._places.is_at_work():
+        for place in tuple(self._places.values()):
+            if place is main or self._begins_at_once(place):
+                self._say(place, self._joined())
+        while not main.is_over or self._is_at_work():
             self._serve_next()
         self._waits.end_answers()
         return self._is_late
 
-    def _serve_next(self, begun: AnnouncementRound | None = None) -> None:
-        """Answer one call; where none is there wait for one, or until ``begun`` is done."""
+    def _joined(self) -> Statement:
+        return Statement(has_joined=True, is_late=self._is_late)
+
+    def _serve_next(self, awaited: Announcement | None = None) -> None:
+        """Answer one call; where none is there wait for one, or until ``awaited`` is ready."""
         self._waits.end_answers(ready_alone=True)
-        due = self._places.find_due()
+        due = self._find_due()
         try:
             if due is None:
-                self._wait_for_any(begun)
+                self._wait_for_any(awaited)
+            elif due.begun is None:
+                self._say(due, self._joined())
             else:
                 self._serve(due)
         except AbortedError:
-            if not self._places.leave_broken(due):
+            if not self._leave_broken(due):
                 raise
 
     def _serve(self, place: JoinedCommunicator) -> None:
-        """Begin the round that others wait for, or answer what one that is done announces."""
-        if place.round is None:
-            self._begin_round(place)
-            return
-        begun, place.round = place.round, None
-        said = self._finish(place, begun)
+        """Answer what all have said on a communicator."""
+        said = self._read(place)
         going = self._check(place, said)
         if going is None:
-            place.settle()
-            place.is_over = True
+            place.is_settled = place.is_over = True
             return
-        if place is self._places.main:
+        if place is self._main:
             self._is_late = False
         self._respond(place, said, going)
-        if self._places.begins_at_once(place):
-            self._begin_round(place)
-
-    def _begin_round(self, place: JoinedCommunicator) -> None:
-        mine = Statement(has_joined=True, is_late=self._is_late)
-        place.round = place.begin_round(mine, _NEVER)
+        if self._begins_at_once(place):
+            self._say(place, self._joined())
 
     def _respond(
         self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
@@ -336,59 +357,103 @@ class Shadow(CallGuard):
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
             at_work, call = [not one.has_joined for one in said], going.call
             if call.verb == NOTICE:
-                self.handle(call, at_work)
+                self.joinables.handle(call, at_work)
             else:
                 self._admitted = call
                 if call.owner:
-                    self.handle(call, at_work)
+                    self.joinables.handle(call, at_work)
                 else:
                     device_type = place.channel.device_type
-                    self._waits.keep(self.answer(place.group, device_type, said, going))
+                    self._waits.keep(answer(place.group, device_type, said, going))
                 self._admitted = None  # not every call is begun here, or goes by a channel
-        place.settle()
+        place.is_settled = True
+
+    # -- where it is needed -----------------------------------------------------------------------
+
+    def _reaches(self, place: JoinedCommunicator) -> bool:
+        """Whether all members of a communicator leave the context with this rank."""
+        return {*self.group.ranks}.issuperset(place.group.ranks)
+
+    def _begins_at_once(self, place: JoinedCommunicator) -> bool:
+        """Whether it is announced there always, since calls of others cannot be seen."""
+        is_seen = place.uses_words or place.channel.shows_calls
+        return not is_seen and self._reaches(place) and place.is_open()
+
+    def _find_due(self) -> JoinedCommunicator | None:
+        """Where there is something to do: all have said something, or a member waits for this."""
+        for place in tuple(self._places.values()):
+            if place.begun is not None:
+                if not place.is_held and place.is_ready():
+                    return place
+            elif place.is_open() and place.is_awaited():
+                return place
+        return None
+
+    def _is_at_work(self) -> bool:
+        """Whether something is begun, or a call that a member started before it had joined."""
+        return any(
+            place.begun is not None
+            or (
+                place.uses_words and self._reaches(place) and place.is_open() and place.is_awaited()
+            )
+            for place in self._places.values()
+        )
+
+    def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
+        """Wait no more for calls where a group is broken: no member that goes on makes any there.
+
+        Returns:
+            Whether that was so at ``due``, or where something is begun; never on the main group, or
+            where a call of this rank waits.
+        """
+        broken = [
+            place
+            for place in self._places.values()
+            if place.channel.is_broken() and (place is due or place.begun is not None)
+        ]
+        if not broken or any(place.is_held or place is self._main for place in broken):
+            return False
+        for place in broken:
+            place.begun = None
+        return True
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _make_room(self, place: JoinedCommunicator, channel: Channel) -> None:
-        """Return when the next announcement there is written over none that is needed."""
-        if place.has_room():
-            return
-        self._waits.until(place.has_room, [channel], channel.timeout, [place])
-        if not place.has_room():
-            raise channel.explain(WireTimeout("a rank is too many calls behind"))
+    def _wait(self, place: JoinedCommunicator, is_ready: Callable[[], bool]) -> None:
+        """Wait for members of a communicator, at most for its timeout; none that is missed left."""
 
-    def _finish(self, place: JoinedCommunicator, begun: AnnouncementRound) -> list[Statement]:
-        """Return what is said in a round, once all members have come to it."""
-        channel = place.channel
-        timeout = _NEVER if self._has_joined else channel.timeout
-        unwatched = [] if begun.is_watched else [place]
-        self._waits.until(begun.is_ready, [channel], timeout, unwatched)
-        left = begun.find_left()
+        def is_over() -> bool:
+            return is_ready() or place.find_left() is not None
+
+        self._waits.until(is_over, [place], self._timeout(place))
+        left = None if is_ready() else place.find_left()
         if left is not None:
             self._waits.raise_gone(place, left)
-        said = begun.finish()
-        place.note(said)
-        return said
+
+    def _wait_for_any(self, awaited: Announcement | None) -> None:
+        """Return when ``awaited`` is ready, or there is something else to do."""
+        places = [
+            place
+            for place in self._places.values()
+            if place.begun is not None or (place is self._main and not place.is_over)
+        ]
+
+        def is_ready() -> bool:
+            is_done = awaited is not None and awaited.is_ready()
+            return bool(self._waits.has_ready_answer() or is_done or self._find_due())
+
+        self._waits.until(is_ready, places, _NEVER)
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Why a call has failed: a member has left, and has ended or closed the group, or not."""
-        if isinstance(error, (AgreementError, BackendError)):
+        place = self._places.get(channel.opened)
+        if place is not None and isinstance(error, (AgreementError, BackendError)):
             try:
-                self._waits.raise_left([channel])
+                self._waits.raise_full(place)
+                self._waits.raise_left([place])
             except JoinError as cause:
                 return cause
         return error
-
-    def _wait_for_any(self, begun: AnnouncementRound | None = None) -> None:
-        """Return when ``begun`` is done, or there is something else to do."""
-        places = self._places.under_way()
-        unwatched = [one for one in places if one.round is None or not one.round.is_watched]
-
-        def is_ready() -> bool:
-            is_done = begun is not None and begun.is_ready()
-            return bool(self._waits.has_ready_answer() or is_done or self._places.find_due())
-
-        self._waits.until(is_ready, [one.channel for one in places], _NEVER, unwatched)
 
 
 def find_shadow(world: World) -> Shadow | None:

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ..bootstrap.world import World
+from ..checking.call_words import num_bytes
 from ..checking.program import call_site, set_aside
 from ..errors import JoinError
-from ..groups.channel import Channel
 from ..groups.communicators import get_registry
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..wires.operations import MemberLost
@@ -61,36 +61,31 @@ class Waits:
     def until(
         self,
         is_ready: Callable[[], bool],
-        channels: Sequence[Channel],
+        places: Sequence[JoinedCommunicator],
         timeout: timedelta,
-        unwatched: Sequence[JoinedCommunicator] = (),
     ) -> None:
-        """Wait until ``is_ready()``, or the timeout.
+        """Wait until ``is_ready()``, which is called often, or the timeout.
 
         Args:
-            is_ready: called often.
-            channels: on which the others are waited for.
-            timeout: how long to wait.
-            unwatched: where nothing of this rank's is under way that would fail as others end.
+            places: where the others are waited for; in a round the wire sees that they end.
 
         Raises:
-            JoinError: a member of ``channels`` has left the context by an exception.
-            AbortedError, BackendError: one of ``channels`` is broken; a member of ``unwatched``
-                ended.
+            JoinError: a member there has left the context by an exception.
+            AbortedError, BackendError: a group there is broken; a member ended.
         """
         here = find_rank_here()
         if here is not None:
             what = "a join context, for the others' next call"
             here.wait(
                 CallWait(
-                    what, call_site(), lambda: is_ready() or self._find_left(channels) is not None
+                    what, call_site(), lambda: is_ready() or self._find_left(places) is not None
                 )
             )
             if not is_ready():
-                self.raise_left(channels)
+                self.raise_left(places)
             return
         end = time.monotonic() + _YIELDS_S
-        while time.monotonic() < end:  # a round is short where all members are there
+        while time.monotonic() < end:  # it is short where all members are there
             if is_ready():
                 return
             _yield_core()
@@ -98,42 +93,68 @@ class Waits:
 
         def check() -> None:
             nonlocal next_look, next_look_at_lives
-            for channel in channels:
-                channel.refuse_broken()
+            for place in places:
+                place.channel.refuse_broken()
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + _LOOK_S
-                # One that has left after the round leaves it to be done here in a moment.
-                if self._find_left(channels) and not wait_until(is_ready, Grace(_LEAVING_S)):
-                    self.raise_left(channels)
-            if unwatched and now >= next_look_at_lives:
+                # One that has left after the call leaves it to be done here in a moment.
+                if self._find_left(places) and not wait_until(is_ready, Grace(_LEAVING_S)):
+                    self.raise_left(places)
+            if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
-                for place in unwatched:
-                    gone = place.find_gone()
+                for place in places:
+                    gone = None if place.is_in_round() else place.find_gone()
                     if gone is not None and not is_ready():  # it may have come before it ended
                         raise place.channel.explain(MemberLost("has ended", gone))
 
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
-    def raise_left(self, channels: Sequence[Channel]) -> None:
+    def raise_left(self, places: Sequence[JoinedCommunicator]) -> None:
         """Raise where a member has left the context by an exception."""
-        channel = self._find_left(channels)
-        if channel is not None:
-            raise self._left(channel)
+        place = self._find_left(places)
+        if place is None:
+            return
+        left = self._whereabouts.find_left(place.label)
+        assert left is not None  # it is said once
+        self._end(place, _text_of(left))
+        raise JoinError(
+            _summary_of(left),
+            where=self._where(place),
+            found=left["reason"],
+            fix=f"look at rank {left['rank']}; the group is broken now",
+        )
+
+    def raise_full(self, place: JoinedCommunicator) -> None:
+        """Raise where a member, be it this one, had no room for its call."""
+        member = place.find_full()
+        if member is None:
+            return
+        group = place.channel.group
+        summary = f"a call on {group.name} is too long to be told to ranks without data"
+        self._end(place, summary)
+        raise JoinError(
+            summary,
+            where=self._where(place),
+            expected=f"a verb, shapes, dtypes and a title that take {num_bytes()} bytes",
+            found=f"a longer call on rank {group.ranks[member]}",
+            fix="give it a shorter title or tensors of fewer dims, or call it outside of the join "
+            "context; the group is broken now",
+        )
 
     def raise_gone(self, place: JoinedCommunicator, member: int) -> NoReturn:
         """Raise as a member has left: by an exception, as another has ended, or at its end."""
-        channel = place.channel
-        self.raise_left([channel])
+        self.raise_full(place)
+        self.raise_left([place])
         ended = place.find_gone()
         if ended is not None:
-            raise channel.explain(MemberLost("has ended", ended))
-        rank = channel.group.ranks[member]
+            raise place.channel.explain(MemberLost("has ended", ended))
+        rank = place.channel.group.ranks[member]
         summary = f"rank {rank} has left its join context, which this rank is in still"
-        self._end(channel, summary)
+        self._end(place, summary)
         raise JoinError(
             summary,
-            where=f"rank {self._world.rank}, {channel.group.name}",
+            where=self._where(place),
             expected="equally many calls of a group on all of its members, or a join context that "
             "all of them leave together",
             fix="let the context be on a group that has all of these ranks; the group is broken "
@@ -147,36 +168,27 @@ class Waits:
         """
         for place in places:
             place.leave()
-        if any(place.uses_table for place in places):
+        if any(place.uses_words for place in places):
             time.sleep(_SEEN_S)  # one that has not seen this rank leave is seen to go on by then
         for place in places:
             if place.is_missed():
-                left = self._whereabouts.find_left(place.channel.opened.label)
+                left = self._whereabouts.find_left(place.label)
                 summary = f"rank {self._world.rank} has left its join context"
-                self._end(place.channel, summary if left is None else _text_of(left))
+                self._end(place, summary if left is None else _text_of(left))
 
-    def _left(self, channel: Channel) -> JoinError:
-        """The error of a member that has left, which no rank may wait for then."""
-        left = self._whereabouts.find_left(channel.opened.label)
-        assert left is not None  # it is said once
-        self._end(channel, _text_of(left))
-        return JoinError(
-            _summary_of(left),
-            where=f"rank {self._world.rank}, {channel.group.name}",
-            found=left["reason"],
-            fix=f"look at rank {left['rank']}; the group is broken now",
-        )
-
-    def _end(self, channel: Channel, reason: str) -> None:
+    def _end(self, place: JoinedCommunicator, reason: str) -> None:
         """End the group for all members: what has been started there would wait for ever."""
-        if not channel.is_broken():
-            message = {"reason": reason, "group": channel.group.name}
-            get_registry(self._world).abort([channel.opened.label], message)
+        if not place.channel.is_broken():
+            message = {"reason": reason, "group": place.channel.group.name}
+            get_registry(self._world).abort([place.label], message)
 
-    def _find_left(self, channels: Sequence[Channel]) -> Channel | None:
-        """A channel of which a member has left the context by an exception."""
+    def _find_left(self, places: Sequence[JoinedCommunicator]) -> JoinedCommunicator | None:
+        """Where a member has left the context by an exception."""
         find = self._whereabouts.find_left
-        return next((one for one in channels if find(one.opened.label) is not None), None)
+        return next((place for place in places if find(place.label) is not None), None)
+
+    def _where(self, place: JoinedCommunicator) -> str:
+        return f"rank {self._world.rank}, {place.channel.group.name}"
 
 
 def _summary_of(left: Mapping[str, Any]) -> str:

@@ -39,6 +39,7 @@ class Whereabouts:
         self._members = members
         self._inside = f"join context {world.next_number(('join contexts', main))} of {main}"
         self._beyond = f"join context {world.next_number('join contexts')}"
+        self._refusal: JoinError | None = None
 
     def join(self) -> None:
         """Say that this rank has no data left."""
@@ -50,8 +51,13 @@ class Whereabouts:
         context = self._inside if rank in self._members else self._beyond
         return self._find(f"{context}/joined/{rank}") is not None
 
+    def refuse(self, refusal: JoinError) -> None:
+        """Keep the error of a call that cannot be answered: others are told it, if this leaves."""
+        self._refusal = refusal
+
     def leave(self, labels: Sequence[str], error: BaseException) -> None:
         """Say to the members of communicators that this rank has left by an exception."""
+        error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:
             reason += f": {error.found}"

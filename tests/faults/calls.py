@@ -301,6 +301,49 @@ def ddp(call: Call) -> Outcome:
     return None, lambda: call.expect([grad.flatten()], [wanted.flatten()])
 
 
+# -- loops with unequally many steps -------------------------------------------------------------
+
+
+def num_turns(place: int) -> int:
+    """How many steps a member has, by its place."""
+    return 1 + 3 * place % 5
+
+
+def uneven(call: Call) -> Outcome:
+    found, wanted = [], []
+    turns = range(num_turns(call.place))
+    for turn in md.uneven(turns, call.group):
+        going = [place for place in range(call.size) if num_turns(place) > turn]
+        x = torch.full((call.step.count,), call.place + 1.0)
+        y = torch.full((turn,), 1.0)
+        work = md.all_reduce(x, group=call.group, async_op=True)
+        md.all_reduce(y, md.ReduceOp.MAX, call.group)
+        z = torch.tensor([float(call.place)])
+        md.broadcast(z, group=call.group, group_src=max(range(call.size), key=num_turns))
+        work.wait()
+        found += [x[:1], z]
+        total = torch.tensor([sum(place + 1.0 for place in going)])
+        wanted += [total, torch.tensor([float(max(range(call.size), key=num_turns))])]
+    return None, lambda: call.expect(found, wanted)
+
+
+def join(call: Call) -> Outcome:
+    """A model whose gradients are averaged over the members that have data."""
+    model = torch.nn.Linear(4, 2, bias=False)
+    torch.nn.init.ones_(model.weight)
+    wrapped = md.DDP(model, process_group=call.group)
+    found, wanted = [], []
+    with wrapped.join(divide_by_initial_world_size=False):
+        for turn in range(num_turns(call.place)):
+            going = [place for place in range(call.size) if num_turns(place) > turn]
+            wrapped.zero_grad()
+            wrapped(torch.full((1, 4), float(len(going) * (call.place + 1)))).sum().backward()
+            assert model.weight.grad is not None
+            found.append(model.weight.grad.flatten().round())
+            wanted.append(torch.full((8,), sum(place + 1.0 for place in going)))
+    return None, lambda: call.expect(found, wanted)
+
+
 # -- several tensors, objects ---------------------------------------------------------------------
 
 
@@ -423,7 +466,7 @@ CALLS: dict[str, Callable[[Call], Outcome]] = {
             *(all_reduce, all_reduce_coalesced, reduce, reduce_scatter_tensor, reduce_scatter),
             *(broadcast, all_gather_into_tensor, all_gather, all_gather_coalesced),
             *(gather, scatter, all_to_all, all_to_all_single, barrier, monitored_barrier),
-            *(shared_empty, ddp),
+            *(shared_empty, ddp, uneven, join),
             *(all_reduce_multigpu, reduce_multigpu, broadcast_multigpu, all_gather_multigpu),
             *(all_gather_object, gather_object, broadcast_object_list, scatter_object_list),
             *(send, isend, batch_isend_irecv, send_object_list),

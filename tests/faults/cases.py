@@ -2,7 +2,8 @@
 
 A case has a name, as in "shm fault 1 17": its wire, what it is drawn as, the seed and its number;
 ``case_of(name)`` is the same case on every machine. It is drawn as a *fault* at a random point of a
-random program, or as an *exit*, where a rank leaves right after a call.
+random program, as a *loop*, where the program has join contexts and steps of models, or as an
+*exit*, where a rank leaves right after a call.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshdist.verb_table import ROOTED_VERBS, VERBS
-from tests.faults.programs import ALL_WAIT, COMPARED, MESSAGES, Program, Step, draw_program
+from tests.faults.programs import (
+    ALL_WAIT,
+    COMPARED,
+    LOOPS,
+    MESSAGES,
+    Program,
+    Step,
+    draw_loops,
+    draw_program,
+)
 
 __all__ = [
     "ABRUPT",
@@ -20,6 +30,7 @@ __all__ = [
     "FAULT",
     "HOSTS",
     "KINDS",
+    "LOOP",
     "MISCALLS",
     "SIGNALLED",
     "SKIPPING",
@@ -28,7 +39,7 @@ __all__ = [
     "case_of",
 ]
 
-FAULT, EXIT = "fault", "exit"
+FAULT, EXIT, LOOP = "fault", "exit", "loop"
 HOSTS = "hosts"
 """Two hosts made of namespaces, over the wire that a program has there if it names none."""
 LAYOUTS = {2: ("AB",), 3: ("AAB", "ABB", "ABA"), 5: ("AAABB", "ABBAB", "AAAAB", "ABBBB")}
@@ -186,14 +197,14 @@ def case_of(name: str) -> Case:
     wire, kind, seed, number = name.split()
     if kind == EXIT:
         return draw_exit(name, wire, int(seed), int(number))
-    return draw_fault(name, wire)
+    return draw_fault(name, wire, has_loops=kind == LOOP)
 
 
-def draw_fault(name: str, wire: str) -> Case:
-    """A fault at a random point of a random program."""
+def draw_fault(name: str, wire: str, *, has_loops: bool = False) -> Case:
+    """A fault at a random point of a random program, or of one of join contexts and models."""
     draw = random.Random(name)
     size = draw.choice((2, 2, 3, 3, 5))
-    program = draw_program(draw, size, draw.randint(3, 10))
+    program = (draw_loops if has_loops else draw_program)(draw, size, draw.randint(3, 10))
     kind = draw.choice(list(KINDS))
     rank = draw.choice((0, draw.randrange(1, size)))
     step = draw_place(draw, program, kind, rank)
@@ -264,7 +275,7 @@ def header_of(step: Step) -> tuple[object, ...]:
     if step.call in MESSAGES:
         return verb, step.count, step.dtype, step.root, step.peer
     facts = VERBS.get(step.call)
-    if step.call in ("barrier", "ddp") or (facts is not None and facts.is_of_objects):
+    if step.call in ("barrier", *LOOPS) or (facts is not None and facts.is_of_objects):
         data: tuple[object, ...] = ()
     else:
         data = (step.count, step.dtype)
@@ -279,7 +290,7 @@ def reach_s(step: Step) -> float:
     """How long a step may take, about."""
     if step.call in ("init", "reinit"):
         return 0.15
-    if step.call in ("new_group", "mesh", "ddp", "monitored_barrier", "shared_empty"):
+    if step.call in ("new_group", "mesh", *LOOPS, "monitored_barrier", "shared_empty"):
         return 0.03
     return 0.001 + step.count * 2e-8
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["ALL_WAIT", "COMPARED", "MAKERS", "Program", "Step", "draw_program"]
+__all__ = ["ALL_WAIT", "COMPARED", "MAKERS", "Program", "Step", "draw_loops", "draw_program"]
 
 Parts = tuple[tuple[int, ...], ...]
 """The groups that one handle stands for: disjoint ranks, as along one axis of a mesh."""
@@ -187,6 +187,22 @@ def draw_program(draw: random.Random, size: int, num_steps: int) -> Program:
             program.steps.append(Step("ddp"))
         else:
             program.steps.append(draw_call(draw, program, draw.choice(live)))
+    return program
+
+
+LOOPS = ("ddp", "uneven", "join")
+
+
+def draw_loops(draw: random.Random, size: int, num_steps: int) -> Program:
+    """A program of which every third call is a loop, or a model's step, on its group."""
+    program = draw_program(draw, size, num_steps)
+    for number, step in enumerate(program.steps):
+        if not step.makes and step.call not in ("init", "reinit") and draw.random() < 0.35:
+            call = draw.choice(LOOPS)
+            group = 0 if call == "ddp" else step.group
+            program.steps[number] = Step(call, group, count=step.count)
+    if not any(step.call in LOOPS for step in program.steps):
+        program.steps.append(Step(draw.choice(LOOPS)))
     return program
 
 

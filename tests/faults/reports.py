@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshdist.runtime.hosts import find_version
-from tests.faults.cases import EXIT, FAULT, Case
+from tests.faults.cases import EXIT, FAULT, LOOP, Case
 from tests.faults.outcomes import TORCHS_CLIENT, TORCHS_GLOO, Finding, Outcome
 
 __all__ = ["Result", "Tally"]
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def drawn_as(self) -> str:
-        return EXIT if self.case.is_exit else FAULT
+        return next((kind for kind in (EXIT, LOOP) if kind in self.case.name.split()), FAULT)
 
     @property
     def is_struck(self) -> bool:
@@ -80,8 +80,9 @@ class Tally:
         for (_, _, kind), number in self.found.items():
             kinds[kind] += number
         listed = ", ".join(f"{kind} {kinds[kind]}" for kind in PROMISES if kinds[kind])
+        loops = f"{self.count(LOOP)} in loops, " if self.count(LOOP) else ""
         return (
-            f"{self.count(FAULT)} faults, {self.count(EXIT)} exits, {self.seconds:.0f} s: "
+            f"{self.count(FAULT)} faults, {loops}{self.count(EXIT)} exits, {self.seconds:.0f} s: "
             f"{listed or 'every promise kept'}"
         )
 
@@ -100,6 +101,8 @@ class Tally:
             self.summary() + ".",
             "",
             *self._table(FAULT, "what befell one rank"),
+            "",
+            *self._table(LOOP, "in join contexts and steps of models"),
             "",
             *self._table(EXIT, "how a rank left after its call"),
         ]

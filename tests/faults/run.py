@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.cases import EXIT, FAULT, HOSTS, Case, case_of
+from tests.faults.cases import EXIT, FAULT, HOSTS, LOOP, Case, case_of
 from tests.faults.hosts import Becoming, run_case
 from tests.faults.outcomes import Finding, Outcome, judge
 from tests.faults.reports import Result, Tally
@@ -81,7 +81,14 @@ def prepare(wires: Iterable[str]) -> None:
     import meshdist as md
     from meshdist.bootstrap.mpi_library import load_mpi
 
-    for name in ("init_process_group", "DDP", "send_object_list", "shared_empty", "new_group"):
+    for name in (
+        "init_process_group",
+        "DDP",
+        "uneven",
+        "send_object_list",
+        "shared_empty",
+        "new_group",
+    ):
         getattr(md, name)
     if "mpi" in wires:
         load_mpi()
@@ -118,7 +125,7 @@ def drawn(given: argparse.Namespace, tally: Tally) -> Iterator[Case]:
     if given.names:
         yield from map(case_of, given.names)
         return
-    for kind, number in ((FAULT, given.faults), (EXIT, given.exits)):
+    for kind, number in ((FAULT, given.faults), (LOOP, given.loops), (EXIT, given.exits)):
         for place in itertools.count(given.first):
             if tally.count(kind) >= number or (given.match and place > 10 * number):
                 break
@@ -132,6 +139,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="the cases to run, alone")
     parser.add_argument("--wire", choices=WIRES, default="shm")
     parser.add_argument("--faults", type=int, default=0, help="how many")
+    parser.add_argument("--loops", type=int, default=0, help="how many in join contexts and DDP")
     parser.add_argument("--exits", type=int, default=0, help="how many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")

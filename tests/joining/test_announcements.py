@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 import meshdist as md
 from meshdist.checking.calls import Call, get_call
 from meshdist.groups.channel import Channel
-from meshdist.joining.announcements import AnnouncementRound, Statement, from_bytes, to_bytes
+from meshdist.joining.announcements import Announcement, Statement, from_bytes, to_bytes
 from meshdist.wires.prepared import PreparedCall
 from tests.pool import Pool
 
@@ -65,7 +65,7 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
         mine = [torch.ones(2)] * (num_tensors if md.get_rank() else 1)
         channel = md.group.WORLD.open_channel("cpu")
         said = said_of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
-        begun = AnnouncementRound(channel, said, channel.timeout)
+        begun = Announcement(channel, said, channel.timeout, None)
         return [len(one.call.parts) for one in begun.finish(channel.timeout)]
 
     assert md.simulate(program, 3) == [[1, num_tensors, num_tensors]] * 3
@@ -91,7 +91,7 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
 
 
 def wait_in_vain(channel: Channel) -> None:
-    begun = AnnouncementRound(channel, Statement(get_call("barrier", None)), channel.timeout)
+    begun = Announcement(channel, Statement(get_call("barrier", None)), channel.timeout, None)
     time.sleep(0.3)
     begun.finish()
 

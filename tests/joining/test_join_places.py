@@ -1,4 +1,4 @@
-"""Rounds of a context go through announcement tables where all members see each other's."""
+"""Calls of a context are shown in shared words where all members see each other's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.checking import shared_words
-from meshdist.checking.announcement_table import NUM_ROWS
+from meshdist.checking import call_words, calls, shared_words
 from meshdist.groups.communicators import get_registry
+from meshdist.joining import announcements
 from tests.joining.uneven_programs import plans, run_plan
 from tests.load import is_within
 from tests.mpi_job import job_of
@@ -98,7 +98,7 @@ def test_only_the_first_calls_have_a_round_over_mpi(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_all_calls_have_a_round_where_one_has_no_room_for_a_table(pool: Pool, backend: str) -> None:
+def test_all_calls_have_a_round_where_one_has_no_room_for_words(pool: Pool, backend: str) -> None:
     def program() -> tuple[list[float], int]:
         md.barrier()
         words = get_registry(get_world()).header_tables._words
@@ -115,8 +115,119 @@ def test_members_on_several_hosts_have_rounds(pool: Pool) -> None:
         assert num_collectives == 10 + 10 + 1
 
 
+def sums_of_many_kinds(num_kinds: int) -> list[float]:
+    """Rank 0 has two steps, and the others ten; calls of as many kinds, each with its sizes."""
+    sums = []
+    group = md.new_group()
+    for turn in md.uneven(range(10 if md.get_rank() else 2), group):
+        x = torch.ones(1 + turn % num_kinds)
+        md.all_reduce(x, group=group)
+        many = [torch.ones(1 + turn % num_kinds), torch.ones(3)]
+        md.all_reduce_coalesced(many, group=group)
+        sums.append(x.sum().item() / x.numel())
+        assert [len(one) for one in many] == [1 + turn % num_kinds, 3]
+    group.close()
+    return sums
+
+
+def forget_calls() -> None:
+    """Each call gets a fingerprint anew."""
+    calls.calls.clear()
+    call_words._from_bytes.cache_clear()
+    announcements.from_bytes.cache_clear()
+
+
+@pytest.mark.parametrize("wire", ["simulated", "shm"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_of_one_fingerprint_are_told_apart(
+    size: int, wire: str, request: pytest.FixtureRequest
+) -> None:
+    def program() -> list[float]:
+        with pytest.MonkeyPatch.context() as patch:
+            if wire == "simulated" and md.get_rank():  # one process, which rank 0 patches
+                return sums_of_many_kinds(5)
+            patch.setattr(calls, "fingerprint", lambda *_: 16)
+            forget_calls()
+            try:
+                return sums_of_many_kinds(5)
+            finally:
+                forget_calls()
+
+    few, many = [float(size)] * 2, [float(size)] * 2 + [size - 1.0] * 8
+    if wire == "simulated":
+        found = md.simulate(program, size)
+    else:
+        found = request.getfixturevalue("pool").run(program, size, backend=wire)
+    assert found == [few] + [many] * (size - 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_words_that_have_room_for_few_calls_are_written_over(pool: Pool, size: int) -> None:
+    """Each half has room for two of ten kinds of calls."""
+
+    def program() -> list[float]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(call_words, "_HALF", 32)
+            return sums_of_many_kinds(5)
+
+    few, many = [float(size)] * 2, [float(size)] * 2 + [size - 1.0] * 8
+    assert pool.run(program, size, backend="shm") == [few] + [many] * (size - 1)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("of", ["all", "one"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_call_that_is_longer_than_words_have_room_for_is_an_error_on_all(
+    pool: Pool, size: int, of: str, waits: bool
+) -> None:
+    """Rank 0 has joined; the last rank, or each but that, gives its tensor very many dims."""
+
+    def loop(group: md.ProcessGroup, *, is_long: bool) -> float:
+        rank, x = md.get_rank(), torch.ones(1)
+        for turn in md.uneven(range(6 if rank else 1), group):
+            if turn == 3 and is_long and (of == "all" or rank == size - 1):
+                x = torch.ones([1] * 60)
+            if turn == 3 and waits:
+                md.broadcast(x, src=size - 1, group=group)
+            md.all_reduce(x, group=group)
+        return x.sum().item()
+
+    def program() -> tuple[str, float]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(call_words, "_HALF", 16)
+            group = md.new_group()
+            with pytest.raises(md.JoinError) as error:
+                loop(group, is_long=True)
+            group.close()
+            return str(error.value), loop(md.new_group(), is_long=False)
+
+    begin = time.monotonic()
+    found = pool.run(program, size, backend="shm", timeout_s=20.0)
+    assert is_within(time.monotonic() - begin, 8.0)
+
+    for rank, (text, _) in enumerate(found):
+        assert "is too long to be told to ranks without data" in text.split("\n")[0]
+        assert f"where:    rank {rank}, group" in text
+        assert "expected: a verb, shapes, dtypes and a title that take 120 bytes" in text
+        assert "found:    a longer call on rank " in text
+        assert "fix:      give it a shorter title or tensors of fewer dims, or call it" in text
+        assert "the group is broken now" in text
+    assert {value for _, value in found[1:]} == {found[1][1]}
+
+
+def test_more_calls_than_there_are_words_are_answered(pool: Pool) -> None:
+    def program() -> float:
+        x = torch.ones(1)
+        for _ in md.uneven(range(3 + 1200 * md.get_rank())):
+            md.all_reduce(x, md.ReduceOp.MAX)
+            md.all_reduce(x.clone(), async_op=True).wait()
+        return x.item()
+
+    assert pool.run(program, 2, backend="shm") == [1.0, 1.0]
+
+
 def test_a_rank_with_data_does_not_wait_for_the_others(pool: Pool) -> None:
-    """It starts more calls than a table has rows before another comes to the first of them."""
+    """It starts many calls before another comes to the first of them."""
 
     def program() -> tuple[float, list[float]]:
         rank = md.get_rank()
@@ -131,10 +242,10 @@ def test_a_rank_with_data_does_not_wait_for_the_others(pool: Pool) -> None:
                     time.sleep(0.4)
                 begin = time.monotonic()
                 works = []
-                for number in range(NUM_ROWS + 20 if turn == 1 else 5):
+                for number in range(83 if turn == 1 else 5):
                     x = torch.full((1,), float(number))
                     works.append((x, md.all_reduce(x, async_op=True)))
-                    if turn == 1 and number == NUM_ROWS - 10:
+                    if turn == 1 and number == 53:
                         slept = time.monotonic() - begin
                 for x, work in works:
                     work.wait()
@@ -398,7 +509,7 @@ def test_calls_behind_a_context_are_not_taken_for_calls_in_it(
     assert apart == [[4.0] * 3] * 4
 
 
-def test_announcements_too_long_for_a_table_arrive(pool: Pool) -> None:
+def test_long_announcements_arrive(pool: Pool) -> None:
     """Of a list that all know to be long, and of sizes of which some ranks' are short."""
 
     def program() -> list[Any]:
@@ -524,7 +635,7 @@ def test_a_refused_call_leaves_the_group_usable(pool: Pool) -> None:
         assert total == 3.0
 
 
-@pytest.mark.parametrize("step", [1, 3])  # by the wire, and by tables
+@pytest.mark.parametrize("step", [1, 3])  # by the wire, and by words
 def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool, step: int) -> None:
     class Counter(md.Joinable):
         def __init__(self) -> None:

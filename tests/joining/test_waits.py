@@ -23,21 +23,22 @@ LONG = timedelta(seconds=60)
 
 def waits_here() -> tuple[Waits, Whereabouts, Any]:
     whereabouts = Whereabouts(get_world(), "main", range(2))
-    return Waits(get_world(), whereabouts), whereabouts, md.group.WORLD.open_channel("cpu")
+    channel = md.group.WORLD.open_channel("cpu")
+    return Waits(get_world(), whereabouts), whereabouts, JoinedCommunicator(md.group.WORLD, channel)
 
 
 def test_a_wait_ends_when_it_is_due_and_at_its_timeout(pool: Pool) -> None:
     def program() -> tuple[int, float]:
-        waits, _, channel = waits_here()
+        waits, _, place = waits_here()
         looks: list[int] = []
 
         def is_ready() -> bool:
             looks.append(1)
             return len(looks) > 40
 
-        waits.until(is_ready, [channel], LONG)
+        waits.until(is_ready, [place], LONG)
         begin = time.monotonic()
-        waits.until(lambda: False, [channel], SHORT)
+        waits.until(lambda: False, [place], SHORT)
         return len(looks), time.monotonic() - begin
 
     for num_looks, seconds in pool.run(program, 2):
@@ -48,13 +49,13 @@ def test_a_wait_ends_when_it_is_due_and_at_its_timeout(pool: Pool) -> None:
 
 def test_a_wait_tells_that_another_has_left(pool: Pool) -> None:
     def program() -> str:
-        waits, whereabouts, channel = waits_here()
+        waits, whereabouts, place = waits_here()
         if md.get_rank() == 1:
-            whereabouts.leave([channel.opened.label], ValueError("no batch"))
+            whereabouts.leave([place.label], ValueError("no batch"))
             time.sleep(0.5)
             return "left"
         try:
-            waits.until(lambda: False, [channel], LONG)
+            waits.until(lambda: False, [place], LONG)
         except md.JoinError as error:
             return str(error)
         return "no error"
@@ -67,10 +68,10 @@ def test_a_wait_tells_that_another_has_left(pool: Pool) -> None:
 
 def test_what_is_there_counts_though_another_has_left_since(pool: Pool) -> None:
     def program() -> str:
-        waits, whereabouts, channel = waits_here()
-        whereabouts.leave([channel.opened.label], ValueError("no batch"))
+        waits, whereabouts, place = waits_here()
+        whereabouts.leave([place.label], ValueError("no batch"))
         begin = time.monotonic()
-        waits.until(lambda: time.monotonic() > begin + 0.3, [channel], LONG)
+        waits.until(lambda: time.monotonic() > begin + 0.3, [place], LONG)
         return "went on"
 
     assert pool.run(program, 2) == ["went on"] * 2
@@ -79,14 +80,12 @@ def test_what_is_there_counts_though_another_has_left_since(pool: Pool) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_an_idle_wait_sees_that_a_rank_has_ended(pool: Pool, backend: str) -> None:
     def program() -> str:
-        waits, _, channel = waits_here()
+        waits, _, place = waits_here()
         md.barrier()
         if md.get_rank() == 1:
             os._exit(3)
         try:
-            waits.until(
-                lambda: False, [channel], LONG, [JoinedCommunicator(md.group.WORLD, channel)]
-            )
+            waits.until(lambda: False, [place], LONG)
         except md.MeshdistError as error:
             return str(error)
         return "no error"
