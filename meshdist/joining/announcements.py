@@ -2,14 +2,12 @@
 
 A round is one small all-gather on the communicator of the call. It is noted and compared as other
 collectives are, so that a member outside of every join context is found to disagree. Where all
-members are on one host, and see each other's call words, later calls of the context are shown
-there: then a member that has data need not wait for the others, except where it must know which
-ranks have joined. Calls whose sizes may differ, and those on many tensors, have a round still. So
-what a member does is told by its own call alone:
+members are on one host, and see each other's call words, all that they say later in the context is
+shown there: then a member that has data need not wait for the others, except where it must know
+which ranks have joined. All members know alike which of both it is, from the rounds before:
 
-    no words yet:     rank 0   shows ROUND, gathers, calls     rank 1 (joined)  as rank 0
-    a call on words:  rank 0   shows it, calls                 rank 1 (joined)  shows NOTHING, reads
-    an uneven call:   rank 0   shows GATHERED, gathers, calls  rank 1 (joined)  NOTHING, gathers
+    no words yet:  rank 0   gathers what all say, calls     rank 1, joined   gathers, answers
+    on words:      rank 0   shows its call, calls           rank 1, joined   shows, reads, answers
 
 A ``JoinedCommunicator`` says how that goes on one communicator of a join context, and whether a
 rank is needed there.
@@ -18,7 +16,6 @@ rank is needed there.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -26,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checking.call_words import GATHERED, NOTHING, ROUND, CallWords
+from ..checking.call_words import CallWords
 from ..checking.calls import Call, from_fields, get_call, to_fields
 from ..error_text import ranks_text
 from ..errors import CollectiveTimeoutError
@@ -38,7 +35,6 @@ from ..wires.prepared import PreparedCall
 __all__ = [
     "NAME",
     "NOTICE",
-    "Announcement",
     "JoinedCommunicator",
     "Statement",
     "from_bytes",
@@ -52,7 +48,6 @@ NOTICE = "notice"
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
-_MOST_SHOWN = 256  # tensors
 _AT_ONCE = timedelta(milliseconds=1)
 _NUM_KEPT = 1024  # programs repeat their calls
 _NOTHING = Call("", None)
@@ -84,14 +79,6 @@ class Statement(NamedTuple):
         call = get_call(*asked, bool(sent), owner=owner)
         return cls(call, (tuple(sent), tuple(taken)) if sent else ())
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether it is said in a round always: it has sizes, or tells of many tensors.
-
-        That is equal on all members whose calls are, so that they do the same.
-        """
-        return self.call.is_uneven or len(self.call.data or ()) > _MOST_SHOWN
-
 
 @lru_cache(maxsize=_NUM_KEPT)
 def to_bytes(statement: Statement) -> bytes:
@@ -108,100 +95,6 @@ def from_bytes(data: bytes) -> Statement:
     return Statement(from_fields(*fields), tuple(map(tuple, sizes)), *map(bool, flags))
 
 
-class Announcement:
-    """What this member says before a call; what all say, once all have come to it.
-
-    Args:
-        channel: on whose communicator it is.
-        mine: this member's.
-        timeout: of a round.
-        words: of this member, where all see those of all; else it is a round.
-    """
-
-    def __init__(
-        self, channel: Channel, mine: Statement, timeout: timedelta, words: CallWords | None
-    ) -> None:
-        self.mine = mine
-        self._channel, self._timeout, self._words = channel, timeout, words
-        self._gather: PreparedCall | None = None
-        self._said: list[Statement] | None = None
-        bits = mine.has_joined | mine.is_late << 1
-        if words is None or mine.is_gathered:
-            if words is not None:
-                words.enter(GATHERED)
-            self._begin_round()
-        elif mine.call.verb:
-            words.show(mine.call, bits)
-        else:
-            words.enter(NOTHING | bits)
-
-    @property
-    def is_round(self) -> bool:
-        """Whether it goes by the wire, so that it fails as members end."""
-        return self._gather is not None
-
-    def is_ready(self) -> bool:
-        """Whether all have come to it, or it has failed."""
-        if self._gather is None and self._said is None:
-            self._look()
-        return self._said is not None or (
-            self._gather is not None and self._gather.operation.is_ready()
-        )
-
-    def finish(self, timeout: timedelta = _AT_ONCE) -> list[Statement] | None:
-        """Return what each member says, in group order; None if not all have come to it.
-
-        Raises:
-            MeshdistError: a round failed; as the group explains.
-        """
-        return self._said if self._gather is None else self._finish_round(self._gather, timeout)
-
-    def _look(self) -> None:
-        """Read what all show, or begin the round that one of them has begun."""
-        assert self._words is not None
-        shown = self._words.find_shown()
-        if GATHERED in shown.values():
-            self._begin_round()
-        elif len(shown) == self._channel.communicator.size:
-            said = []
-            for member, word in sorted(shown.items()):
-                call = self._words.find_call(member, word) if word > ROUND else _NOTHING
-                if call is None:  # it has not arrived yet
-                    return
-                said.append(Statement(call, (), bool(word & 1), bool(word & 2)))
-            self._said = said
-
-    def _begin_round(self) -> None:
-        data = to_bytes(self.mine)
-        self._gather = self._start(len(data).to_bytes(_HEAD_BYTES, "little") + data, _NUM_BYTES)
-
-    def _finish_round(self, gather: PreparedCall, timeout: timedelta) -> list[Statement]:
-        rows = self._rows(gather, timeout)
-        sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
-        rows = [row[_HEAD_BYTES:] for row in rows]
-        longest = max(sizes)
-        if longest > _NUM_BYTES - _HEAD_BYTES:  # all have come, and know that they do not fit
-            rows = self._rows(self._start(to_bytes(self.mine), longest), self._timeout)
-        return [from_bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-
-    def _start(self, data: bytes, num_bytes: int) -> PreparedCall:
-        """Start to gather ``data`` of all members, ``num_bytes`` of each."""
-        channel = self._channel
-        padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
-        mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
-        gathered = mine.new_empty(channel.communicator.size * num_bytes)
-        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered], mine)
-        prepared.timeout = self._timeout
-        channel.enter(prepared, is_guarded=False)
-        channel.start_entered(prepared)
-        return prepared
-
-    def _rows(self, gather: PreparedCall, left: timedelta) -> list[bytes]:
-        self._channel.finish(gather, left)
-        rows = gather.outputs[0].view(self._channel.communicator.size, -1)
-        return [bytes(row) for row in rows.cpu().numpy()]
-
-
 @dataclass(eq=False)
 class JoinedCommunicator:
     """One communicator on which this rank may be needed, with one group that uses it."""
@@ -210,16 +103,18 @@ class JoinedCommunicator:
     channel: Channel
     words: CallWords | None = field(default=None, init=False)
     """This member's, where it has some."""
-    begun: Announcement | None = field(default=None, init=False)
-    """The announcement that this rank has made, and whose answers it has not read."""
+    begun: Statement | None = field(default=None, init=False)
+    """Of this member, as long as it waits for the others'."""
     is_held: bool = field(default=False, init=False)
-    """Whether a call of this rank waits for that."""
+    """Whether a call of this rank waits for them."""
     is_over: bool = field(default=False, init=False)
     """Whether all members have joined."""
     uses_words: bool = field(default=False, init=False)
     """Whether all members see what the others show in shared words; the same on all of them."""
     is_settled: bool = field(default=True, init=False)
-    """Whether this rank has made the calls of all announcements that it has made."""
+    """Whether this rank has made the calls of all that it has said."""
+    _gather: PreparedCall | None = field(default=None, init=False)
+    """The round that is under way."""
 
     def __post_init__(self) -> None:
         opened = self.channel.opened
@@ -230,38 +125,96 @@ class JoinedCommunicator:
         if self.words is not None:
             self.words.begin()
 
-    def announce(self, mine: Statement, timeout: timedelta) -> None:
-        """Say ``mine`` to all members, where there is room for it."""
-        self.is_settled = False
-        words = self.words
-        if not self.uses_words and words is not None:
-            words.enter(ROUND)
-            mine = mine._replace(sees_all=words.sees_all())
-        self.begun = Announcement(self.channel, mine, timeout, words if self.uses_words else None)
-
-    def note(self, said: Sequence[Statement]) -> None:
-        """Take notice of what all have said."""
-        self.uses_words = self.uses_words or all(one.sees_all for one in said)
-
-    def has_room(self, mine: Statement) -> bool:
-        """Whether ``mine`` can be said now, over nothing that a member has yet to read."""
-        if not self.uses_words or self.words is None:
-            return True
-        return self.words.has_room(mine.call if mine.call.verb and not mine.is_gathered else None)
-
     @property
     def label(self) -> str:
         """Of the communicator, equal on all members."""
         return self.channel.opened.label
 
+    # -- what is said -----------------------------------------------------------------------------
+
+    def has_room(self, mine: Statement) -> bool:
+        """Whether ``mine`` can be said now, over nothing that a member has yet to read."""
+        return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
+
+    def say(self, mine: Statement, timeout: timedelta) -> None:
+        """Say ``mine`` to all members, where there is room for it; ``timeout`` is a round's.
+
+        Raises:
+            StatementTooLong: there never is.
+        """
+        self.is_settled, words = False, self.words
+        if self.uses_words and words is not None:
+            words.show(to_bytes(mine))
+        else:
+            if words is not None:
+                words.show_round()
+                mine = mine._replace(sees_all=words.sees_all())
+            data = to_bytes(mine)
+            head = len(data).to_bytes(_HEAD_BYTES, "little")
+            self._gather = self._start(head + data, _NUM_BYTES, timeout)
+        self.begun = mine
+
     def is_in_round(self) -> bool:
         """Whether a round is under way, which fails as members end."""
-        return self.begun is not None and self.begun.is_round
+        return self._gather is not None
 
     def is_ready(self) -> bool:
-        """Whether what is begun here is ready, or a member that has left is missed in it."""
-        assert self.begun is not None
-        return self.begun.is_ready() or self.find_left() is not None
+        """Whether all have said theirs, or this has failed."""
+        if self._gather is not None:
+            return self._gather.operation.is_ready()
+        return self.words is not None and self.words.find_all() is not None
+
+    def is_due(self) -> bool:
+        """Whether it is ready, or a member that is missed in it has left."""
+        return self.is_ready() or self.find_left() is not None
+
+    def read(self, timeout: timedelta) -> list[Statement]:
+        """Return what each member has said, in group order, once it is ready.
+
+        Raises:
+            CollectiveTimeoutError: some have not. Others: as the group explains.
+        """
+        rows = self.words.find_all() if self.words and not self._gather else self._gathered(timeout)
+        if rows is None:
+            assert self.begun is not None
+            raise self.not_begun(self.begun, timeout)
+        said = list(map(from_bytes, rows))
+        self.uses_words = self.uses_words or all(one.sees_all for one in said)
+        return said
+
+    def end(self) -> None:
+        """Wait no more for what the others say."""
+        self.begun = self._gather = None
+        self.is_held = False
+
+    def _gathered(self, timeout: timedelta) -> list[bytes]:
+        assert self._gather is not None and self.begun is not None
+        rows = self._rows(self._gather, _AT_ONCE)
+        sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
+        rows = [row[_HEAD_BYTES:] for row in rows]
+        longest = max(sizes)
+        if longest > _NUM_BYTES - _HEAD_BYTES:  # all have come, and know that they do not fit
+            rows = self._rows(self._start(to_bytes(self.begun), longest, timeout), timeout)
+        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _start(self, data: bytes, num_bytes: int, timeout: timedelta) -> PreparedCall:
+        """Start to gather ``data`` of all members, ``num_bytes`` of each."""
+        channel = self.channel
+        padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
+        gathered = mine.new_empty(channel.communicator.size * num_bytes)
+        prepared = PreparedCall(NAME, "all_gather", [mine], [gathered], mine)
+        prepared.timeout = timeout
+        channel.enter(prepared, is_guarded=False)
+        channel.start_entered(prepared)
+        return prepared
+
+    def _rows(self, gather: PreparedCall, left: timedelta) -> list[bytes]:
+        self.channel.finish(gather, left)
+        rows = gather.outputs[0].view(self.channel.communicator.size, -1)
+        return [bytes(row) for row in rows.cpu().numpy()]
+
+    # -- where it is needed -----------------------------------------------------------------------
 
     def is_open(self) -> bool:
         """Whether there is more to come, be it the error of a member that could not show it."""
@@ -307,15 +260,14 @@ class JoinedCommunicator:
         if self.words is not None:
             self.words.leave(self.words.number - (not self.is_settled))
 
-    def not_begun(self, call: Call, timeout: timedelta) -> CollectiveTimeoutError:
+    def not_begun(self, mine: Statement, timeout: timedelta) -> CollectiveTimeoutError:
         """The error of members that have not come to a call, or that are far behind it."""
-        group, shown = self.channel.group, self.words.find_shown() if self.words else {}
-        silent = [rank for member, rank in enumerate(group.ranks) if member not in shown]
+        group, silent = self.channel.group, self.words.find_silent() if self.words else []
         return CollectiveTimeoutError(
-            f"{call.text} on {group.name} was not begun by all ranks within "
+            f"{mine.call.text} on {group.name} was not begun by all ranks within "
             f"{timeout.total_seconds():g} s",
             where=group.here,
             expected=f"the same call, or the end of the data, on {ranks_text(group.ranks)}",
-            found=f"{ranks_text(silent)} did not come to it",
+            found=f"{ranks_text([group.ranks[member] for member in silent])} did not come to it",
             fix="look at the ranks that did not come to this call; the group is broken now",
         )

@@ -43,7 +43,7 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bootstrap.world import World
-from ..checking.call_words import CallTooLong
+from ..checking.call_words import StatementTooLong
 from ..checking.calls import Call, get_call
 from ..checking.program import set_aside
 from ..errors import (
@@ -59,7 +59,7 @@ from ..groups.communicators import OpenCommunicator, get_registry
 from ..groups.process_group import ProcessGroup, world_group
 from ..runtime.untraced import untraced
 from ..wires.prepared import PreparedCall
-from .announcements import NOTICE, Announcement, JoinedCommunicator, Statement
+from .announcements import NOTICE, JoinedCommunicator, Statement
 from .answers import answer
 from .waits import Waits
 from .whereabouts import Whereabouts, find_call, has_source, message_refusal
@@ -265,27 +265,22 @@ class Shadow(CallGuard):
         if not place.has_room(mine):
             self._wait(place, partial(place.has_room, mine))
             if not place.has_room(mine):
-                raise place.not_begun(mine.call, timeout)
+                raise place.not_begun(mine, timeout)
         try:
-            place.announce(mine, timeout)
-        except CallTooLong:
+            place.say(mine, timeout)
+        except StatementTooLong:
             self._waits.raise_full(place)
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
         """Return what all have said there, once they have; answer other calls meanwhile."""
-        begun, place.is_held = place.begun, True
-        assert begun is not None
+        place.is_held = True
         try:
-            while self._has_joined and not place.is_ready():
-                self._serve_next(begun)
-            self._wait(place, begun.is_ready)
-            said = begun.finish()
-            if said is None:
-                raise place.not_begun(begun.mine.call, self._timeout(place))
-            place.note(said)
-            return said
+            while self._has_joined and not place.is_due():
+                self._serve_next(place)
+            self._wait(place, place.is_ready)
+            return place.read(self._timeout(place))
         finally:
-            place.begun, place.is_held = None, False
+            place.end()
 
     def _check(self, place: JoinedCommunicator, said: Sequence[Statement]) -> Statement | None:
         """Return what those say that go on; None if all joined; JoinError on all alike."""
@@ -313,24 +308,24 @@ class Shadow(CallGuard):
         self._whereabouts.join()
         for place in tuple(self._places.values()):
             if place is main or self._begins_at_once(place):
-                self._say(place, self._joined())
+                self._say_joined(place)
         while not main.is_over or self._is_at_work():
             self._serve_next()
         self._waits.end_answers()
         return self._is_late
 
-    def _joined(self) -> Statement:
-        return Statement(has_joined=True, is_late=self._is_late)
+    def _say_joined(self, place: JoinedCommunicator) -> None:
+        self._say(place, Statement(has_joined=True, is_late=self._is_late))
 
-    def _serve_next(self, awaited: Announcement | None = None) -> None:
-        """Answer one call; where none is there wait for one, or until ``awaited`` is ready."""
+    def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
+        """Answer one call; where none is there wait for one, or until ``awaited`` is due."""
         self._waits.end_answers(ready_alone=True)
         due = self._find_due()
         try:
             if due is None:
                 self._wait_for_any(awaited)
             elif due.begun is None:
-                self._say(due, self._joined())
+                self._say_joined(due)
             else:
                 self._serve(due)
         except AbortedError:
@@ -348,7 +343,7 @@ class Shadow(CallGuard):
             self._is_late = False
         self._respond(place, said, going)
         if self._begins_at_once(place):
-            self._say(place, self._joined())
+            self._say_joined(place)
 
     def _respond(
         self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
@@ -383,7 +378,7 @@ class Shadow(CallGuard):
         """Where there is something to do: all have said something, or a member waits for this."""
         for place in tuple(self._places.values()):
             if place.begun is not None:
-                if not place.is_held and place.is_ready():
+                if not place.is_held and place.is_due():
                     return place
             elif place.is_open() and place.is_awaited():
                 return place
@@ -414,7 +409,7 @@ class Shadow(CallGuard):
         if not broken or any(place.is_held or place is self._main for place in broken):
             return False
         for place in broken:
-            place.begun = None
+            place.end()
         return True
 
     # -- waiting ----------------------------------------------------------------------------------
@@ -430,8 +425,8 @@ class Shadow(CallGuard):
         if left is not None:
             self._waits.raise_gone(place, left)
 
-    def _wait_for_any(self, awaited: Announcement | None) -> None:
-        """Return when ``awaited`` is ready, or there is something else to do."""
+    def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
+        """Return when ``awaited`` is due, or there is something else to do."""
         places = [
             place
             for place in self._places.values()
@@ -439,7 +434,7 @@ class Shadow(CallGuard):
         ]
 
         def is_ready() -> bool:
-            is_done = awaited is not None and awaited.is_ready()
+            is_done = awaited is not None and awaited.is_due()
             return bool(self._waits.has_ready_answer() or is_done or self._find_due())
 
         self._waits.until(is_ready, places, _NEVER)

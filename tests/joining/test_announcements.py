@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 import meshdist as md
 from meshdist.checking.calls import Call, get_call
 from meshdist.groups.channel import Channel
-from meshdist.joining.announcements import Announcement, Statement, from_bytes, to_bytes
+from meshdist.joining.announcements import JoinedCommunicator, Statement, from_bytes, to_bytes
 from meshdist.wires.prepared import PreparedCall
 from tests.pool import Pool
 
@@ -65,8 +65,9 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
         mine = [torch.ones(2)] * (num_tensors if md.get_rank() else 1)
         channel = md.group.WORLD.open_channel("cpu")
         said = said_of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
-        begun = Announcement(channel, said, channel.timeout, None)
-        return [len(one.call.parts) for one in begun.finish(channel.timeout)]
+        place = JoinedCommunicator(md.group.WORLD, channel)
+        place.say(said, channel.timeout)
+        return [len(one.call.parts) for one in place.read(channel.timeout)]
 
     assert md.simulate(program, 3) == [[1, num_tensors, num_tensors]] * 3
 
@@ -90,10 +91,11 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
     assert said.header not in [other.call.header for other in others]
 
 
-def wait_in_vain(channel: Channel) -> None:
-    begun = Announcement(channel, Statement(get_call("barrier", None)), channel.timeout, None)
+def wait_in_vain(group: md.ProcessGroup, channel: Channel) -> None:
+    place = JoinedCommunicator(group, channel)
+    place.say(Statement(get_call("barrier", None)), channel.timeout)
     time.sleep(0.3)
-    begun.finish()
+    place.read(channel.timeout)
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -104,7 +106,7 @@ def test_a_round_that_is_late_tells_how_long_it_was_waited_for(pool: Pool, backe
         if md.get_rank() == 1:
             md.barrier()
         with pytest.raises(md.MeshdistError) as caught:
-            wait_in_vain(channel)
+            wait_in_vain(group, channel)
         if md.get_rank() == 0:
             md.barrier()
         return str(caught.value)

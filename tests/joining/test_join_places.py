@@ -133,7 +133,7 @@ def sums_of_many_kinds(num_kinds: int) -> list[float]:
 def forget_calls() -> None:
     """Each call gets a fingerprint anew."""
     calls.calls.clear()
-    call_words._from_bytes.cache_clear()
+    announcements.to_bytes.cache_clear()
     announcements.from_bytes.cache_clear()
 
 
