@@ -10,8 +10,8 @@ a rank without data can take part in what it sees, and a member with data waits 
 
 A place belongs to its writer, so that no two statements are taken for each other. They fill one
 half of the room after the other; a half is written over once all others have come behind its last
-use. A statement that is too long for a half is an error on all. Words may arrive in another order
-than they were written in: each bears its number, and each statement a checksum.
+use. Words may arrive in another order than they were written in: each bears its number, and each
+statement a checksum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["WINDOW", "CallWords", "StatementTooLong", "num_bytes"]
 
 WINDOW = 1024
 """How many calls a member may be ahead of another."""
-_LEFT, _IS_FULL, _REACHED, _CALLS = 0, 1, 2, 3
+_LEFT, _REACHED, _CALLS = 0, 1, 2
 _FIRST = _CALLS + WINDOW
 _HALF = 1 << 15
 _NUM_WORDS = _FIRST + 2 * _HALF
@@ -103,7 +103,7 @@ class CallWords:
         """Show the statement of what this member comes to next, where there is room.
 
         Raises:
-            StatementTooLong: there never is. All members see that.
+            StatementTooLong: there never is.
         """
         word = self._told.get(data)
         self._enter(self._write(data) if word is None else word)
@@ -121,8 +121,6 @@ class CallWords:
         """Write what a word stands for; return the word."""
         num_words = _num_words(data)
         if num_words > _HALF:
-            self._mine[_IS_FULL] = 1
-            self.leave(self.number)
             raise StatementTooLong
         if num_words > self._left_over():  # all have come behind the last use of the other half
             self._turn = (self._turn + 1) % _NUM_TURNS
@@ -144,15 +142,11 @@ class CallWords:
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
         """Whether a member has come to what follows this one's last word: a round, or no round."""
-        for member, view in self._views.items():
-            word = self._find(view, self.number + 1)
-            if word is None:
-                is_there = bool(view[_IS_FULL])
-            else:
-                is_there = (word == _ROUND) == by_wire
-            if is_there and self._regions.is_current(member):
-                return True
-        return False
+        shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
+        return any(
+            word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)
+            for member, word in shown.items()
+        )
 
     def find_all(self) -> list[bytes] | None:
         """What each member says where this one has come to; None if some are not seen yet."""
@@ -204,15 +198,6 @@ class CallWords:
         """A member that has left, and does not make the call that this one has shown."""
         for member, view in self._views.items():
             if 0 < view[_LEFT] <= self.number and self._regions.is_current(member):
-                return member
-        return None
-
-    def find_full(self) -> int | None:
-        """A member that has left since it could not show what it does."""
-        if self._mine[_IS_FULL]:
-            return self._member
-        for member, view in self._views.items():
-            if view[_IS_FULL] and self._regions.is_current(member):
                 return member
         return None
 

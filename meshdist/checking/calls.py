@@ -121,6 +121,9 @@ class Call:
         object.__setattr__(self, "unseen", self.fingerprint if any(self.texts) else 0)
         object.__setattr__(self, "kind", (self.is_send, self.peer, self.tag))
 
+    def __hash__(self) -> int:
+        return self.fingerprint  # calls are looked up often, and made once
+
     @property
     def op(self) -> ReduceKind | None:
         """Its reduction, if it is one."""

@@ -217,9 +217,7 @@ class JoinedCommunicator:
     # -- where it is needed -----------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Whether there is more to come, be it the error of a member that could not show it."""
-        if self.find_full() is not None:
-            return True
+        """Whether members may call there still."""
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
@@ -239,10 +237,6 @@ class JoinedCommunicator:
     def find_left(self) -> int | None:
         """A member that has left the context, where it is seen."""
         return self.words.find_left() if self.uses_words and self.words else None
-
-    def find_full(self) -> int | None:
-        """A member whose words had no room for its call."""
-        return self.words.find_full() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:
         """A member that will make no announcement more, since its process has ended.

@@ -173,18 +173,8 @@ class Uneven(Generic[T]):
         self._begin()
         try:
             yield from self._data
-        except GeneratorExit:
-            self._shadow.end(
-                JoinError(
-                    "the loop over uneven(...) was left before its data had ended, by a break, a "
-                    "return or an exception",
-                    fix="where a loop may break off write: with uneven(...) as batches: "
-                    "for batch in batches: ...",
-                )
-            )
-            raise
         except BaseException as error:
-            self._shadow.end(error)
+            self._shadow.end(_broken_off() if isinstance(error, GeneratorExit) else error)
             raise
         self._shadow.leave()
 
@@ -214,6 +204,15 @@ class Uneven(Generic[T]):
             )
         self._shadow = self._new_shadow()
         self._shadow.begin()
+
+
+def _broken_off() -> JoinError:
+    return JoinError(
+        "the loop over uneven(...) was left before its data had ended, by a break, a return or an "
+        "exception",
+        fix="where a loop may break off write: with uneven(...) as batches: for batch in "
+        "batches: ...",
+    )
 
 
 def uneven(data: Iterable[T], group: GroupLike = None) -> Uneven[T]:

@@ -62,7 +62,7 @@ from ..wires.prepared import PreparedCall
 from .announcements import NOTICE, JoinedCommunicator, Statement
 from .answers import answer
 from .waits import Waits
-from .whereabouts import Whereabouts, find_call, has_source, message_refusal
+from .whereabouts import TOO_LONG, Whereabouts, find_call, has_source, message_refusal
 
 __all__ = ["Joinables", "Shadow", "find_shadow"]
 
@@ -154,7 +154,7 @@ class Shadow(CallGuard):
             # Members of a broken group are told by what broke it.
             places = self._places.values()
             labels = [place.label for place in places if not place.channel.is_broken()]
-            self._whereabouts.leave(labels, error)
+            self._whereabouts.leave(labels, self._whereabouts.reason_of(error))
         self._waits.leave(tuple(self._places.values()))
 
     @untraced
@@ -249,9 +249,8 @@ class Shadow(CallGuard):
         while True:
             self._say(place, mine._replace(has_joined=self._has_joined))
             if not waits and not place.is_in_round():
-                place.begun, left = None, place.find_left()
-                if left is not None:
-                    self._waits.raise_gone(place, left)
+                place.end()
+                self._waits.refuse_gone(place)
                 return ()
             said = self._read(place)
             going = self._check(place, said)
@@ -269,7 +268,8 @@ class Shadow(CallGuard):
         try:
             place.say(mine, timeout)
         except StatementTooLong:
-            self._waits.raise_full(place)
+            self._whereabouts.leave([place.label], TOO_LONG)
+            self._waits.refuse_left([place])
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
         """Return what all have said there, once they have; answer other calls meanwhile."""
@@ -421,9 +421,8 @@ class Shadow(CallGuard):
             return is_ready() or place.find_left() is not None
 
         self._waits.until(is_over, [place], self._timeout(place))
-        left = None if is_ready() else place.find_left()
-        if left is not None:
-            self._waits.raise_gone(place, left)
+        if not is_ready():
+            self._waits.refuse_gone(place)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
         """Return when ``awaited`` is due, or there is something else to do."""
@@ -442,13 +441,9 @@ class Shadow(CallGuard):
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Why a call has failed: a member has left, and has ended or closed the group, or not."""
         place = self._places.get(channel.opened)
-        if place is not None and isinstance(error, (AgreementError, BackendError)):
-            try:
-                self._waits.raise_full(place)
-                self._waits.raise_left([place])
-            except JoinError as cause:
-                return cause
-        return error
+        if place is None or not isinstance(error, (AgreementError, BackendError)):
+            return error
+        return self._waits.end_for_cause(place) or error
 
 
 def find_shadow(world: World) -> Shadow | None:

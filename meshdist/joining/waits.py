@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
 
 from ..bootstrap.world import World
 from ..checking.call_words import num_bytes
@@ -20,7 +19,7 @@ from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from ..wires.work import Work, is_ready as is_done, may_be_dropped
 from .announcements import JoinedCommunicator
-from .whereabouts import Whereabouts
+from .whereabouts import TOO_LONG, Whereabouts
 
 __all__ = ["Waits"]
 
@@ -73,16 +72,16 @@ class Waits:
             JoinError: a member there has left the context by an exception.
             AbortedError, BackendError: a group there is broken; a member ended.
         """
+
+        def has_left() -> bool:
+            return any(self._whereabouts.find_left(place.label) for place in places)
+
         here = find_rank_here()
         if here is not None:
             what = "a join context, for the others' next call"
-            here.wait(
-                CallWait(
-                    what, call_site(), lambda: is_ready() or self._find_left(places) is not None
-                )
-            )
+            here.wait(CallWait(what, call_site(), lambda: is_ready() or has_left()))
             if not is_ready():
-                self.raise_left(places)
+                self.refuse_left(places)
             return
         end = time.monotonic() + _YIELDS_S
         while time.monotonic() < end:  # it is short where all members are there
@@ -99,8 +98,8 @@ class Waits:
             if now >= next_look:
                 next_look = now + _LOOK_S
                 # One that has left after the call leaves it to be done here in a moment.
-                if self._find_left(places) and not wait_until(is_ready, Grace(_LEAVING_S)):
-                    self.raise_left(places)
+                if has_left() and not wait_until(is_ready, Grace(_LEAVING_S)):
+                    self.refuse_left(places)
             if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
                 for place in places:
@@ -110,51 +109,51 @@ class Waits:
 
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
-    def raise_left(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Raise where a member has left the context by an exception."""
-        place = self._find_left(places)
-        if place is None:
-            return
+    def end_for_cause(self, place: JoinedCommunicator) -> JoinError | None:
+        """End a group that is of no use any more in this context; return the error of that.
+
+        None where no member has left by an exception, or cannot tell what it calls.
+        """
         left = self._whereabouts.find_left(place.label)
-        assert left is not None  # it is said once
-        self._end(place, _text_of(left))
-        raise JoinError(
-            _summary_of(left),
-            where=self._where(place),
+        if left is None:
+            return None
+        if left["reason"] == TOO_LONG:
+            return self._broken(
+                place,
+                f"a call on {place.channel.group.name} is too long to be told to ranks without "
+                "data",
+                expected=f"a verb, shapes, dtypes and a title that take {num_bytes()} bytes",
+                found=f"a longer call on rank {left['rank']}",
+                fix="give it a shorter title or fewer tensors, or call it outside of the join "
+                "context; the group is broken now",
+            )
+        return self._broken(
+            place,
+            f"rank {left['rank']} has left the join context by an exception",
             found=left["reason"],
             fix=f"look at rank {left['rank']}; the group is broken now",
         )
 
-    def raise_full(self, place: JoinedCommunicator) -> None:
-        """Raise where a member, be it this one, had no room for its call."""
-        member = place.find_full()
+    def refuse_left(self, places: Sequence[JoinedCommunicator]) -> None:
+        """Raise where a group is of no use any more."""
+        for place in places:
+            cause = self.end_for_cause(place)
+            if cause is not None:
+                raise cause
+
+    def refuse_gone(self, place: JoinedCommunicator) -> None:
+        """Raise where a member that is missed in a call has left, or its process has ended."""
+        member = place.find_left()
         if member is None:
             return
-        group = place.channel.group
-        summary = f"a call on {group.name} is too long to be told to ranks without data"
-        self._end(place, summary)
-        raise JoinError(
-            summary,
-            where=self._where(place),
-            expected=f"a verb, shapes, dtypes and a title that take {num_bytes()} bytes",
-            found=f"a longer call on rank {group.ranks[member]}",
-            fix="give it a shorter title or tensors of fewer dims, or call it outside of the join "
-            "context; the group is broken now",
-        )
-
-    def raise_gone(self, place: JoinedCommunicator, member: int) -> NoReturn:
-        """Raise as a member has left: by an exception, as another has ended, or at its end."""
-        self.raise_full(place)
-        self.raise_left([place])
+        self.refuse_left([place])
         ended = place.find_gone()
         if ended is not None:
             raise place.channel.explain(MemberLost("has ended", ended))
         rank = place.channel.group.ranks[member]
-        summary = f"rank {rank} has left its join context, which this rank is in still"
-        self._end(place, summary)
-        raise JoinError(
-            summary,
-            where=self._where(place),
+        raise self._broken(
+            place,
+            f"rank {rank} has left its join context, which this rank is in still",
             expected="equally many calls of a group on all of its members, or a join context that "
             "all of them leave together",
             fix="let the context be on a group that has all of these ranks; the group is broken "
@@ -171,10 +170,8 @@ class Waits:
         if any(place.uses_words for place in places):
             time.sleep(_SEEN_S)  # one that has not seen this rank leave is seen to go on by then
         for place in places:
-            if place.is_missed():
-                left = self._whereabouts.find_left(place.label)
-                summary = f"rank {self._world.rank} has left its join context"
-                self._end(place, summary if left is None else _text_of(left))
+            if place.is_missed() and self.end_for_cause(place) is None:
+                self._end(place, f"rank {self._world.rank} has left its join context")
 
     def _end(self, place: JoinedCommunicator, reason: str) -> None:
         """End the group for all members: what has been started there would wait for ever."""
@@ -182,18 +179,10 @@ class Waits:
             message = {"reason": reason, "group": place.channel.group.name}
             get_registry(self._world).abort([place.label], message)
 
-    def _find_left(self, places: Sequence[JoinedCommunicator]) -> JoinedCommunicator | None:
-        """Where a member has left the context by an exception."""
-        find = self._whereabouts.find_left
-        return next((place for place in places if find(place.label) is not None), None)
-
-    def _where(self, place: JoinedCommunicator) -> str:
-        return f"rank {self._world.rank}, {place.channel.group.name}"
-
-
-def _summary_of(left: Mapping[str, Any]) -> str:
-    return f"rank {left['rank']} has left the join context by an exception"
-
-
-def _text_of(left: Mapping[str, Any]) -> str:
-    return f"{_summary_of(left)}: {left['reason']}"
+    def _broken(
+        self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
+    ) -> JoinError:
+        """The error of a group that is of no use any more, which ends for all members."""
+        self._end(place, f"{summary}: {found}" if found else summary)
+        where = f"rank {self._world.rank}, {place.channel.group.name}"
+        return JoinError(summary, where=where, found=found, **more)

@@ -23,7 +23,11 @@ from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.simulated.scheduler import find_rank_here
 from .announcements import Statement
 
-__all__ = ["Whereabouts", "find_call", "has_source", "message_refusal"]
+__all__ = ["TOO_LONG", "Whereabouts", "find_call", "has_source", "message_refusal"]
+
+
+TOO_LONG = "too long"
+"""The reason of a rank that could not say what it was about to call."""
 
 
 class Whereabouts:
@@ -55,12 +59,16 @@ class Whereabouts:
         """Keep the error of a call that cannot be answered: others are told it, if this leaves."""
         self._refusal = refusal
 
-    def leave(self, labels: Sequence[str], error: BaseException) -> None:
-        """Say to the members of communicators that this rank has left by an exception."""
+    def reason_of(self, error: BaseException) -> str:
+        """Why this rank leaves by an exception, in words."""
         error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:
             reason += f": {error.found}"
+        return reason
+
+    def leave(self, labels: Sequence[str], reason: str) -> None:
+        """Say to the members of communicators why this rank makes no call more there."""
         text = json.dumps({"rank": self._world.rank, "reason": reason})
         for label in labels:
             self._say(self._left(label), text)

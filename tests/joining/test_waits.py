@@ -51,7 +51,7 @@ def test_a_wait_tells_that_another_has_left(pool: Pool) -> None:
     def program() -> str:
         waits, whereabouts, place = waits_here()
         if md.get_rank() == 1:
-            whereabouts.leave([place.label], ValueError("no batch"))
+            whereabouts.leave([place.label], whereabouts.reason_of(ValueError("no batch")))
             time.sleep(0.5)
             return "left"
         try:
@@ -69,7 +69,7 @@ def test_a_wait_tells_that_another_has_left(pool: Pool) -> None:
 def test_what_is_there_counts_though_another_has_left_since(pool: Pool) -> None:
     def program() -> str:
         waits, whereabouts, place = waits_here()
-        whereabouts.leave([place.label], ValueError("no batch"))
+        whereabouts.leave([place.label], whereabouts.reason_of(ValueError("no batch")))
         begin = time.monotonic()
         waits.until(lambda: time.monotonic() > begin + 0.3, [place], LONG)
         return "went on"

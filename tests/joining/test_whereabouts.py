@@ -21,10 +21,11 @@ def test_what_is_said_is_found(wire: str, main: str, request: pytest.FixtureRequ
         md.barrier()
         if md.get_rank() == 1:
             mine.join()
-            mine.leave(["a"], BackendError("it failed", found="a broken wire"))
+            error = BackendError("it failed", found="a broken wire")
+            mine.leave(["a"], mine.reason_of(error))
         md.barrier()
         if md.get_rank() == 0:  # the first that leaves is the one that is told of
-            mine.leave(["a", "b"], KeyError("late"))
+            mine.leave(["a", "b"], mine.reason_of(KeyError("late")))
         md.barrier()
         later = Whereabouts(get_world(), main, range(2))  # of the next context
         return [
