@@ -97,6 +97,30 @@ def ddp_step(name: str) -> Call:
     return step_of(md.DDP(training.make()), training.make_input())
 
 
+def joined_step(name: str) -> Call:
+    """Return one such step in a join context, which lasts as long as this process."""
+    from _models import MODELS, step_of
+
+    training = MODELS[name]
+    model = md.DDP(training.make())
+    model.join().__enter__()
+    return step_of(model, training.make_input())
+
+
+def joined_call() -> Call:
+    """Return a sum of 1 KiB in a join context, which lasts as long as this process."""
+    md.uneven([]).__enter__()
+    return partial(md.all_reduce, torch.ones(256))
+
+
+def call_behind() -> Call:
+    """Return a sum of 1 KiB behind a join context, in which it was called, too."""
+    x = torch.ones(256)
+    for _ in md.uneven(range(1 + md.get_rank())):
+        md.all_reduce(x)
+    return partial(md.all_reduce, x)
+
+
 def typed_step() -> Call:
     """Return one step of a small model in a typed context, over dp."""
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -124,6 +148,15 @@ SIDES: dict[str, Callable[[], Side]] = {
     "ddp-mlp": partial(Side, "shm", partial(ddp_step, "mlp")),
     "ddp-gloo": partial(Side, "gloo", partial(ddp_step, "many")),
     "typed": partial(Side, "shm", typed_step),
+    **{
+        f"join-{name}-{wire}": partial(Side, wire, partial(joined_step, name))
+        for name in ("mlp", "transformer", "many")
+        for wire in ("shm", "gloo")
+    },
+    "join-call-shm": partial(Side, "shm", joined_call),
+    "join-call-gloo": partial(Side, "gloo", joined_call),
+    "join-behind-shm": partial(Side, "shm", call_behind),
+    "join-behind-gloo": partial(Side, "gloo", call_behind),
 }
 
 

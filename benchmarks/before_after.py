@@ -2,7 +2,7 @@
 
     python benchmarks/before_after.py BEFORE [AFTER] [--report FILE.json] [--rounds 7] [--starts 3]
         [--parts import,mesh,demo,ddp-many,ddp-mlp,ddp-gloo,typed,shm,mpi,gloo,verbs-shm,verbs-mpi,
-        verbs-gloo]
+        verbs-gloo,join-{mlp,transformer,many,call,behind}-{shm,gloo}]
         [--sizes 8,4096,1048576,67108864]
 
 BEFORE and AFTER are folders of checkouts, each with its .venv, or interpreters that have meshdist
@@ -47,6 +47,15 @@ VERBS = ("all_reduce", "all_gather_into_tensor", "send_recv")
 SMALL_CALLS = tuple(name for name in (*BLOCKING, *IN_FLIGHT) if name != "all_reduce")
 
 
+JOINED = {
+    "mlp": "joined DDP step, MLP",
+    "transformer": "joined DDP step, transformer",
+    "many": "joined DDP step, 2,000 parameters",
+    "call": "joined all_reduce, 1 KiB",
+    "behind": "all_reduce behind join, 1 KiB",
+}
+
+
 @dataclass(frozen=True)
 class Part:
     """What is measured on one world of ranks.
@@ -69,6 +78,11 @@ WORLDS = {
     "ddp-mlp": Part(2, ("DDP step, MLP of 25 million",)),
     "ddp-gloo": Part(2, ("DDP step, 2,000 parameters",)),
     "typed": Part(2, ("typed step, eight layers",)),
+    **{
+        f"join-{what}-{wire}": Part(2, (text,))
+        for what, text in JOINED.items()
+        for wire in ("shm", "gloo")
+    },
     "shm": Part(2, VERBS, has_sizes=True),
     "mpi": Part(2, VERBS, has_sizes=True),
     "gloo": Part(2, VERBS, has_sizes=True),
@@ -180,7 +194,7 @@ def row_text(part: str, cell: Cell) -> str:
     """One line of the table."""
     times = (time_text(cell.median(label)) for label in LABELS)
     return (
-        f"{part:<12}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
+        f"{part:<22}{cell.verb:<32}{size_text(cell.num_bytes):>8}"
         + "".join(f"{text:>10}" for text in times)
         + f"{statistics.median(quotients(cell)):>8.3f}{spread(cell):>8.3f}{best(cell):>8.3f}"
         + f"  {verdict(cell)}"
@@ -188,7 +202,7 @@ def row_text(part: str, cell: Cell) -> str:
 
 
 HEAD = (
-    f"{'part':<12}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}"
+    f"{'part':<22}{'what':<32}{'size':>8}{BEFORE:>10}{AFTER:>10}"
     f"{'ratio':>8}{'spread':>8}{'best':>8}"
 )
 

@@ -111,6 +111,8 @@ class JoinedCommunicator:
     """Whether all members have joined."""
     uses_words: bool = field(default=False, init=False)
     """Whether all members see what the others show in shared words; the same on all of them."""
+    is_ahead: bool = field(default=False, init=False)
+    """Whether a member is in a context that this rank has yet to enter, and waits for that."""
     is_settled: bool = field(default=True, init=False)
     """Whether this rank has made the calls of all that it has said."""
     _gather: PreparedCall | None = field(default=None, init=False)

@@ -380,9 +380,16 @@ class Shadow(CallGuard):
             if place.begun is not None:
                 if not place.is_held and place.is_due():
                     return place
-            elif place.is_open() and place.is_awaited():
+            elif place.is_open() and place.is_awaited() and not self._is_ahead(place):
                 return place
         return None
+
+    def _is_ahead(self, place: JoinedCommunicator) -> bool:
+        """Whether what is awaited there is none of this context; it is looked up once."""
+        if not (place.uses_words or place.is_ahead):
+            labels = [one.label for one in self._places.values()]
+            place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)
+        return place.is_ahead
 
     def _is_at_work(self) -> bool:
         """Whether something is begun, or a call that a member started before it had joined."""

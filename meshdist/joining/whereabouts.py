@@ -9,7 +9,7 @@ Calls that ranks without data cannot answer are refused here, too, on every memb
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,9 +41,24 @@ class Whereabouts:
         self._world = world
         self._main = main
         self._members = members
-        self._inside = f"join context {world.next_number(('join contexts', main))} of {main}"
+        self._inside = self._name(main, world.next_number(("join contexts", main)))
         self._beyond = f"join context {world.next_number('join contexts')}"
         self._refusal: JoinError | None = None
+        self._say(_key_of(world.rank), json.dumps({"context": self._inside}), is_new=False)
+
+    def is_ahead(self, ranks: Sequence[int], labels: Iterable[str]) -> bool:
+        """Whether one of ``ranks`` is in a context that this rank has yet to enter.
+
+        That is the next one of a group of this rank's, one of those with ``labels``. Rank 4, whose
+        own loop is over, waits in that of the world; ranks 0 to 3, in loops of theirs, come later:
+
+            rank 0:  for x in uneven(data, pair)  |  for x in uneven(data)
+            rank 4:  for x in uneven(data)
+        """
+        last = self._world.last_number
+        later = [self._name(label, last(("join contexts", label)) + 1) for label in labels]
+        notes = filter(None, map(self._find, map(_key_of, ranks)))
+        return any(note["context"] in later for note in notes)
 
     def join(self) -> None:
         """Say that this rank has no data left."""
@@ -78,17 +93,26 @@ class Whereabouts:
         found = self._find(self._left(label))
         return None if found is None else {**found, "rank": int(found["rank"])}
 
+    @staticmethod
+    def _name(main: str, number: int) -> str:
+        return f"join context {number} of {main}"
+
     def _left(self, label: str) -> str:
         context = self._inside if label == self._main else self._beyond
         return f"{context}/left/{label}"
 
-    def _say(self, key: str, text: str) -> None:
+    def _say(self, key: str, text: str, *, is_new: bool = True) -> None:
+        """Let the others find a text, or the first of several; else, the last of this rank's."""
         here = find_rank_here()
         if here is not None:
-            here.scheduler.tables.setdefault(key, text)
+            tables = here.scheduler.tables
+            tables[key] = tables.get(key, text) if is_new else text
             return
         with suppress(StoreError):  # the others see that it is lost
-            self._world.store.compare_set(key, "", text or "{}")
+            if is_new:
+                self._world.store.compare_set(key, "", text or "{}")
+            else:
+                self._world.store.set(key, text)
 
     def _find(self, key: str) -> Any:
         here = find_rank_here()
@@ -99,6 +123,10 @@ class Whereabouts:
             if self._world.store.check([key]):
                 return read_json(self._world.store, key, dict)
         return None
+
+
+def _key_of(rank: int) -> str:
+    return f"join context of rank {rank}"
 
 
 _SOURCED_VERBS = frozenset(

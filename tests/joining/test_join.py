@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import meshdist as md
 from meshdist.errors import ArgumentError, KindError
+from tests.mpi_job import job_of
 
 
 class Counter(md.Joinable):
@@ -75,6 +78,63 @@ def test_the_counter_of_torchs_documentation() -> None:
 
     found = md.simulate(program, 3)
     assert found == [(15.0, 18.0, False, 3.0), (17.0, 18.0, False, 2.0), (18.0, 18.0, True, 1.0)]
+
+
+def averages(num_steps: list[int], *, sleeps: bool) -> tuple[list[float], list[float], bool | None]:
+    """How many had data at each step; the averages over those; whether this rank was last."""
+    rank = md.get_rank()
+    counter, averages = Counter(), []
+    with md.Join([counter], sync_max_count=False):
+        for turn in range(num_steps[rank]):
+            if sleeps and turn == rank:  # the others are there before it
+                time.sleep(0.05)
+            work = md.Join.notify_join_context(counter)
+            assert work is not None
+            work.wait()
+            x = torch.tensor([rank + 1.0])
+            md.all_reduce(x)
+            counter.num_working.append(work.result()[0].item())
+            averages.append(x.item() / counter.num_working[-1])
+    return counter.num_working, averages, counter.is_last  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize(
+    "wire", ["simulated", "shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)]
+)
+@pytest.mark.parametrize("num_steps", [[1, 3], [4, 1, 2], [0, 5, 2, 5, 1]])
+def test_members_with_data_know_who_has_joined_before_they_divide(
+    wire: str, num_steps: list[int], sleeps: bool, request: pytest.FixtureRequest
+) -> None:
+    """Those that join later say so, too, in the first call that they answer."""
+    size = len(num_steps)
+    if wire == "simulated":
+        found = md.simulate(lambda: averages(num_steps, sleeps=False), size)
+    elif wire == "mpi":
+        job = job_of(request.getfixturevalue("pool"), size)
+        found = job.run_in_world(partial(averages, sleeps=sleeps), num_steps)
+    else:
+        program = partial(averages, sleeps=sleeps)
+        found = request.getfixturevalue("pool").run(program, size, num_steps, backend=wire)
+    going = [[rank for rank in range(size) if num_steps[rank] > turn] for turn in range(5)]
+    for rank, (num_working, mine, is_last) in enumerate(found):
+        turns = going[: num_steps[rank]]
+        assert num_working == [float(len(those)) for those in turns]
+        assert mine == [sum(one + 1.0 for one in those) / len(those) for those in turns]
+        assert is_last is (num_steps[rank] == max(num_steps))
+
+
+def test_a_notice_is_a_call_of_the_verb_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    handle = md.Join.handle
+
+    def watched(self: md.Join, call: Any, at_work: Sequence[bool]) -> None:
+        seen.append((call.verb, call.owner, call.data, list(at_work)))
+        handle(self, call, at_work)
+
+    monkeypatch.setattr(md.Join, "handle", watched)
+    md.simulate(lambda: averages([2, 0], sleeps=False), 2)
+    assert seen == [("notice", "0:iteration", None, [True, False])] * 2
 
 
 def test_ranks_that_join_together_are_all_last() -> None:

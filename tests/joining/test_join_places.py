@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,6 +97,35 @@ def test_only_the_first_calls_have_a_round_over_mpi(pool: Pool) -> None:
     assert_only_the_first_calls_had_a_round(
         job_of(pool, 2).run_in_world(sums_and_collectives, 2, 10)
     )
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_sizes_of_uneven_calls_stand_in_words(pool: Pool, size: int, backend: str) -> None:
+    """Ranks differ in what they give, anew in each call; rank 0 has no data from the second on."""
+
+    def program() -> tuple[list[list[int]], int]:
+        rank, recorder = md.get_rank(), md.group.WORLD.open_channel("cpu").recorder
+        md.barrier()
+        before, found = recorder.sequence, []
+        for turn in md.uneven(range(10 if rank else 1)):
+            sizes = [1 + (turn + member) % 4 for member in range(size)]
+            parts = [torch.empty(length, dtype=torch.int64) for length in sizes]
+            md.all_gather(parts, torch.full((sizes[rank],), rank + 1))
+            found.append(torch.cat(parts).tolist())
+        return found, recorder.sequence - before
+
+    wanted = [
+        [
+            member + 1 if member or not turn else 0
+            for member in range(size)
+            for _ in range(1 + (turn + member) % 4)
+        ]
+        for turn in range(10)
+    ]
+    for rank, (found, num_collectives) in enumerate(pool.run(program, size, backend=backend)):
+        assert found == wanted[: 10 if rank else 1]
+        assert 10 < num_collectives <= 13  # of each but the first no round
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -508,6 +538,55 @@ def test_calls_behind_a_context_are_not_taken_for_calls_in_it(
         apart = pool.run(end_apart, 4, backend=backend)
     assert behind == [[3.0] * 30] * 3
     assert apart == [[4.0] * 3] * 4
+
+
+def loop_of_some_before_that_of_all(first: str) -> list[float]:
+    """The last rank goes to the loop of all while the others are in one of theirs."""
+    rank, size = md.get_rank(), md.get_world_size()
+    some = md.new_group(list(range(size - 1)))
+    md.barrier()
+    found = []
+    for _ in range(3):
+        if isinstance(some, md.ProcessGroup):
+            for _ in md.uneven(range(1 + rank), some):
+                x = torch.ones(1)
+                md.all_reduce(x, group=some)
+                found.append(x.item())
+                time.sleep(0.01)  # the last rank waits in the other loop
+        for _ in md.uneven(range(2 + rank)):
+            x = torch.ones(1)
+            if first == "all_reduce":
+                md.all_reduce(x)
+            else:
+                md.broadcast(x, src=size - 1)
+            found.append(x.item())
+    return found
+
+
+@pytest.mark.parametrize("first", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(
+    "wire", ["simulated", "shm", "gloo", pytest.param("mpi", marks=pytest.mark.mpi)]
+)
+def test_a_rank_in_a_later_loop_is_not_answered_in_an_earlier_one(
+    wire: str, size: int, first: str, request: pytest.FixtureRequest
+) -> None:
+    program = partial(loop_of_some_before_that_of_all, first)
+    if wire == "simulated":
+        found = md.simulate(program, size)
+    elif wire == "mpi":
+        found = job_of(request.getfixturevalue("pool"), size).run_in_world(program)
+    else:
+        found = request.getfixturevalue("pool").run(program, size, backend=wire)
+
+    def going(turn: int, ranks: range, least: int) -> float:
+        return float(sum(turn < least + rank for rank in ranks))
+
+    for rank, mine in enumerate(found):
+        inner = [going(turn, range(size - 1), 1) for turn in range(1 + rank)]
+        outer = [going(turn, range(size), 2) for turn in range(2 + rank)]
+        outer = outer if first == "all_reduce" else [1.0] * len(outer)
+        assert mine == ((inner if rank < size - 1 else []) + outer) * 3
 
 
 def test_long_announcements_arrive(pool: Pool) -> None:
