@@ -34,6 +34,7 @@ from ..wires.prepared import PreparedCall
 
 __all__ = [
     "NAME",
+    "NEVER",
     "NOTICE",
     "JoinedCommunicator",
     "Statement",
@@ -49,6 +50,8 @@ NOTICE = "notice"
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
 _AT_ONCE = timedelta(milliseconds=1)
+NEVER = timedelta(days=3650)
+"""The timeout of waits that end as the others have no data left."""
 _NUM_KEPT = 1024  # programs repeat their calls
 _NOTHING = Call("", None)
 
@@ -138,8 +141,12 @@ class JoinedCommunicator:
         """Whether ``mine`` can be said now, over nothing that a member has yet to read."""
         return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
 
-    def say(self, mine: Statement, timeout: timedelta) -> None:
-        """Say ``mine`` to all members, where there is room for it; ``timeout`` is a round's.
+    def timeout_of(self, mine: Statement) -> timedelta:
+        """How long the others may take to say theirs; no limit where this rank calls nothing."""
+        return self.channel.timeout if mine.call.verb else NEVER
+
+    def say(self, mine: Statement) -> None:
+        """Say ``mine`` to all members, where there is room for it.
 
         Raises:
             StatementTooLong: there never is.
@@ -153,7 +160,7 @@ class JoinedCommunicator:
                 mine = mine._replace(sees_all=words.sees_all())
             data = to_bytes(mine)
             head = len(data).to_bytes(_HEAD_BYTES, "little")
-            self._gather = self._start(head + data, _NUM_BYTES, timeout)
+            self._gather = self._start(head + data, _NUM_BYTES, self.timeout_of(mine))
         self.begun = mine
 
     def is_in_round(self) -> bool:
@@ -170,16 +177,16 @@ class JoinedCommunicator:
         """Whether it is ready, or a member that is missed in it has left."""
         return self.is_ready() or self.find_left() is not None
 
-    def read(self, timeout: timedelta) -> list[Statement]:
+    def read(self) -> list[Statement]:
         """Return what each member has said, in group order, once it is ready.
 
         Raises:
             CollectiveTimeoutError: some have not. Others: as the group explains.
         """
-        rows = self.words.find_all() if self.words and not self._gather else self._gathered(timeout)
+        assert self.begun is not None
+        rows = self.words.find_all() if self.words and not self._gather else self._gathered()
         if rows is None:
-            assert self.begun is not None
-            raise self.not_begun(self.begun, timeout)
+            raise self.not_begun(self.begun)
         said = list(map(from_bytes, rows))
         self.uses_words = self.uses_words or all(one.sees_all for one in said)
         return said
@@ -189,13 +196,14 @@ class JoinedCommunicator:
         self.begun = self._gather = None
         self.is_held = False
 
-    def _gathered(self, timeout: timedelta) -> list[bytes]:
+    def _gathered(self) -> list[bytes]:
         assert self._gather is not None and self.begun is not None
         rows = self._rows(self._gather, _AT_ONCE)
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         rows = [row[_HEAD_BYTES:] for row in rows]
         longest = max(sizes)
         if longest > _NUM_BYTES - _HEAD_BYTES:  # all have come, and know that they do not fit
+            timeout = self.timeout_of(self.begun)
             rows = self._rows(self._start(to_bytes(self.begun), longest, timeout), timeout)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
@@ -256,12 +264,12 @@ class JoinedCommunicator:
         if self.words is not None:
             self.words.leave(self.words.number - (not self.is_settled))
 
-    def not_begun(self, mine: Statement, timeout: timedelta) -> CollectiveTimeoutError:
+    def not_begun(self, mine: Statement) -> CollectiveTimeoutError:
         """The error of members that have not come to a call, or that are far behind it."""
         group, silent = self.channel.group, self.words.find_silent() if self.words else []
         return CollectiveTimeoutError(
             f"{mine.call.text} on {group.name} was not begun by all ranks within "
-            f"{timeout.total_seconds():g} s",
+            f"{self.timeout_of(mine).total_seconds():g} s",
             where=group.here,
             expected=f"the same call, or the end of the data, on {ranks_text(group.ranks)}",
             found=f"{ranks_text([group.ranks[member] for member in silent])} did not come to it",

@@ -35,7 +35,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -59,14 +58,12 @@ from ..groups.communicators import OpenCommunicator, get_registry
 from ..groups.process_group import ProcessGroup, world_group
 from ..runtime.untraced import untraced
 from ..wires.prepared import PreparedCall
-from .announcements import NOTICE, JoinedCommunicator, Statement
+from .announcements import NEVER, NOTICE, JoinedCommunicator, Statement
 from .answers import answer
 from .waits import Waits
 from .whereabouts import TOO_LONG, Whereabouts, find_call, has_source, message_refusal
 
 __all__ = ["Joinables", "Shadow", "find_shadow"]
-
-_NEVER = timedelta(days=3650)
 
 
 @dataclass(frozen=True)
@@ -260,25 +257,25 @@ class Shadow(CallGuard):
 
     def _say(self, place: JoinedCommunicator, mine: Statement) -> None:
         """Say ``mine`` to the members of a communicator, once there is room for it."""
-        timeout = self._timeout(place)
         if not place.has_room(mine):
-            self._wait(place, partial(place.has_room, mine))
+            self._wait(place, partial(place.has_room, mine), mine)
             if not place.has_room(mine):
-                raise place.not_begun(mine, timeout)
+                raise place.not_begun(mine)
         try:
-            place.say(mine, timeout)
+            place.say(mine)
         except StatementTooLong:
             self._whereabouts.leave([place.label], TOO_LONG)
             self._waits.refuse_left([place])
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
         """Return what all have said there, once they have; answer other calls meanwhile."""
+        assert place.begun is not None
         place.is_held = True
         try:
             while self._has_joined and not place.is_due():
                 self._serve_next(place)
-            self._wait(place, place.is_ready)
-            return place.read(self._timeout(place))
+            self._wait(place, place.is_ready, place.begun)
+            return place.read()
         finally:
             place.end()
 
@@ -293,9 +290,6 @@ class Shadow(CallGuard):
 
     def _is_strict(self, place: JoinedCommunicator) -> bool:
         return self.joinables.is_strict and place is self._main
-
-    def _timeout(self, place: JoinedCommunicator) -> timedelta:
-        return _NEVER if self._has_joined else place.channel.timeout
 
     # -- a rank that has none left ----------------------------------------------------------------
 
@@ -421,18 +415,27 @@ class Shadow(CallGuard):
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, place: JoinedCommunicator, is_ready: Callable[[], bool]) -> None:
-        """Wait for members of a communicator, at most for its timeout; none that is missed left."""
+    def _wait(
+        self, place: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
+    ) -> None:
+        """Wait for members of a communicator, to say ``mine`` or for what they say.
+
+        At most for its timeout. Raise where a member that is missed has left.
+        """
 
         def is_over() -> bool:
             return is_ready() or place.find_left() is not None
 
-        self._waits.until(is_over, [place], self._timeout(place))
+        self._waits.until(is_over, [place], place.timeout_of(mine))
         if not is_ready():
             self._waits.refuse_gone(place)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
-        """Return when ``awaited`` is due, or there is something else to do."""
+        """Return when ``awaited`` is due, or there is something else to do.
+
+        A rank without data waits as long as others have some; for what they have begun, at most the
+        timeout of their group.
+        """
         places = [
             place
             for place in self._places.values()
@@ -443,7 +446,9 @@ class Shadow(CallGuard):
             is_done = awaited is not None and awaited.is_due()
             return bool(self._waits.has_ready_answer() or is_done or self._find_due())
 
-        self._waits.until(is_ready, places, _NEVER)
+        self._waits.until(is_ready, places, awaited.channel.timeout if awaited else NEVER)
+        if awaited is not None and not is_ready():
+            awaited.read()  # raises: members that have data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Why a call has failed: a member has left, and has ended or closed the group, or not."""

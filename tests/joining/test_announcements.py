@@ -66,8 +66,8 @@ def test_a_round_of_any_length(num_tensors: int) -> None:
         channel = md.group.WORLD.open_channel("cpu")
         said = said_of("all_reduce_coalesced", mine, md.ReduceOp.MAX)
         place = JoinedCommunicator(md.group.WORLD, channel)
-        place.say(said, channel.timeout)
-        return [len(one.call.parts) for one in place.read(channel.timeout)]
+        place.say(said)
+        return [len(one.call.parts) for one in place.read()]
 
     assert md.simulate(program, 3) == [[1, num_tensors, num_tensors]] * 3
 
@@ -93,9 +93,9 @@ def test_calls_are_one_apart_from_sizes_that_may_differ() -> None:
 
 def wait_in_vain(group: md.ProcessGroup, channel: Channel) -> None:
     place = JoinedCommunicator(group, channel)
-    place.say(Statement(get_call("barrier", None)), channel.timeout)
+    place.say(Statement(get_call("barrier", None)))
     time.sleep(0.3)
-    place.read(channel.timeout)
+    place.read()
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -747,6 +747,48 @@ def test_a_hook_that_raises_frees_ranks_that_wait_in_a_call(pool: Pool, step: in
     assert is_within(time.monotonic() - begin, 5.0)
 
 
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_hook_waits_for_ranks_with_data_up_to_the_timeout(pool: Pool, backend: str) -> None:
+    """Rank 1 calls three times, and not in the fourth step, what the hook of rank 0 calls."""
+
+    class Silent(md.Joinable):
+        def __init__(self, group: Any) -> None:
+            super().__init__()
+            self.group = group
+
+        def join_hook(self, **kwargs: Any) -> md.JoinHook:
+            return Hook(self.group)
+
+        join_device = property(lambda self: torch.device("cpu"))
+        join_process_group = property(lambda self: self.group)
+
+    class Hook(md.JoinHook):
+        def __init__(self, group: Any) -> None:
+            self.group = group
+
+        def main_hook(self) -> None:
+            md.all_reduce(torch.ones(1), group=self.group)
+
+    def program() -> None:
+        group = md.new_group(timeout=timedelta(seconds=2))
+        silent, store = Silent(group), group.world.store
+        try:
+            with md.Join([silent]):
+                for turn in range(4 * md.get_rank()):
+                    md.Join.notify_join_context(silent)
+                    if turn == 3:
+                        store.wait(["it is over"])
+                    md.all_reduce(torch.ones(1), group=group)
+        finally:
+            store.set("it is over", "")
+
+    first, second = pool.run(caught(program), 2, backend=backend)
+    assert first.startswith("CollectiveTimeoutError: all_reduce((1,) float32, SUM) on group of")
+    assert "was not begun by all ranks within 2 s" in first
+    assert "found:    rank 1 did not come to it" in first
+    assert second.startswith("JoinError: rank 0 has left the join context by an exception")
+
+
 def test_a_context_ignores_groups_that_broke_in_an_earlier_one(pool: Pool) -> None:
     def first(group: Any) -> None:
         with md.uneven(range(4), group) as turns:
