@@ -108,8 +108,6 @@ class JoinedCommunicator:
     """This member's, where it has some."""
     begun: Statement | None = field(default=None, init=False)
     """Of this member, as long as it waits for the others'."""
-    is_held: bool = field(default=False, init=False)
-    """Whether a call of this rank waits for them."""
     is_over: bool = field(default=False, init=False)
     """Whether all members have joined."""
     uses_words: bool = field(default=False, init=False)
@@ -134,6 +132,10 @@ class JoinedCommunicator:
     def label(self) -> str:
         """Of the communicator, equal on all members."""
         return self.channel.opened.label
+
+    def is_held(self) -> bool:
+        """Whether a call of this rank waits for what the others say."""
+        return self.begun is not None and bool(self.begun.call.verb)
 
     # -- what is said -----------------------------------------------------------------------------
 
@@ -194,7 +196,6 @@ class JoinedCommunicator:
     def end(self) -> None:
         """Wait no more for what the others say."""
         self.begun = self._gather = None
-        self.is_held = False
 
     def _gathered(self) -> list[bytes]:
         assert self._gather is not None and self.begun is not None

@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 from torch.distributed.algorithms.join import Joinable as TorchJoinable
@@ -182,8 +183,20 @@ class Shadow(CallGuard):
         """Tell the main group that a joinable begins something; return which have not joined."""
         if self._main is None:  # a group of one
             return [True]
-        said = self._agree(self._main, Statement(get_call(NOTICE, None, owner=notice)), waits=True)
-        self._main.is_settled = True
+        return self._tell(self._main, get_call(NOTICE, None, owner=notice))
+
+    def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
+        """Announce a call that goes by no channel; return the ranks with data, which make it."""
+        place = self._places.get(group.open_channel(group.first_device_type()).opened)
+        if place is None:
+            return list(group.ranks)
+        at_work = self._tell(place, get_call(verb, None))
+        return list(compress(group.ranks, at_work))
+
+    def _tell(self, place: JoinedCommunicator, call: Call) -> list[bool]:
+        """Announce what no channel carries; return which members have not joined."""
+        said = self._agree(place, Statement(call), waits=True)
+        place.is_settled = True
         return [not one.has_joined for one in said]
 
     @contextmanager
@@ -212,15 +225,6 @@ class Shadow(CallGuard):
             return []
         has_joined, members = self._whereabouts.has_joined, self.group.ranks
         return [rank for rank in ranks if rank in members and has_joined(rank)]
-
-    def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
-        """Announce a call that goes by no channel; return the ranks with data, which make it."""
-        place = self._places.get(group.open_channel(group.first_device_type()).opened)
-        if place is None:
-            return list(group.ranks)
-        said = self._agree(place, Statement(get_call(verb, None)), waits=True)
-        place.is_settled = True
-        return [rank for rank, one in zip(group.ranks, said, strict=True) if not one.has_joined]
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
         """Raise where a message is for, or from, a rank that has joined."""
@@ -270,7 +274,6 @@ class Shadow(CallGuard):
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
         """Return what all have said there, once they have; answer other calls meanwhile."""
         assert place.begun is not None
-        place.is_held = True
         try:
             while self._has_joined and not place.is_due():
                 self._serve_next(place)
@@ -372,7 +375,7 @@ class Shadow(CallGuard):
         """Where there is something to do: all have said something, or a member waits for this."""
         for place in tuple(self._places.values()):
             if place.begun is not None:
-                if not place.is_held and place.is_due():
+                if not place.is_held() and place.is_due():
                     return place
             elif place.is_open() and place.is_awaited() and not self._is_ahead(place):
                 return place
@@ -407,7 +410,7 @@ class Shadow(CallGuard):
             for place in self._places.values()
             if place.channel.is_broken() and (place is due or place.begun is not None)
         ]
-        if not broken or any(place.is_held or place is self._main for place in broken):
+        if not broken or any(place.is_held() or place is self._main for place in broken):
             return False
         for place in broken:
             place.end()

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
+from meshdist.bootstrap.world import get_world
+from meshdist.joining.shadow import find_shadow
 from tests.joining.uneven_programs import MOVING, OBJECTS, OTHERS, REDUCING, Step, plans, run_plan
 from tests.load import is_within
 from tests.pool import Failure, Pool
@@ -126,6 +128,29 @@ def test_layouts_need_not_be_equal_inside_a_context() -> None:
         return [*found, channel.demands_layouts]
 
     assert md.simulate(program, 2) == [[False, True]] * 2
+
+
+@pytest.mark.parametrize("wire", ["simulated", "shm"])
+def test_no_object_of_a_context_has_more_than_twelve_attributes(
+    wire: str, request: pytest.FixtureRequest
+) -> None:
+    def program() -> dict[str, int]:
+        with md.uneven([1]):
+            md.all_reduce(torch.ones(1))
+            shadow = find_shadow(get_world())
+            assert shadow is not None
+            places = list(shadow._places.values())
+            parts: list[Any] = [shadow, shadow._waits, shadow._whereabouts, *places]
+            parts += [place.words for place in places if place.words is not None]
+            return {type(part).__name__: len(vars(part)) for part in parts}
+
+    if wire == "simulated":
+        found = md.simulate(program, 2)
+    else:
+        found = request.getfixturevalue("pool").run(program, 2, backend=wire)
+    for counts in found:
+        assert ("CallWords" in counts) is (wire != "simulated")
+        assert {name: number for name, number in counts.items() if number > 12} == {}
 
 
 # -- what cannot be answered ----------------------------------------------------------------------
