@@ -17,10 +17,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import torch
 
 from ..checking.program import end_here
-from ..collectives.flat_sums import start_reduction
 from ..error_text import without_frames
 from ..errors import MeshdistError
-from ..reduce_ops import ReduceOp
 from ..runtime.untraced import untraced
 from .bucket_layout import BucketLayout
 from .buckets import Filling, Pending, Seen
@@ -84,6 +82,7 @@ class Sending:
         failure: why the members are no longer in step, if so.
         calls_inside: a context for the calls of one backward.
         awaited: futures that the end of the next backward waits for.
+        observers: what is called at which moment.
         lock: a module on several devices has a thread on each.
     """
 
@@ -95,20 +94,16 @@ class Sending:
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.awaited: list[Any] = []
         self.lock = threading.RLock()
-        self._observers: dict[Moment, list[Callable[[Any], None]]] = {}
+        self.observers: dict[Moment, list[Callable[[Any], None]]] = {}
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of all that it asks for, behind those that came before."""
         for moment, call in observer.calls().items():
-            self._observers.setdefault(moment, []).append(call)
-
-    def is_observed(self, moment: Moment) -> bool:
-        """Whether anything is told of a moment."""
-        return moment in self._observers
+            self.observers.setdefault(moment, []).append(call)
 
     def tell(self, moment: Moment, subject: object) -> None:
         """Tell observers."""
-        for call in self._observers.get(moment, ()):
+        for call in self.observers.get(moment, ()):
             call(subject)
 
 
@@ -259,44 +254,49 @@ class Backward:
             lines += [reports.was_skipped(index) for index in self.layout.unsent if came[index]]
         return lines
 
-    def find_gradients(self, came: Sequence[bool], *, has_local_sums: bool) -> list[bool]:
-        """For each parameter, whether this rank has a gradient to share.
-
-        One that lies in its bucket and did not come is what all ranks have had from there, unless
-        sums have been kept apart since.
-        """
-        has = list(came)
-        for bucket in self.layout.buckets:
-            for index, member, view in zip(
-                bucket.indices, bucket.members, bucket.views, strict=True
-            ):
-                is_new = came[index] or has_local_sums or member.grad is not view
-                has[index] = member.grad is not None and is_new
-        return has
-
     # -- averages ---------------------------------------------------------------------------------
 
     def rest(self) -> Sequence[Filling]:
         """The buckets that have not gone."""
         return self.fillings[len(self.works) :]
 
-    def send_zeros(self, ending: Ending | None) -> None:
-        """Start what has not gone, with zeros in place of gradients."""
-        for filling in self.rest():
-            filling.await_streams()
-            filling.bucket.taking.clear(filling)
-        self.start_rest(ending)
-
-    def start_rest(self, ending: Ending | None, has_gradient: Sequence[bool] | None = None) -> None:
-        """Start the reductions of all buckets that have not gone, and tell how it ended here."""
-        rest, layout = self.rest(), self.layout
-        if not rest:
-            return
-        layout.tail.write(ending, has_gradient)
+    def reduce(self, verdict: Verdict, *, has_local_sums: bool = False) -> None:
+        """Send what has not gone, zeros where nothing came here, and wait for all buckets."""
+        sending, layout, rest = self.sending, self.layout, self.rest()
         for filling in rest:
-            self._start(filling)
-        if self.sending.hook is not None or not layout.is_tail_in_bucket:
-            self.works.append(self._average(layout.tail.numbers))
+            filling.take(is_zero=not verdict.came)
+        if rest:
+            has_gradient = self._find_gradients(verdict, has_local_sums=has_local_sums)
+            layout.tail.write(verdict.ending, has_gradient)
+            for filling in rest:
+                self._start(filling)
+            if sending.hook is not None or not layout.is_tail_in_bucket:
+                with sending.calls_inside():
+                    self.works.append(layout.average(layout.tail.numbers))
+        try:
+            for work in self.works:
+                with sending.calls_inside():  # of a sparse bucket, or a hook's callbacks
+                    work.wait()
+        except Exception as failure:
+            sending.failure = without_frames(failure)
+            raise
+        sending.tell(Moment.SENDING_ENDS, self)
+
+    def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
+        """For each parameter, whether this rank has a gradient to share; None: all, or none.
+
+        One that lies in its bucket and did not come is what all ranks have had from there, unless
+        sums have been kept apart since.
+        """
+        if verdict.ending is Ending.WHOLE or not verdict.came:
+            return None
+        has = list(verdict.came)
+        for bucket in self.layout.buckets:
+            rows = zip(bucket.indices, bucket.members, bucket.views, strict=True)
+            for index, member, view in rows:
+                is_new = has[index] or has_local_sums or member.grad is not view
+                has[index] = member.grad is not None and is_new
+        return has
 
     def _start(self, filling: Filling) -> None:
         """Start the reduction of the next bucket."""
@@ -305,7 +305,8 @@ class Backward:
             sending.tell(Moment.SENDING_BEGINS, self)
         bucket = filling.bucket
         if sending.hook is None:
-            self.works.append(bucket.taking.start(filling, self._average))
+            with sending.calls_inside():
+                self.works.append(bucket.taking.start(filling, self.layout.average))
             return
         args = bucket.members, bucket.views, number, bucket is self.layout.buckets[-1]
         given = GradBucket(bucket.taking.buffer(filling), *args, self.layout.terms.group)
@@ -316,26 +317,9 @@ class Backward:
             sending.failure = without_frames(failure)
             raise
 
-    def _average(self, sent: torch.Tensor) -> Pending:
-        """Start the average of a tensor in place."""
-        op = ReduceOp.AVG if self.layout.scale is None else ReduceOp.SUM
-        with self.sending.calls_inside():
-            return start_reduction(sent, op, self.layout.terms.group)
-
-    def wait(self) -> None:
-        """Wait for all buckets."""
-        sending = self.sending
-        try:
-            for work in self.works:
-                with sending.calls_inside():  # of a sparse bucket, or a hook's callbacks
-                    work.wait()
-        except Exception as failure:
-            sending.failure = without_frames(failure)
-            raise
-        sending.tell(Moment.SENDING_ENDS, self)
-
-    def give(self, verdict: Verdict, *, is_complete: bool) -> None:
+    def give(self, verdict: Verdict) -> None:
         """Let gradients hold the averages, where any rank had one."""
+        is_complete = verdict.ending is Ending.WHOLE
         is_used = verdict.find_used(is_complete=is_complete)
         share = 1.0 if self.sending.hook is not None else self.sending.at_work.share
         for filling in self.fillings:

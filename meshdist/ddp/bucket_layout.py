@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..arguments import get_number
-from ..collectives.flat_sums import Item, assign_buckets, items_of
+from ..collectives.flat_sums import Item, assign_buckets, items_of, start_reduction
 from ..collectives.shared_buffers import flat_memory
 from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
-from .buckets import Bucket, Flat, InPlace, Sparse
+from ..reduce_ops import ReduceOp
+from .buckets import Bucket, Flat, InPlace, Pending, Sparse
 from .history import History
 from .reports import Reports
 from .tail import Ending, Tail
@@ -210,6 +212,7 @@ class BucketLayout:
         is_learned: whether the order is that in which gradients came.
         scale: by what gradients are multiplied as they are copied; None where the wire averages,
             and for a communication hook.
+        average: starts the average of a tensor in place.
         buckets: in the order in which they are sent.
         unsent: the parameters that have none, since no rank had their gradient at first.
         tail: the numbers that travel after the gradients.
@@ -220,6 +223,7 @@ class BucketLayout:
     trailing: frozenset[int]
     is_learned: bool
     scale: float | None
+    average: Callable[[torch.Tensor], Pending]
     buckets: tuple[Bucket, ...]
     unsent: frozenset[int]
     tail: Tail
@@ -275,7 +279,7 @@ def lay(
         index, first = indices[0], parameters[indices[0]]
         if index in options.sparse or index in in_place:
             is_sparse = index in options.sparse
-            taking = Sparse(first, group) if is_sparse else InPlace(first, 1.0 / group.size())
+            taking = Sparse(group) if is_sparse else InPlace(1.0 / group.size())
             buckets.append(Bucket.of_one(index, parameters, taking, is_trailing=is_trailing))
             continue
         dtype, device = options.dtype or first.dtype, first.device
@@ -308,6 +312,7 @@ def lay(
         history.trailing,
         is_learned,
         scale,
+        partial(start_reduction, op=ReduceOp.AVG if averages else ReduceOp.SUM, group=group),
         tuple(buckets),
         unsent,
         Tail(numbers, 1.0 if scale is None else scale),

@@ -223,7 +223,7 @@ class Filling:
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
         self.taken: set[int] = set()
         self.local: Sequence[int] = ()
-        self.read: Grads | None = None
+        self.read: Grads = ()
         self.average: torch.Tensor | None = None
         self._versions: list[int | None] | None = None  # of those that moved in early
         self._kept = bucket.see()  # outputs have their gradients, and the backward goes on
@@ -301,18 +301,17 @@ class Filling:
             self._versions = self._find_versions()
         return True
 
-    def take(self) -> None:
-        """Take all gradients, also those that came on other streams; zeros where there is none."""
-        self.await_streams()
-        self.bucket.taking.take(self)
-
-    def await_streams(self) -> None:
-        """Let the current stream wait for the others on which gradients came."""
+    def take(self, *, is_zero: bool = False) -> None:
+        """Take all gradients, also from other streams; zeros where there is none, or for all."""
+        bucket, first = self.bucket, self.bucket.num_at_once
         if self.streams is not None:
-            bucket, first = self.bucket, self.bucket.num_at_once
             pairs = zip(bucket.members[first:], bucket.views[first:], strict=True)
             apart = [grad for member, view in pairs if (grad := member.grad) is not view]
             self.streams.await_others([grad for grad in apart if grad is not None])
+        if is_zero:
+            bucket.taking.clear(self)
+        else:
+            bucket.taking.take(self)
 
 
 class Taking(ABC):
@@ -390,7 +389,7 @@ class Flat(Taking):
         for large in range(filling.bucket.num_at_once):
             if large not in filling.taken:
                 self._take_one(filling, large)
-        grads, filling.read = filling.read, None
+        grads, filling.read = filling.read, ()
         self._take_small(filling.bucket, grads or list(map(_grad_of, filling.bucket.members)))
 
     def _take_one(self, filling: Filling, slot: int) -> None:
@@ -488,16 +487,13 @@ class Flat(Taking):
 class _Alone(Taking):
     """One gradient, which is taken as it is."""
 
-    def __init__(self, parameter: torch.nn.Parameter) -> None:
-        self._parameter = parameter
-
     def take(self, filling: Filling, slot: int | None = None) -> None:
         """Take the gradient as it is."""
-        filling.read = [self._parameter.grad]
+        filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:
         """Send nothing of what is here."""
-        filling.read = None
+        filling.read = [None]
 
     def give(
         self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
@@ -505,7 +501,7 @@ class _Alone(Taking):
         """Let ``.grad`` be the average."""
         average, index = filling.average, filling.bucket.indices[0]
         if average is not None and (is_complete or is_used is None or is_used[index]):
-            self._parameter.grad = average if share == 1.0 else average * share
+            filling.bucket.members[0].grad = average if share == 1.0 else average * share
 
 
 class InPlace(_Alone):
@@ -516,19 +512,16 @@ class InPlace(_Alone):
     that of a view, or of another parameter, which a backward may still read.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, scale: float) -> None:
-        super().__init__(parameter)
+    def __init__(self, scale: float) -> None:
         self._scale = scale
-        self._stride = dense_stride(parameter.shape, parameter.stride())
 
     def buffer(self, filling: Filling) -> torch.Tensor:
-        """The tensor to sum, once in a backward; zeros where there is no gradient."""
-        mine = None if filling.read is None else filling.read[0]
-        filling.read = None
-        if mine is not None and mine.stride() == self._stride and storage_uses(mine) == 1:
+        """The tensor to sum; zeros where there is no gradient."""
+        mine, like = filling.read[0], filling.bucket.views[0]
+        stride = dense_stride(like.shape, like.stride())
+        if mine is not None and mine.stride() == stride and storage_uses(mine) == 1:
             return mine.mul_(self._scale)
-        like = self._parameter.detach()
-        apart = like.new_empty_strided(like.shape, self._stride)
+        apart = like.new_empty_strided(like.shape, stride)
         return apart.zero_() if mine is None else torch.mul(mine, self._scale, out=apart)
 
     def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
@@ -548,41 +541,30 @@ class Sparse(_Alone):
     comes in one order on every rank. Where some rank has a dense gradient, it is dense on all.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, group: ProcessGroup) -> None:
-        super().__init__(parameter)
+    def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def buffer(self, filling: Filling) -> torch.Tensor:
         """This rank's rows, of which a communication hook makes the average."""
-        mine = None if filling.read is None else filling.read[0]
-        filling.average = self._no_rows() if mine is None else mine.detach().clone()
+        mine, like = filling.read[0], filling.bucket.views[0]
+        filling.average = _no_rows(like) if mine is None else mine.detach().clone()
         return filling.average
 
     def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
         """Put the reduction off."""
         return _AtTheWait(self, filling)
 
-    def _no_rows(self) -> torch.Tensor:
-        like = self._parameter.detach()
-        return torch.sparse_coo_tensor(
-            torch.empty(1, 0, dtype=torch.int64, device=like.device),
-            like.new_empty(0, *like.shape[1:]),
-            like.shape,
-            check_invariants=False,
-        ).coalesce()
-
     def find_average(self, filling: Filling) -> torch.Tensor | None:
         """Average over the group; collective."""
-        mine, group = None if filling.read is None else filling.read[0], self._group
-        device = self._parameter.device
+        mine, like, group = filling.read[0], filling.bucket.views[0], self._group
         rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
         count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
-        counts = torch.empty(group.size(), dtype=torch.int64, device=device)
-        all_gather_into_tensor(counts, torch.tensor([count], device=device), group)
+        counts = torch.empty(group.size(), dtype=torch.int64, device=like.device)
+        all_gather_into_tensor(counts, torch.tensor([count], device=like.device), group)
         sizes = counts.tolist()
         if _DENSE in sizes:
             if mine is None:
-                dense = torch.zeros_like(self._parameter)
+                dense = torch.zeros_like(like)
             else:
                 dense = (mine.to_dense() if rows is not None else mine.clone()).contiguous()
             all_reduce(dense, ReduceOp.AVG, group)
@@ -591,8 +573,18 @@ class Sparse(_Alone):
             return None
         sizes = [max(size, 0) for size in sizes]
         if rows is None:
-            rows = self._no_rows()
+            rows = _no_rows(like)
         return sum_rows(group, rows / group.size(), sizes) if any(sizes) else rows
+
+
+def _no_rows(like: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter of which this rank has no rows."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64, device=like.device),
+        like.new_empty(0, *like.shape[1:]),
+        like.shape,
+        check_invariants=False,
+    ).coalesce()
 
 
 class _AtTheWait(NamedTuple):

@@ -190,6 +190,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.process_group.connect(device)
         self._adopt(module)
         if init_sync:
+            terms = self.reducer.layout.terms
             check_equal_lines(
                 [tensor_line(name, tensor) for name, tensor in state.items()],
                 self.process_group,
@@ -198,7 +199,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 f"{type(module).__name__} modules, or with different options",
                 fix="build and wrap the same model on every rank of the axis, by equal arguments",
                 options={
-                    **self.reducer.shared_options(),
+                    **terms.options.shared(terms.reports.names),
                     "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
                     "verify_every": self.verify_every,
                 },

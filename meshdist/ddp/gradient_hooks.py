@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
 from ..runtime.untraced import untraced
+from .backward import Backward
 from .buckets import Bucket
 from .graph_tasks import current_task
 
@@ -20,7 +21,6 @@ __all__ = [
     "GradientHooks",
     "GradientTaker",
     "Hook",
-    "RunningBackward",
     "find_reducing_world",
     "moved",
     "tensors_in",
@@ -62,24 +62,14 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
-class RunningBackward(Protocol):
-    """The backward, as hooks see it."""
-
-    task: int
-    """The number that autograd has given it."""
-
-    def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
-        """A gradient has come: that at ``slot`` of the bucket at ``place``."""
-
-
 class GradientTaker(Protocol):
     """The reducer, as hooks see it: told of gradients."""
 
     @property
-    def backward(self) -> RunningBackward | None:
+    def backward(self) -> Backward | None:
         """The backward that has reached the model's outputs and has not ended."""
 
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> RunningBackward | None:
+    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
         """The backward for which a gradient counts that did not come in its task itself.
 
         If it may count later, ``hook`` is called with it again.

@@ -37,7 +37,7 @@ def marked_optimizers(
 
 def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Raise where torch has noted optimizers on parameters after the first forward."""
-    if any(hasattr(parameter, _MARK) for parameter in (parameters[0], parameters[-1])):
+    if hasattr(parameters[0], _MARK) or hasattr(parameters[-1], _MARK):
         raise GradientError(
             "an optimizer in the backward was noted on parameters after the first forward",
             expected="_apply_optimizer_in_backward called before the wrapper's first forward",

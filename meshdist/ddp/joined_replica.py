@@ -42,11 +42,11 @@ class JoinedReplica(ReplicaHook):
     def begin(self, context: Join, joinable: Joinable) -> None:
         """Let the context know which calls are the backward's; ``end`` ends it."""
         self._model.logger.note("join_uneven_inputs", 1)
-        self._reducer.set_calls_inside(lambda: context.owned_by(joinable, _BACKWARD))
+        self._reducer.sending.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
 
     def end(self) -> None:
         """Let the reducer go on as outside of the context."""
-        self._reducer.set_calls_inside(nullcontext)
+        self._reducer.sending.calls_inside = nullcontext
         self._reducer.work_among([True] * self._group.size(), divides_by_all=True)
 
     def begin_forward(self, context: Join, joinable: Joinable) -> None:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -98,7 +98,9 @@ class Reducer:
         self._hooks = GradientHooks(list(parameters), self)
         self._state = State.IDLE
         order = range(num - 1, -1, -1)
-        self._lay(ReductionTerms(list(parameters), group, options, Reports(names, group), order))
+        self._lay(
+            ReductionTerms(list(parameters), group, options, Reports(names, group), order), ()
+        )
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -114,10 +116,6 @@ class Reducer:
     def has_final_buckets(self) -> bool:
         """Whether the buckets were laid as gradients came; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.sending.history)
-
-    def shared_options(self) -> dict[str, object]:
-        """The settings that must be equal on every rank, by the wrapper's arguments."""
-        return self.layout.terms.options.shared(self.layout.terms.reports.names)
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
@@ -142,7 +140,8 @@ class Reducer:
         if sending.hook is not None:
             sending.hook.group = group
         self._become(State.IDLE)
-        self._lay(terms._replace(group=group, reports=Reports(terms.reports.names, group)))
+        terms = terms._replace(group=group, reports=Reports(terms.reports.names, group))
+        self._lay(terms, self.buckets)
         sending.tell(Moment.GROUP_CHANGED, self.layout)
 
     @tells_errors
@@ -151,30 +150,29 @@ class Reducer:
         terms, sending = self.layout.terms, self.sending
         if terms.options.dtype is not None:
             raise terms.reports.hook_beside("mixed_precision")
-        if sending.is_observed(Moment.AVERAGED):
+        if Moment.AVERAGED in sending.observers:
             raise terms.reports.hook_beside("an optimizer in the backward")
         if sending.hook is not None:
             raise terms.reports.hook_again(sending.hook.name)
-        if self._is_open() or self._state is State.ENDED or sending.history.is_learned:
+        if self.backward is not None or self._state is State.ENDED or sending.history.is_learned:
             raise terms.reports.hook_late()
         sending.hook = RegisteredHook(state, hook, terms.group)
-        self._lay(terms)
+        self._lay(terms, self.buckets)
 
     # -- buckets ----------------------------------------------------------------------------------
 
-    def _lay(self, terms: ReductionTerms) -> None:
-        """Make the buckets anew, and put hooks on their parameters."""
+    def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
+        """Make the buckets anew, in place of those before."""
         terms.group.world.averaged.add(frozenset(terms.group.ranks))
-        before = self.buckets if hasattr(self, "layout") else ()
         has_hook = self.sending.hook is not None
         self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
-        self._hooks.put(self.buckets)
 
     def _use(self, layout: BucketLayout) -> None:
         """Let the next backward have this layout, before it begins; the last one has been read."""
         self.layout = layout
         self._local.at_forward = None
         self._verdict = Verdict.of_none(layout)
+        self._hooks.put(layout.buckets)
 
     def _rebuild(self) -> None:
         """Lay the buckets anew: the first time as gradients came on group rank 0.
@@ -189,7 +187,7 @@ class Reducer:
             broadcast(agreed, group=terms.group, group_src=self.sending.at_work.source)
             history.order.clear()
             terms = terms._replace(order=tuple(agreed.tolist()))
-        self._lay(terms)
+        self._lay(terms, self.buckets)
 
     # -- before and after the module's forward ----------------------------------------------------
 
@@ -202,13 +200,14 @@ class Reducer:
         self.end_last()
         if not torch.is_grad_enabled():
             return
-        self._verdict.forward_begins(is_synchronised=is_synchronised)
+        self._verdict.refuse_lacking()
         if not is_synchronised:
             self._local.has_sums = True
             return
+        self._verdict.expect_all()
         layout, history = self.layout, self.sending.history
         self.sending.tell(Moment.FORWARD_BEGINS, layout)
-        self._become(State.AWAITED)
+        self._state = State.AWAITED
         is_fitting = layout.fits(history)
         if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
             raise layout.terms.reports.captured_early()  # the graph would keep buckets that go
@@ -230,7 +229,7 @@ class Reducer:
         if is_absent and not is_capturing(self.layout.tail.numbers.device):
             self._stand_in(Ending.ABSENT)
         self._learn()
-        self._verdict.check_complete()
+        self._verdict.refuse_lacking()
         self.sending.tell(Moment.CHECKED, self.layout)
 
     def after_forward(
@@ -262,7 +261,6 @@ class Reducer:
         self.sending.tell(Moment.FORWARD_ENDS, self.layout)
         if not seen and any(bucket.seen for bucket in self.buckets):
             self._use(self.layout.with_all_hooks())
-            self._hooks.put(self.buckets)
         self._local.forward_ends(self.buckets, sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
@@ -289,9 +287,6 @@ class Reducer:
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
         if tracing is not None and tracing.in_compiled_autograd_region:
             raise self.layout.terms.reports.traced()
-
-    def _is_open(self) -> bool:
-        return self.backward is not None and self.backward.is_open
 
     def _become(self, state: State) -> None:
         """Change the state; a reducer that is closed stays so."""
@@ -322,7 +317,7 @@ class Reducer:
             if self.backward is not None and task == self.backward.task:
                 return
             self._refuse_broken()
-            if self._is_open():
+            if self.backward is not None and self.backward.is_open:
                 raise self.layout.terms.reports.overlapping()
             self._learn()  # where no forward came since the last backward
             backward = self.backward = Backward(
@@ -382,25 +377,17 @@ class Reducer:
         backward.verdict = verdict
         sending.history.backward_ends(backward.counts, came)
         sending.tell(Moment.GRADIENTS_CAME, backward)
-        for filling in backward.rest():
-            filling.take()
-        is_complete = verdict.ending is Ending.WHOLE
-        has_gradient = None
-        if not is_complete:
-            has_gradient = backward.find_gradients(came, has_local_sums=local.has_sums)
-        backward.start_rest(verdict.ending, has_gradient)
-        self._end(backward, verdict, is_complete=is_complete)
+        self._end(backward, verdict)
         _, group, _, reports, _ = backward.layout.terms
         if sending.hook is None:
             local.warn_of_complete(backward.task, group, reports)
         if has_local:
             local.warn(reports)
 
-    def _end(self, backward: Backward, verdict: Verdict, *, is_complete: bool) -> None:
-        """Wait for all buckets, give the averages, and be ready for the next backward."""
-        backward.wait()
-        self._note(backward, verdict)
-        backward.give(verdict, is_complete=is_complete)
+    def _end(self, backward: Backward, verdict: Verdict) -> None:
+        """Reduce all buckets, give the averages, and be ready for the next backward."""
+        self._reduce(backward, verdict)
+        backward.give(verdict)
         self.backward, self._local.at_forward, self._local.has_sums = None, None, False
         self._become(State.ENDED)
         while self.sending.awaited:
@@ -409,10 +396,10 @@ class Reducer:
             self._learn()
         self.sending.tell(Moment.AVERAGED, backward)
 
-    def _note(self, backward: Backward, verdict: Verdict) -> None:
-        """Let a verdict be learned, unless a graph is captured."""
-        tail = backward.layout.tail
-        if tail.reader.note(tail.numbers):
+    def _reduce(self, backward: Backward, verdict: Verdict) -> None:
+        """Reduce all buckets; the verdict is read from then on, unless a graph is captured."""
+        backward.reduce(verdict, has_local_sums=self._local.has_sums)
+        if verdict.note_tail():
             self._verdict = verdict
 
     def _learn(self) -> None:
@@ -447,17 +434,12 @@ class Reducer:
         if verdict is None:
             num = self.sending.at_work.num
             verdict = self._verdict.followed_by_none(Ending.INTERRUPTED, num)
-        backward.send_zeros(verdict.ending)
-        self._end(backward, verdict, is_complete=False)
+        self._end(backward, verdict)
 
     def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
         """Know which members have data, while some may have none."""
         num, source = sum(at_work), list(at_work).index(True)
         self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(at_work) / num)
-
-    def set_calls_inside(self, inside: Callable[[], AbstractContextManager[None]]) -> None:
-        """Make the calls of each backward inside of such a context."""
-        self.sending.calls_inside = inside
 
     def take_part(self) -> None:
         """Take part in a backward of the others, on a rank that has no data for one.
@@ -482,9 +464,7 @@ class Reducer:
         """
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
-        zeros.send_zeros(ending)
-        zeros.wait()
-        self._note(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))
+        self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))
         try:
             self._learn()
         finally:

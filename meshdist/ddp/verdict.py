@@ -55,6 +55,7 @@ class Verdict:
         self._counts: list[float] | None = None  # the averaged flags, until all is raised
         self._shares: list[float] | None = None  # the averaged map, if it was needed
         self._someone_lacks = False  # equal on every rank
+        self._is_noted = False  # and not read
 
     @classmethod
     def of_none(cls, layout: BucketLayout) -> Verdict:
@@ -80,25 +81,26 @@ class Verdict:
         lacking = () if ending is None else self._lacking
         return Verdict(self._layout, ending, num_at_work, lacking=lacking)
 
-    # -- what is raised at a forward, and a check -------------------------------------------------
+    def expect_all(self) -> None:
+        """A synchronised forward begins, behind which every parameter must have a gradient."""
+        self._lacking = range(len(self._layout.terms.parameters))
 
-    def forward_begins(self, *, is_synchronised: bool) -> None:
-        """Expect a gradient for every parameter from now on, if this forward is synchronised."""
-        lacking = self._lacking
-        if is_synchronised:
-            self._lacking = range(len(self._layout.terms.parameters))
-        self._refuse_lacking(lacking)
-
-    def check_complete(self) -> None:
+    def refuse_lacking(self) -> None:
         """Raise once, on every rank, if parameters got no gradient since the last forward."""
-        self._refuse_lacking(self._lacking)
-
-    def _refuse_lacking(self, lacking: Sequence[int]) -> None:
         if self._someone_lacks:
             self._someone_lacks = False
-            raise self._layout.terms.reports.lacking(self._gather(lacking))
+            raise self._layout.terms.reports.lacking(self._gather(self._lacking))
 
     # -- what all ranks learn ---------------------------------------------------------------------
+
+    def note_tail(self) -> bool:
+        """The numbers have been reduced; whether they will be read: not where a graph is captured.
+
+        Until then the verdict before is the last.
+        """
+        tail = self._layout.tail
+        self._is_noted = tail.reader.note(tail.numbers)
+        return self._is_noted
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
         """Return for every parameter whether any rank had a gradient.
@@ -115,9 +117,10 @@ class Verdict:
     def _look(self) -> None:
         """Take the averaged numbers, unless they are taken or this is no time to wait."""
         tail = self._layout.tail
-        found = tail.reader.take()
+        found = tail.reader.take() if self._is_noted else None
         if found is None:
             return
+        self._is_noted = False
         if tail.reader.is_deferred:  # a reduction that was cut off has left any numbers
             channel = self._layout.terms.group.open_channel(tail.numbers.device.type)
             channel.refuse_broken()
@@ -132,21 +135,24 @@ class Verdict:
         its own error; otherwise all raise. No rank keeps gradients of an interrupted backward.
         Once buckets are laid they stay as they are where a communication hook's state knows them.
         """
-        self._look()
+        if self._is_noted:
+            self._look()
         if self._counts is None:
             return
         counts, self._counts = self._counts, None
         parameters, _, _, reports, _ = self._layout.terms
         has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
         self._someone_lacks = Ending.LACKING in has
-        if not self._someone_lacks and self._has_uneven_shares():  # frozen on some ranks
+        if self._shares and not self._someone_lacks and self._has_uneven_shares(self._shares):
+            # Frozen on some ranks.
             self._someone_lacks = True
             self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
         is_cut = Ending.INTERRUPTED in has or (
             Ending.ABSENT in has and not has.isdisjoint(_HAD_ONE)
         )
         if not (is_cut or Ending.UNEXPECTED in has):
-            if Ending.ABSENT not in has:
+            is_news = self._shares or history.trailing or not history.is_learned
+            if is_news and Ending.ABSENT not in has:
                 self._teach(history, stays=stays)
             return
         for parameter in parameters:
@@ -164,11 +170,11 @@ class Verdict:
         )
         raise reports.interrupted(cut, absent)
 
-    def _has_uneven_shares(self) -> bool:
+    def _has_uneven_shares(self, shares: Sequence[float]) -> bool:
         """Whether some ranks lack a gradient that others have, where no argument allows it."""
-        shares = () if self._layout.terms.options.may_lack else self._shares or ()
-        num_ranks = self._layout.terms.group.size()
-        return any(0.5 < share * num_ranks < self._num_at_work - 0.5 for share in shares)
+        most, num_ranks = self._num_at_work - 0.5, self._layout.terms.group.size()
+        is_uneven = any(0.5 < share * num_ranks < most for share in shares)
+        return is_uneven and not self._layout.terms.options.may_lack
 
     def _teach(self, history: History, *, stays: bool) -> None:
         """Let the history take which gradients were not everywhere."""

@@ -272,7 +272,7 @@ def test_gradients_may_be_sent_in_another_dtype_and_then_stay_apart() -> None:
 def test_what_is_not_sent_counts_as_zeros() -> None:
     bucket = bucket_of(zeros(2, 3), (0, 1), num_behind=1)
     bucket.sent.fill_(3.0)
-    bucket.taking.clear(Filling(bucket))
+    Filling(bucket).take(is_zero=True)
     assert bucket.sent.tolist() == [0.0] * 5 + [3.0]
 
 
@@ -346,5 +346,6 @@ def test_small_gradients_are_kept_for_the_stream_that_reads_them(
     parameters = zeros(2, LARGE, 2)
     for parameter in parameters[:2]:
         parameter.grad = torch.ones_like(parameter)
-    Filling(bucket_of(parameters, (0, 1, 2))).await_streams()
-    assert [grad is parameters[0].grad for grad in awaited] == [True]
+    small = parameters[0].grad
+    Filling(bucket_of(parameters, (0, 1, 2))).take()
+    assert [grad is small for grad in awaited] == [True]

@@ -23,7 +23,7 @@ class Done:
 
 def sent_of(parameter: nn.Parameter) -> torch.Tensor:
     """What is sent of its gradient; which gets that back."""
-    bucket = Bucket.of_one(0, [parameter], InPlace(parameter, 0.5), is_trailing=False)
+    bucket = Bucket.of_one(0, [parameter], InPlace(0.5), is_trailing=False)
     filling, sent = Filling(bucket), []
 
     def average(tensor: torch.Tensor) -> Pending:

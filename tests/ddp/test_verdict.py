@@ -43,7 +43,9 @@ class Backwards:
         self.verdict = Verdict.of_none(self.layout)
 
     def forward(self, *, is_synchronised: bool = True) -> None:
-        self.verdict.forward_begins(is_synchronised=is_synchronised)
+        self.verdict.refuse_lacking()
+        if is_synchronised:
+            self.verdict.expect_all()
 
     def end(self, came: Sequence[bool], unexpected: Sequence[str] = ()) -> Ending | None:
         """A backward ends here; nothing is sent."""
@@ -55,12 +57,12 @@ class Backwards:
         tail = self.layout.tail
         tail.write(ending, has)
         md.all_reduce(tail.numbers, md.ReduceOp.AVG)
-        tail.reader.note(tail.numbers)
+        assert self.verdict.note_tail()
 
     def cut_off(self, ending: Ending) -> None:
         """One ends otherwise, and is sent."""
+        self.verdict = self.verdict.followed_by_none(ending, self.num_at_work)
         self.send(ending, None)
-        self.verdict = Verdict(self.layout, ending, self.num_at_work)
 
     def learn(self) -> None:
         self.verdict.raise_or_learn(self.history, stays=self.stays)
@@ -219,8 +221,8 @@ def test_every_rank_raises_once_what_any_lacks(is_checked: bool) -> None:
         mine = Backwards(3)
         mine.settle([[True, True, True], [False, True, False]][md.get_rank()])
         with pytest.raises(GradientError) as error:
-            mine.verdict.check_complete() if is_checked else mine.forward()
-        mine.verdict.check_complete()
+            mine.verdict.refuse_lacking() if is_checked else mine.forward()
+        mine.verdict.refuse_lacking()
         mine.forward()
         return str(error.value)
 
