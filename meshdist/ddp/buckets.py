@@ -205,7 +205,7 @@ class Filling:
 
     __slots__ = (
         "_kept",
-        "_versions",
+        "_moved",
         "average",
         "bucket",
         "local",
@@ -225,25 +225,22 @@ class Filling:
         self.local: Sequence[int] = ()
         self.read: Grads = ()
         self.average: torch.Tensor | None = None
-        self._versions: list[int | None] | None = None  # of those that moved in early
+        self._moved: Seen = []  # what moved in early
         self._kept = bucket.see()  # outputs have their gradients, and the backward goes on
         if at_forward is not None and self._kept:
-            self.local = self._find_grown(at_forward)
+            new = self._find_new([grad for grad, _ in self._kept], at_forward)
+            if new:  # ``zero_grad`` leaves zeros
+                norms = torch._foreach_norm([*new.values()])
+                self.local = [slot for slot, norm in zip(new, norms, strict=True) if norm != 0]
 
-    def _find_grown(self, at_forward: Seen) -> list[int]:
-        """The slots whose gradient another backward has brought since the forward."""
-        rows = zip(
-            self.bucket.seen_slots, self._kept, at_forward or repeat((None, -1)), strict=False
-        )
-        new = [
-            (slot, grad)
-            for slot, (grad, version), (then, old) in rows
-            if grad is not None and (grad is not then or version != old)
-        ]
-        if not new:
-            return []
-        norms = torch._foreach_norm([grad for _, grad in new])  # ``zero_grad`` leaves zeros
-        return [slot for (slot, _), norm in zip(new, norms, strict=True) if norm != 0]
+    def _find_new(self, grads: Grads, before: Seen) -> dict[int, torch.Tensor]:
+        """Of gradients without a hook those that were not there before, or had another version."""
+        rows = zip(self.bucket.seen_slots, grads, before or repeat((None, -1)), strict=False)
+        return {
+            slot: grad
+            for slot, grad, (then, version) in rows
+            if grad is not None and (grad is not then or grad._version != version)
+        }
 
     # -- which have come --------------------------------------------------------------------------
 
@@ -255,13 +252,9 @@ class Filling:
         grads = self.read = list(map(_grad_of, self.bucket.members))
         if not self._kept and NoneType not in {*map(type, grads)}:
             return []
-        missing = []
-        before = self._kept or repeat((None, -1))
-        for slot, (kept, version) in zip(self.bucket.seen_slots, before, strict=False):
-            grad = grads[slot]
-            if grad is None or (grad is kept and grad._version == version):
-                missing.append(slot)
-        return missing
+        slots = self.bucket.seen_slots
+        new = self._find_new([grads[slot] for slot in slots], self._kept)
+        return [slot for slot in slots if slot not in new]
 
     def find_missing_at_end(self) -> list[int]:
         """The same once the backward has ended, when ``local`` is known, too."""
@@ -277,17 +270,8 @@ class Filling:
 
     def find_late(self) -> list[int]:
         """The slots without a hook to which was added after they had moved in."""
-        if self._versions is None:
-            return []
-        rows = zip(self.bucket.seen_slots, self._versions, self._find_versions(), strict=True)
-        return [slot for slot, before, now in rows if now not in (before, None)]
-
-    def _find_versions(self) -> list[int | None]:
-        """The versions of what has moved in; None for a gradient that was taken away since."""
-        bucket = self.bucket
-        is_view = isinstance(bucket.taking, Flat) and bucket.taking.as_views
-        views = [bucket.views[slot] for slot in bucket.seen_slots] if is_view else ()
-        return [None if g is None else g._version for g in views or map(_grad_of, bucket.seen)]
+        rows = zip(self.bucket.seen_slots, self._moved, strict=False)
+        return [slot for slot, (grad, old) in rows if grad is not None and grad._version != old]
 
     # -- taking in --------------------------------------------------------------------------------
 
@@ -297,8 +281,7 @@ class Filling:
         if self.must_wait:
             return False
         self.take()
-        if self.bucket.seen:
-            self._versions = self._find_versions()
+        self._moved = self.bucket.see()
         return True
 
     def take(self, *, is_zero: bool = False) -> None:
