@@ -107,10 +107,6 @@ class Sending:
             call(subject)
 
 
-class _HasSending(Protocol):
-    sending: Sending
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -121,7 +117,7 @@ def tells_errors(method: F) -> F:
     """
 
     @functools.wraps(method)
-    def telling(self: _HasSending, *args: Any, **kwargs: Any) -> Any:
+    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except MeshdistError as error:

@@ -260,9 +260,11 @@ def lay(
     scale = None if averages else 1.0 / group.size()
     unsent = history.trailing if options.skips_unused else frozenset[int]()
     # Where the wire shares memory, or divides by itself, buckets cost less than they save.
-    can_lie_in_place = scale is not None and options.dtype is None
-    large = {i for i, one in enumerate(parameters) if one.nbytes >= _IN_PLACE_BYTES}
-    in_place = large if can_lie_in_place else frozenset[int]()
+    in_place = {
+        index
+        for index, one in enumerate(parameters)
+        if scale is not None and options.dtype is None and one.nbytes >= _IN_PLACE_BYTES
+    }
     laid = lay_out(
         items_of(parameters, options.dtype, options.sparse | in_place),
         [index for index in order if index not in unsent],

@@ -115,15 +115,8 @@ class Bucket:
     ) -> Bucket:
         """A bucket of gradients that lie one after the other in ``sent``, large ones first.
 
-        Args:
-            indices: which parameters, in the order in which their gradients are expected.
-            parameters: all of them.
-            sent: memory for the gradients, and for the numbers that follow them.
-            scale: by what gradients are multiplied on their way into the bucket, or None.
-            as_views: whether ``.grad`` becomes the view.
-            hooked: the indices that need a hook whatever their size; None where all do.
-            is_trailing: whether it is sent at the end of the backward, whatever has come before.
-            reports: makes the error for a gradient that cannot lie here.
+        They are expected in the order of ``indices``. Those in ``hooked`` need a hook whatever
+        their size; all do where it is None. The rest is as for ``Bucket`` and ``Flat``.
         """
         size = {index: parameters[index].numel() * sent.itemsize for index in indices}
         # Equal on every rank, whatever has a hook on this one.
@@ -202,19 +195,6 @@ class Filling:
         read: all gradients, as they were looked at last.
         average: the result of a gradient alone; None where no rank had one.
     """
-
-    __slots__ = (
-        "_kept",
-        "_moved",
-        "average",
-        "bucket",
-        "local",
-        "must_wait",
-        "num_pending",
-        "read",
-        "streams",
-        "taken",
-    )
 
     def __init__(self, bucket: Bucket, at_forward: Seen | None = None) -> None:
         self.bucket = bucket
@@ -369,10 +349,9 @@ class Flat(Taking):
         if slot is not None:
             self._take_one(filling, slot)
             return
-        for large in range(filling.bucket.num_at_once):
-            if large not in filling.taken:
-                self._take_one(filling, large)
-        grads, filling.read = filling.read, ()
+        for large in {*range(filling.bucket.num_at_once)} - filling.taken:
+            self._take_one(filling, large)
+        grads, filling.read = filling.read, ()  # whose memory is free behind the copy
         self._take_small(filling.bucket, grads or list(map(_grad_of, filling.bucket.members)))
 
     def _take_one(self, filling: Filling, slot: int) -> None:

@@ -171,7 +171,7 @@ class Reducer:
         """Let the next backward have this layout, before it begins; the last one has been read."""
         self.layout = layout
         self._local.at_forward = None
-        self._verdict = Verdict.of_none(layout)
+        self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
         self._hooks.put(layout.buckets)
 
     def _rebuild(self) -> None:

@@ -57,11 +57,6 @@ class Verdict:
         self._someone_lacks = False  # equal on every rank
         self._is_noted = False  # and not read
 
-    @classmethod
-    def of_none(cls, layout: BucketLayout) -> Verdict:
-        """Before any backward: every gradient is expected."""
-        return cls(layout, lacking=range(len(layout.terms.parameters)))
-
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:

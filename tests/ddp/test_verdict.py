@@ -40,7 +40,7 @@ class Backwards:
         given = ReductionOptions(caps=(1 << 20,), **options)
         terms = ReductionTerms(self.parameters, group, given, Reports(names, group), range(num))
         self.layout = lay(terms, self.history, has_hook=False)
-        self.verdict = Verdict.of_none(self.layout)
+        self.verdict = Verdict(self.layout, lacking=range(num))
 
     def forward(self, *, is_synchronised: bool = True) -> None:
         self.verdict.refuse_lacking()
