@@ -77,6 +77,47 @@ Status Collectives::run(Job& job) {
   return job.layouts.empty() ? run_as_it_lies(job) : run_in_row_major_order(job, plain);
 }
 
+// Others may take further rounds, as for what they offer: then these follow in `finish`.
+bool Collectives::is_of_one_round(const Job& job) const {
+  const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
+  if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
+  switch (job.verb()) {
+    case Verb::all_reduce:
+      return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
+    case Verb::broadcast:
+    case Verb::all_gather:
+    case Verb::reduce_scatter:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool Collectives::begin(Job& job) {
+  item_ = kDtypeBytes[job.call.header.dtype];
+  const std::size_t bytes = job.count() * item_;
+  // Before a call that would do more than it: see `run_as_it_lies`.
+  const bool is_ready = !end_.is_over() && has_tried_reading_ && probe_.is_idle() &&
+                        (!slots_.may_grow() || bytes < tuning.spread_bytes);
+  if (!is_ready || !is_of_one_round(job)) return false;
+  forget_mismatch();
+  rounds_.layouts_differ = false;
+  bad_round_ = rounds_.next();
+  probe_.consider(bytes);
+  phase_ = Phase::begin;
+  const Status status = dispatch(job);
+  phase_ = Phase::all;
+  return status == Status::pending;
+}
+
+Status Collectives::finish(Job& job) {
+  item_ = kDtypeBytes[job.call.header.dtype];
+  phase_ = Phase::finish;
+  const Status status = described(dispatch(job));
+  phase_ = Phase::all;
+  return status == Status::mismatch && rounds_.layouts_differ ? run_as_it_lies(job) : status;
+}
+
 // What a member whose layout is not row-major does where layouts differ: `plain` is the same job
 // without it. Programs seldom come here, so it need not be fast.
 Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
@@ -114,8 +155,7 @@ Status Collectives::run_as_it_lies(Job& job) {
     return end_.over_status();
   }
   item_ = kDtypeBytes[job.call.header.dtype];
-  mismatch_.clear();
-  mismatch_culprit_ = -1;
+  forget_mismatch();
   Status status = try_reading(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) status = agree_to_grow(job);
@@ -127,6 +167,16 @@ Status Collectives::run_as_it_lies(Job& job) {
     probe_.consider(count * item_);
     status = dispatch(job);
   }
+  return described(status);
+}
+
+void Collectives::forget_mismatch() {
+  mismatch_.clear();
+  mismatch_culprit_ = -1;
+}
+
+// The status of a call; of one that failed `failure()` is made.
+Status Collectives::described(Status status) {
   if (status == Status::ok) return status;
   rounds_.describe(status, bad_round_);
   if (mismatch_culprit_ >= 0) {
@@ -241,10 +291,19 @@ bool Collectives::is_fetched(std::size_t bytes) const {
          bytes <= tuning.fetch_most_bytes;
 }
 
+// Whether this member's `input` is read where it lies, in memory that `offer` would publish.
+bool Collectives::offers(const Input& input) const {
+  const bool gives = input.giver == kEveryone || input.giver == static_cast<int>(end_.rank);
+  if (end_.size < 2 || !gives) return false;
+  const auto holds = [&](const auto& one) { return one.second->holds(input.data, input.bytes); };
+  const auto& memories = end_.memories;
+  return input.is_fetched || (input.bytes >= tuning.shared_bytes &&
+                              std::any_of(memories.begin(), memories.end(), holds));
+}
+
 // Publish, with the announcement in `round`, where `input` lies, if the others can read it there.
 bool Collectives::offer(const Input& input, std::uint64_t round) {
-  if (end_.size < 2) return false;
-  if (input.giver != kEveryone && input.giver != static_cast<int>(end_.rank)) return false;
+  if (!offers(input)) return false;
   const auto publish = [&](const Place& place, Hint hint) {
     std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
     rounds_.call_hints_ = hint;
@@ -254,7 +313,7 @@ bool Collectives::offer(const Input& input, std::uint64_t round) {
     if (input.bytes < tuning.shared_bytes || !memory->holds(input.data, input.bytes)) continue;
     return publish({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
   }
-  return input.is_fetched && publish({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
+  return publish({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
 }
 
 // Which members have offered in `round`; all find the same.

@@ -50,6 +50,16 @@ class Collectives {
   // row-major order, by copies on those that have another.
   Status run(Job& job);
 
+  // Begin a call of one round without waiting for any member: this member's part is published, which is
+  // all that the others need of it. False where `run` has to do it all, and nothing has happened. Nothing
+  // else may run before `finish` does the rest.
+  bool begin(Job& job);
+  Status finish(Job& job);
+  // Whether `finish` would not wait.
+  bool may_finish() const { return rounds_.have_all_published(begun_) || end_.is_over(); }
+  // Wait until it would not, under the terms of `call`; on failure `failure()` has the cause.
+  Status wait_to_finish(const Call& call) { return described(rounds_.wait(begun_, call)); }
+
   const Failure& failure() const { return rounds_.failure; }
   bool is_awaited() const { return rounds_.is_awaited(); }
   bool reads_others() const { return reads_others_; }
@@ -82,10 +92,14 @@ class Collectives {
   using Ends = std::array<std::uint64_t, 2>;
 
   Status run_as_it_lies(Job& job);
+  void forget_mismatch();
+  Status described(Status status);
+  bool is_of_one_round(const Job& job) const;
   Status run_in_row_major_order(const Job& job, Job& plain);
   Status dispatch(Job& job);
   bool is_fetched(std::size_t bytes) const;
   bool streams(std::size_t bytes) const;
+  bool offers(const Input& input) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
   bool is_all_mapped(std::uint64_t round) const;
@@ -155,11 +169,16 @@ class Collectives {
     return lay_out(pieces, longest, tuning.chunk_bytes);
   }
 
+  // A call that is begun stops once it has published, and begins there when it is finished.
+  enum class Phase { all, begin, finish };
+
   const Endpoint& end_;
   const Kernels& kernels_;
   Rounds rounds_;
   Slots slots_;
   Probe probe_;
+  Phase phase_ = Phase::all;  // of the call that runs
+  std::uint64_t begun_ = 0;   // the round of the call that was begun
   int kept_stores_ = -1;
   bool has_tried_reading_ = false;
   bool reads_others_ = false;  // each member from every other; all have the same answer

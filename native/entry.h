@@ -121,6 +121,10 @@ class Entry {
   // Compare it with its counterpart, if that is there; where they differ note it, and raise.
   void compare(const Message& message);
 
+  // The numbers of the last collective and of the last note.
+  std::uint64_t sequence() const { return notes_.sequence(); }
+  std::uint64_t num_notes() const { return notes_.num_notes(); }
+
   std::uint64_t size() const { return size_; }
   std::uint64_t member() const { return member_; }
   nb::object rank_of(int member) const { return ranks_[member]; }  // in the world

@@ -14,9 +14,16 @@ inline std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
 template <class Write, class Read, class Direct>
 Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write,
                              Read read, Direct direct) {
-  const std::uint64_t first = rounds_.next();
-  if (!offer(input, first)) write(0, first);
-  rounds_.announce(job.call);
+  if (phase_ == Phase::begin && (num_rounds > 1 || offers(input))) return Status::unsupported;
+  const std::uint64_t first = phase_ == Phase::finish ? begun_ : rounds_.next();
+  if (phase_ != Phase::finish) {
+    if (!offer(input, first)) write(0, first);
+    rounds_.announce(job.call);
+  }
+  if (phase_ == Phase::begin) {
+    begun_ = first;
+    return Status::pending;
+  }
   Status status = agree(job, first);
   if (status != Status::ok) return status;
   const Sharing sharing = find_offers(input, first);

@@ -1,12 +1,13 @@
-// The fast path of the verbs: blocking calls on plain CPU tensors, on a wire that has a runner.
+// The fast path of the verbs: calls on plain CPU tensors, on a wire that has a runner.
 //
 // What the verbs do in Python for any argument takes longer than to move a few numbers. Each method
 // checks its tensors, notes and compares the call, notifies autograd of what is written, and lets
-// the runner do it; or it returns false, has changed nothing, and Python does it all.
+// the runner do it, or start it; or it returns false, has changed nothing, and Python does it all.
 #include "fast_path.h"
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 using namespace nanobind::literals;
 
@@ -25,9 +26,15 @@ const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-  // names for both.
-  FastPath(Entry& entry, Runner& runner, const nb::list& reductions)
-      : entry_(entry), runner_(runner) {
+  // names for both. `works`, of a path whose calls are started: the class of a Work, the group's timeout,
+  // what makes the error of a failure, the group's name, what warns of a Work that is dropped, and what
+  // returns the group.
+  FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
+      : entry_(entry), runner_(runner), starts_(!works.is_none()) {
+    if (starts_) {
+      auto one = work_.begin();
+      for (nb::handle each : works) *one++ = nb::borrow(each);
+    }
     for (nb::handle one : reductions) {
       Reduction made{one[0], nb::cast<std::int64_t>(one[1]), {}};
       for (auto [dtype, way] : nb::borrow<nb::dict>(one[2])) {
@@ -183,6 +190,12 @@ class FastPath {
     return exchange(call, first);
   }
 
+  // That of the same group's calls that are started; None where none are.
+  nb::object starting = nb::none();
+
+  // What the call that was done returns: a Work where it was started.
+  nb::object take_found() { return std::exchange(found_, nb::none()); }
+
   bool barrier() {
     Collective call{Verb::barrier, {names::barrier.object}};
     return is_ready() && run(call, {}, {});
@@ -302,17 +315,41 @@ class FastPath {
     call.dtype = part.code;
     const bool differ = !call.in_counts.empty();
     if (!runner_.takes(call) || (differ && entry_.compares())) return false;
+    if (starts_ && !runner_.starts(call)) return false;
     Entry::Sizes sizes{part.count};
     if (differ) sizes = {0, &call.in_counts, &call.out_counts};
     const Entry::UnderWay under_way(entry_, call.header.verb);
     call.fingerprint = entry_.enter(call.header, plain, is_uneven ? &sizes : nullptr);
     if (call.written.is_valid()) entry_.note_write(call.written);
-    runner_.run(call);
+    if (!starts_) {
+      runner_.run(call);
+      return true;
+    }
+    const std::uint64_t note = entry_.num_notes();
+    const nb::object operation = runner_.start(call, entry_.sequence());
+    found_ = make_work(call, operation, note);
     return true;
   }
 
+  // The Work of a call that was started; `Work` in Python says in which order it takes its arguments.
+  nb::object make_work(const Collective& call, const nb::object& operation, std::uint64_t note) {
+    nb::object result = nb::list();
+    if (call.written.is_valid()) {
+      result = checked(PySequence_List(call.written.ptr()));
+    } else if (call.read.is_valid()) {
+      PyList_Append(result.ptr(), PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0)
+                                                                 : call.read.ptr());
+    }
+    const auto [type, timeout, explain, group, warn_dropped, user] = work_;
+    // Where this member only sends, those that receive may tell.
+    const bool warns = call.written.is_valid() || !call.read.is_valid();
+    const nb::object none = nb::none(), no = nb::bool_(false);
+    return call_with(type, operation, timeout, explain, result, none, call.header.verb, group, no, none,
+                     whole(note), warns ? warn_dropped : none, call_with(user), no);
+  }
+
   bool run(nb::handle x, Message& message) {
-    if (entry_.is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
+    if (starts_ || entry_.is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
     const Entry::UnderWay under_way(entry_, message.verb);
     runner_.run(message, x, entry_);
     return true;
@@ -320,14 +357,17 @@ class FastPath {
 
   Entry& entry_;
   Runner& runner_;
+  const bool starts_;
+  std::array<nb::object, 6> work_;
+  nb::object found_ = nb::none();  // from the end of a method until it returns, without a step of Python
   std::vector<Reduction> reductions_;
 };
 
-// A method as Python has it: None where the call is done, else False.
+// A method as Python has it: None where the call is done, its Work where it is started, else False.
 template <class... Args>
 auto done(bool (FastPath::*method)(Args...)) {
   return [method](FastPath& self, Args... args) -> nb::object {
-    if ((self.*method)(args...)) return nb::none();
+    if ((self.*method)(args...)) return self.take_found();
     return nb::bool_(false);
   };
 }
@@ -338,8 +378,9 @@ void bind_fast_path(nb::module_& m) {
   const auto any = nb::arg().none();
   const auto none = nb::arg().none() = nb::none();
   nb::class_<FastPath>(m, "FastPath")
-      .def(nb::init<Entry&, Runner&, nb::list>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-           "entry"_a, "runner"_a, "reductions"_a)
+      .def(nb::init<Entry&, Runner&, nb::list, nb::object>(), nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), "entry"_a, "runner"_a, "reductions"_a, "works"_a = nb::none())
+      .def_rw("starting", &FastPath::starting, nb::arg().none())
       .def("all_reduce", done(&FastPath::all_reduce), any, any)
       .def("all_reduce", done(&FastPath::titled_all_reduce), any, any, nb::arg())
       .def("reduce", done(&FastPath::reduce), any, any, nb::arg())

@@ -98,15 +98,28 @@ NB_MODULE(native, m) {
       .def_ro("has_exited", &Failure::has_exited)
       .def_ro("source", &Failure::source)
       .def_ro("other_note", &Failure::other_note);
-  nb::class_<PyTicket>(m, "Ticket")
-      .def("wait", &PyTicket::wait)
-      .def("is_done", &PyTicket::is_done)
-      .def("failure", &PyTicket::failure, nb::rv_policy::copy);
-  nb::class_<PyTransfer>(m, "Transfer")
-      .def("wait", &PyTransfer::wait)
-      .def("is_done", &PyTransfer::is_done)
-      .def("failure", &PyTransfer::failure)
-      .def_prop_ro("source", [](const PyTransfer& self) { return self.transfer->source; });
+  // As `Operation` in Python has them.
+  nb::class_<PyOperation>(m, "Started")
+      .def("wait", &PyOperation::wait)
+      .def("is_done", &PyOperation::is_done)
+      .def("failure", &PyOperation::failure)
+      .def("finish", &PyOperation::finish)
+      .def("poll", &PyOperation::is_done)
+      .def("is_ready", &PyOperation::is_done)
+      .def("has_ended", &PyOperation::is_done)
+      .def("bound", [](PyOperation&, nb::handle) {})
+      .def("source", [](nb::handle self) {
+        const int source = nb::cast<PyOperation&>(self).source();
+        if (source >= 0) return nb::object(nb::int_(source));
+        const nb::object operations = nb::module_::import_("meshdist.wires.operations");
+        return nb::object(operations.attr("Operation").attr("source")(self));  // raises
+      })
+      .def_prop_ro_static("is_plain", [](nb::handle) { return true; })
+      .def_prop_ro_static("on_stream", [](nb::handle) { return false; })
+      .def_prop_ro_static("adds_to_stream", [](nb::handle) { return false; });
+  m.def("explain_failures_by", [](nb::object made) {
+    delete std::exchange(PyOperation::failures, new nb::object(std::move(made)));
+  });
 
   nb::class_<PyCommunicator> c(m, "Communicator");
   c.def(nb::init<int, unsigned, std::vector<int>>(), "fd"_a, "rank"_a, "pidfds"_a);
@@ -122,10 +135,11 @@ NB_MODULE(native, m) {
   });
   c.def("start", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
                     int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
-                    std::uint32_t fingerprint, const Layouts& layouts, double timeout) {
+                    std::uint32_t fingerprint, const Layouts& layouts, double timeout,
+                    nb::object kept, nb::object note) {
     Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint,
                         layouts);
-    return self.start(std::move(job), timeout);
+    return self.start(std::move(job), timeout, std::move(kept), std::move(note));
   });
   c.def("run_transfer", &PyCommunicator::run_transfer);
   c.def("start_transfer", &PyCommunicator::start_transfer);
@@ -196,6 +210,7 @@ NB_MODULE(native, m) {
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
     static const std::map<std::string, std::size_t Tuning::*> thresholds{
+        {"begun_most_bytes", &Tuning::begun_most_bytes},
         {"chunk_bytes", &Tuning::chunk_bytes},
         {"far_halves_least_bytes", &Tuning::far_halves_least_bytes},
         {"fetch_block_bytes", &Tuning::fetch_block_bytes},

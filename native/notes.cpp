@@ -18,6 +18,8 @@ nb::object code_of(nb::handle frame) {
 
 std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
+std::uint64_t Notes::num_notes() const { return counts_.get(kNumNotes); }
+
 std::uint64_t Notes::keep_collective(nb::handle call, nb::handle sizes) {
   const std::uint64_t number = sequence() + 1;
   counts_.put(kSequence, number);

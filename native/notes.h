@@ -27,6 +27,7 @@ class Notes {
 
   // Of the last collective.
   std::uint64_t sequence() const;
+  std::uint64_t num_notes() const;
 
   // Keep a collective, a `Call` of Python's; returns its number in the members' common sequence.
   // `sizes` may be null.

@@ -139,7 +139,7 @@ Status Probe::measure_both(const Call& call, Times& little, Times& much) {
 }
 
 Status Probe::before(const Call& call) {
-  if (!is_due_ || !slots_.are_whole()) return Status::ok;
+  if (is_idle()) return Status::ok;
   is_due_ = false;
   if (end_.size < 2) return Status::ok;
   // Start together; and learn from the first member, by a second round, what is to follow.

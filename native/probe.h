@@ -30,6 +30,8 @@ class Probe {
   // Before each call with whole slots: probe, if the first member requested it with the last one (or
   // there was none).
   Status before(const Call& call);
+  // Whether it does nothing now.
+  bool is_idle() const { return !is_due_ || !slots_.are_whole(); }
 
   // On the first member: request a probe with this call, of `bytes` bytes, if the last is old.
   void consider(std::size_t bytes);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <iterator>
 #include <thread>
+#include <utility>
 
 namespace meshdist {
 
@@ -15,6 +16,7 @@ namespace {
 // Of a collective that gives up: it may be in the midst of a copy. Longer only where a thread that
 // runs a collective itself has called close(), from a signal's handler.
 constexpr std::chrono::seconds kLongestEnd{10};
+constexpr Nanoseconds kBegunSlice = 1'000'000;
 
 }  // namespace
 
@@ -32,6 +34,11 @@ Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
   std::lock_guard<std::mutex> lock(running_);
   sweep_locked();
   job.call.interruption = interruption;
+  if (!finish_begun(job.call)) {  // interrupted: the other members would wait for this call
+    end_->end(Status::interrupted, static_cast<int>(end_->rank));
+    failure = end_->failure(Status::interrupted);
+    return Status::interrupted;
+  }
   const Status status = collectives_.run(job);
   if (status != Status::ok) failure = collectives_.failure();
   return status;
@@ -41,6 +48,48 @@ TicketPtr Progress::start(Job&& job) {
   auto ticket = std::make_shared<Ticket>();
   ticket->job = std::move(job);
   ticket->job.call.interruption = nullptr;
+  return begin(ticket) ? ticket : queue(std::move(ticket));
+}
+
+// Begin a call, if nothing was started before that is not done.
+bool Progress::begin(const TicketPtr& ticket) {
+  if (unfinished_.load(std::memory_order_acquire) != 0) return false;
+  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
+  if (begun_ != nullptr && (!collectives_.may_finish() || !finish_begun({}))) return false;
+  if (!collectives_.begin(ticket->job)) return false;
+  begun_ = ticket;
+  has_begun_.store(true, std::memory_order_release);
+  return true;
+}
+
+// With `running_`: finish the call that is begun, under the terms of the one that waits; false where its
+// wait was interrupted, and it stays in flight.
+bool Progress::finish_begun(const Call& waiting) {
+  if (begun_ == nullptr) return true;
+  Call& call = begun_->job.call;
+  call.deadline = waiting.deadline;
+  call.interruption = waiting.interruption;
+  call.stays_in_flight = true;
+  const Status waited = collectives_.wait_to_finish(call);
+  if (waited == Status::interrupted) return false;
+  call.interruption = nullptr;
+  const TicketPtr ticket = std::exchange(begun_, nullptr);
+  has_begun_.store(false, std::memory_order_release);
+  const Status status = waited == Status::ok ? collectives_.finish(ticket->job) : waited;
+  ticket->end(status, status == Status::ok ? Failure{} : collectives_.failure());
+  return true;
+}
+
+bool Progress::test(const TicketPtr& ticket) {
+  if (!ticket->has_ended() && has_begun_.load(std::memory_order_acquire) && !end_->is_forked()) {
+    std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+    if (lock.owns_lock() && begun_ != nullptr && collectives_.may_finish()) finish_begun({});
+  }
+  return ticket->has_ended();
+}
+
+TicketPtr Progress::queue(TicketPtr ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!has_thread_) {
     // The thread owns what it works on, but for the caller's memory.
@@ -69,29 +118,39 @@ void Progress::work() {
       ticket = std::move(queue_.front());
       queue_.pop_front();
     }
+    Status status;
+    Failure failure;
     {
       std::lock_guard<std::mutex> lock(running_);
       sweep_locked();
-      ticket->status = collectives_.run(ticket->job);
-      if (ticket->status != Status::ok) ticket->failure = collectives_.failure();
+      finish_begun({});
+      status = collectives_.run(ticket->job);
+      if (status != Status::ok) failure = collectives_.failure();
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       unfinished_.fetch_sub(1, std::memory_order_acq_rel);
       all_done_.notify_all();
     }
-    ticket->is_done.store(1, std::memory_order_seq_cst);
-    futex_wake_all(ticket->is_done);
+    ticket->end(status, std::move(failure));
   }
 }
 
 Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption) {
-  const auto done = [&] { return ticket->is_done.load(std::memory_order_acquire) != 0; };
+  Call waiting;
+  waiting.deadline = deadline;
+  waiting.interruption = interruption;
+  const auto done = [&] { return ticket->has_ended(); };
   const auto never = [] { return false; };
   // The progress thread needs a core too: look only briefly before sleeping.
   const Patience brief{end_->is_crowded ? 0 : 5'000, 0, !end_->is_crowded};
   bool is_late = false;
-  while (!look(brief, done, never)) {
+  for (;;) {
+    if (has_begun_.load(std::memory_order_acquire)) {
+      std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+      if (lock.owns_lock() && !finish_begun(waiting)) return Status::interrupted;
+    }
+    if (look(brief, done, never)) break;
     const Nanoseconds left = left_until(deadline);
     if (left <= 0) {
       end_->end(Status::timeout);
@@ -100,7 +159,10 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
       continue;
     }
     if (interruption != nullptr && interruption()) return Status::interrupted;
-    futex_wait(ticket->is_done, 0, std::min(left, kSlice));
+    ticket->has_sleepers.store(true, std::memory_order_seq_cst);
+    // One that is begun may be left by the thread that is at it now.
+    const bool is_begun = has_begun_.load(std::memory_order_acquire);
+    futex_wait(ticket->is_done, 0, std::min(left, is_begun ? kBegunSlice : kSlice));
   }
   return is_late && ticket->status == Status::aborted ? Status::timeout : ticket->status;
 }

@@ -1,4 +1,6 @@
-// Collectives that run beside the program: in order, on a thread that starts at first use.
+// Collectives that are started: those of one round and few bytes are begun by their caller, and
+// finished by whoever waits for them, polls, or runs the next one; all others run in order, beside the
+// program, on a thread that starts at first use.
 #pragma once
 
 #include <atomic>
@@ -6,6 +8,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "collectives.h"
 
@@ -17,6 +20,15 @@ struct Ticket {
   Status status = Status::pending;
   Failure failure;
   std::atomic<std::uint32_t> is_done{0};  // a futex word of this process
+  std::atomic<bool> has_sleepers{false};
+
+  bool has_ended() const { return is_done.load(std::memory_order_acquire) != 0; }
+  void end(Status how, Failure why) {
+    status = how;
+    failure = std::move(why);
+    is_done.store(1, std::memory_order_seq_cst);
+    if (has_sleepers.load(std::memory_order_seq_cst)) futex_wake_all(is_done);
+  }
 };
 using TicketPtr = std::shared_ptr<Ticket>;
 
@@ -28,8 +40,11 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Run `job` here, after all that was started before.
   Status run(Job& job, Interruption interruption, Failure& failure);
 
-  // Queue `job`.
+  // Begin `job`, or queue it.
   TicketPtr start(Job&& job);
+
+  // Whether `ticket` is done, also by what takes no waiting.
+  bool test(const TicketPtr& ticket);
 
   // Wait for `ticket`. Where time runs out the communicator ends, since nothing behind it can run.
   Status wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption);
@@ -54,12 +69,17 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Collectives& collectives() { return collectives_; }
 
  private:
+  bool begin(const TicketPtr& ticket);
+  bool finish_begun(const Call& waiting);
+  TicketPtr queue(TicketPtr ticket);
   void work();
   void sweep_locked();
 
   const std::shared_ptr<Endpoint> end_;
   Collectives collectives_;
   std::mutex running_;  // held by whichever thread runs a collective
+  TicketPtr begun_;     // the one that is begun, with `running_`
+  std::atomic<bool> has_begun_{false};
   std::uint64_t num_memories_ = 0;
   std::mutex mutex_;
   std::condition_variable wake_, all_done_;

@@ -7,6 +7,8 @@
 
 #include <unistd.h>
 
+#include <functional>
+#include <list>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -45,34 +47,107 @@ int wait_for(Owner& owner, const What& what, double timeout) {
   return outcome(status);
 }
 
-struct PyTicket {
-  std::shared_ptr<Progress> progress;
-  TicketPtr ticket;
-
-  int wait(double timeout) const { return wait_for(*progress, ticket, timeout); }
-  bool is_done() const { return ticket->is_done.load(std::memory_order_acquire) != 0; }
-  const Failure& failure() const {
-    if (!is_done()) throw std::runtime_error("the collective is still in flight");
-    return ticket->failure;
+// A collective or a message in flight, which keeps its tensors: an `Operation` of Python's. Where it
+// is dropped before it is done the tensors stay, since a thread of the core may write to them; the
+// next that is made frees those of calls that are done by then.
+class PyOperation {
+ public:
+  // `note` is a tuple: the arguments of `failures` behind the status and the failure.
+  PyOperation(nb::object kept, nb::object note) : kept_(std::move(kept)), note_(std::move(note)) {
+    for (auto it = left.begin(); it != left.end();) {
+      if (!it->first()) {
+        ++it;
+        continue;
+      }
+      const nb::object freed = nb::steal(it->second);
+      it = left.erase(it);
+    }
   }
+  virtual ~PyOperation() = default;
+  PyOperation(const PyOperation&) = delete;
+  PyOperation& operator=(const PyOperation&) = delete;
+
+  virtual int wait(double timeout) = 0;
+  virtual bool is_done() = 0;
+  virtual Failure failure() const = 0;
+  virtual int source() const { return -1; }
+
+  void finish(nb::handle timeout) {
+    const int status = wait(nb::cast<double>(timeout.attr("total_seconds")()));
+    kept_.reset();
+    if (status == 0) return;
+    raise_error((*failures)(status, failure(), *nb::borrow<nb::tuple>(note_)));
+  }
+
+  // Makes the error of a status, a failure, the number of a call, and of a message (is_send, peer, tag).
+  static inline nb::object* failures = nullptr;
+
+ protected:
+  // For the destructors of what can tell whether it is done.
+  template <class IsDone>
+  void leave(IsDone is_done) {
+    if (kept_.is_valid() && !is_done()) left.emplace_back(is_done, kept_.release().ptr());
+  }
+
+ private:
+  static inline std::list<std::pair<std::function<bool()>, PyObject*>> left;
+  nb::object kept_, note_;
 };
 
-struct PyTransfer {
-  std::shared_ptr<Endpoint> end;
-  std::shared_ptr<Transfers> transfers;
-  TransferPtr transfer;
-
-  int wait(double timeout) const { return wait_for(*transfers, transfer, timeout); }
-  bool is_done() const {
-    nb::gil_scoped_release release;
-    return transfers->test(transfer);
+class PyTicket final : public PyOperation {
+ public:
+  PyTicket(std::shared_ptr<Progress> progress, TicketPtr ticket, nb::object kept, nb::object note)
+      : PyOperation(std::move(kept), std::move(note)),
+        progress_(std::move(progress)),
+        ticket_(std::move(ticket)) {}
+  ~PyTicket() override {
+    leave([progress = progress_, ticket = ticket_] { return progress->test(ticket); });
   }
-  Failure failure() const {
-    Failure found = end->failure(transfer->status);
-    found.source = transfer->source;
-    found.other_note = transfer->other_note;
+
+  int wait(double timeout) override {
+    return is_done() ? static_cast<int>(ticket_->status) : wait_for(*progress_, ticket_, timeout);
+  }
+  bool is_done() override { return progress_->test(ticket_); }
+  Failure failure() const override {
+    if (!ticket_->has_ended()) throw std::runtime_error("the collective is still in flight");
+    return ticket_->failure;
+  }
+
+ private:
+  const std::shared_ptr<Progress> progress_;
+  const TicketPtr ticket_;
+};
+
+class PyTransfer final : public PyOperation {
+ public:
+  PyTransfer(std::shared_ptr<Endpoint> end, std::shared_ptr<Transfers> transfers,
+             TransferPtr transfer, nb::object kept, nb::object note)
+      : PyOperation(std::move(kept), std::move(note)),
+        end_(std::move(end)),
+        transfers_(std::move(transfers)),
+        transfer_(std::move(transfer)) {}
+  ~PyTransfer() override {
+    leave([transfers = transfers_, transfer = transfer_] { return transfers->test(transfer); });
+  }
+
+  int wait(double timeout) override { return wait_for(*transfers_, transfer_, timeout); }
+  bool is_done() override {
+    nb::gil_scoped_release release;
+    return transfers_->test(transfer_);
+  }
+  Failure failure() const override { return failure_of(*end_, *transfer_); }
+  static Failure failure_of(const Endpoint& end, const Transfer& transfer) {
+    Failure found = end.failure(transfer.status);
+    found.source = transfer.source;
+    found.other_note = transfer.other_note;
     return found;
   }
+  int source() const override { return transfer_->is_send ? -1 : transfer_->source; }
+
+ private:
+  const std::shared_ptr<Endpoint> end_;
+  const std::shared_ptr<Transfers> transfers_;
+  const TransferPtr transfer_;
 };
 
 // The mapping lives as long as this, an array made of it, or, in the communicator that it was added
@@ -150,10 +225,14 @@ class PyCommunicator : public Communicator {
     last_failure_ = std::move(failure);
     return outcome(status);
   }
-  PyTicket start(Job&& job, double timeout) {
-    nb::gil_scoped_release release;
-    job.call.deadline = deadline_after(timeout);
-    return PyTicket{progress, progress->start(std::move(job))};
+  std::unique_ptr<PyOperation> start(Job&& job, double timeout, nb::object kept, nb::object note) {
+    TicketPtr ticket;
+    {
+      nb::gil_scoped_release release;
+      job.call.deadline = deadline_after(timeout);
+      ticket = progress->start(std::move(job));
+    }
+    return std::make_unique<PyTicket>(progress, std::move(ticket), std::move(kept), std::move(note));
   }
 
   // ---- transfers
@@ -175,11 +254,17 @@ class PyCommunicator : public Communicator {
     it->note = note;
     return it;
   }
-  PyTransfer start_transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                            std::int64_t tag, std::uint64_t note) {
+  std::unique_ptr<PyOperation> start_transfer(bool is_send, Address data, Count count,
+                                              unsigned dtype, int peer, std::int64_t tag,
+                                              std::uint64_t note, nb::object kept,
+                                              nb::object failing) {
     TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
-    nb::gil_scoped_release release;
-    return PyTransfer{end, transfers, transfers->start(std::move(it), true)};
+    {
+      nb::gil_scoped_release release;
+      it = transfers->start(std::move(it), true);
+    }
+    return std::make_unique<PyTransfer>(end, transfers, std::move(it), std::move(kept),
+                                        std::move(failing));
   }
   // Returns the status, and after a receive keeps its source in `last_source`.
   int run_transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
@@ -201,7 +286,7 @@ class PyCommunicator : public Communicator {
   const Failure& last_failure() const { return last_failure_; }
   Failure last_transfer_failure() const {
     if (last_transfer_ == nullptr) throw std::runtime_error("no transfer has failed");
-    return PyTransfer{end, transfers, last_transfer_}.failure();
+    return PyTransfer::failure_of(*end, *last_transfer_);
   }
 
   int last_source = -1;

@@ -22,7 +22,9 @@ Status Rounds::wait_for(unsigned member, std::uint64_t round, const Call& call, 
       return Status::timeout;
     }
     if (call.interruption != nullptr && call.interruption()) {
-      end_.end(Status::interrupted, static_cast<int>(end_.rank));  // half done: no member can go on
+      if (!call.stays_in_flight) {
+        end_.end(Status::interrupted, static_cast<int>(end_.rank));  // half done: no member can go on
+      }
       return Status::interrupted;
     }
     seat.awaited_stamp.store(stamp(round), std::memory_order_seq_cst);

@@ -14,6 +14,7 @@ struct Call {
   Header header;
   Nanoseconds deadline = kForever;
   Interruption interruption = nullptr;
+  bool stays_in_flight = false;  // where its wait is interrupted, for a later wait
 };
 
 class Rounds {
@@ -77,6 +78,13 @@ class Rounds {
       return Status::mismatch;
     }
     return Status::ok;
+  }
+
+  bool have_all_published(std::uint64_t round) const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j != end_.rank && !has_published(j, round)) return false;
+    }
+    return true;
   }
 
   // Whether a member has published the round that this one publishes next: it has come to a call.

@@ -21,14 +21,7 @@ class ShmRunner final : public Runner {
         timeout_(timeout) {}
 
   void run(const Collective& call) override {
-    const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
-    Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
-                        static_cast<unsigned>(call.way.op),
-                        std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
-    job.call.header.fingerprint = call.fingerprint;
-    put(job.ins, call.ins, call.in_counts, call.count);
-    put(job.outs, call.outs, call.out_counts, call.count);
-    if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
+    Job job = job_of(call);
     int status = 0;
     try {
       status = core_.run(job, timeout_);
@@ -37,6 +30,12 @@ class ShmRunner final : public Runner {
       throw;
     }
     if (status != 0) raise_error(call_with(fail_, whole(status), nb::none(), nb::none()));
+  }
+
+  bool starts(const Collective&) const override { return true; }
+  nb::object start(const Collective& call, std::uint64_t number) override {
+    const nb::object none = nb::none(), kept = tuple_of(or_none(call.written), or_none(call.read));
+    return nb::cast(core_.start(job_of(call), timeout_, kept, tuple_of(whole(number), none)));
   }
 
   void run(Message& message, nb::handle x, Entry& entry) override {
@@ -54,6 +53,20 @@ class ShmRunner final : public Runner {
   }
 
  private:
+  static nb::object or_none(const nb::object& one) { return one.is_valid() ? one : nb::none(); }
+
+  Job job_of(const Collective& call) const {
+    const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
+    Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
+                        static_cast<unsigned>(call.way.op),
+                        std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
+    job.call.header.fingerprint = call.fingerprint;
+    put(job.ins, call.ins, call.in_counts, call.count);
+    put(job.outs, call.outs, call.out_counts, call.count);
+    if (call.verb == Verb::all_gather_v) job.ins = {{job.in, call.count}};
+    return job;
+  }
+
   static void put(std::vector<Part>& parts, const Addresses& from, const Counts& counts,
                   std::uint64_t count) {
     parts.reserve(from.size());

@@ -30,6 +30,9 @@ struct Tuning {
   // reduces its own part of a chunk, which takes a second round but reads 2 instead of n - 1
   // times the data. With 4 ranks the two were even at 16 to 64 KiB, within the noise.
   std::size_t whole_reduce_bytes = 16 * 1024;
+  // A call of one round that is started, of at most so many bytes a member, is begun by its caller and
+  // finished by whoever waits; a larger one is done by a thread beside the program.
+  std::size_t begun_most_bytes = 64 * 1024;
   // From here on buffers in memory that all members map are reduced and read where they lie, which
   // takes one more round than a call of one chunk: at 64 KiB a third of the time already.
   std::size_t shared_bytes = 16 * 1024;

@@ -43,6 +43,9 @@ _WATCH = """\
         if watchers:
             return watchers[0](function, unwatched, ({arguments},), {{}})
 """
+_STARTING = """
+        if async_op is not False and path is not None:
+            path = path.starting if async_op is True else None"""
 _FAST_CALL = """
 def {name}({parameters}):
     try:
@@ -50,7 +53,7 @@ def {name}({parameters}):
 {watch}        if profiler._is_profiler_enabled:
             with recorded(title(function, ({arguments},), {{}})):
                 return run_unnested({name!r}, function, {arguments})
-        path = target.fast_path
+        path = target.fast_path{starting}
         if path is not None and forward_ad._current_level < 0{conditions}:
             found = path.{name}({given})
             if found is not False:
@@ -136,7 +139,7 @@ def _with_fast_path(
     name, parameters = function.__name__, inspect.signature(function).parameters
     given = VERBS[name].parameters
     role = next((one.name for one in given if one.role in (Role.ROOT, Role.PEER)), "")
-    passed = {"group", f"group_{role}", *(one.name for one in given)}
+    passed = {"group", "async_op", f"group_{role}", *(one.name for one in given)}
     conditions = [f"{one} is default_{one}" for one in parameters if one not in passed]
     namespace: dict[str, Any] = {
         **{f"default_{one.name}": one.default for one in parameters.values()},
@@ -166,6 +169,7 @@ def _with_fast_path(
         "conditions": "".join(
             f" and {one}" for one in [*conditions, *(["when(target)"] if when else [])]
         ),
+        "starting": _STARTING if "async_op" in parameters else "",
         "given": ", ".join(found_peer if one.name == role else one.name for one in given),
     }
     # A file of this package, so that the frame is none of the program's.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.autograd.profiler as profiler
@@ -61,9 +61,11 @@ def run_titled(
 ) -> Work | None:
     """Run a plain verb that is a part of ``title``, on plain tensors; ``given`` as ``prepare``."""
     if not profiler._is_profiler_enabled:
-        path = None if async_op else group.fast_path
-        if path is not None and getattr(path, verb)(*given, title) is not False:
-            return None
+        path = group.fast_path
+        if async_op and path is not None:
+            path = path.starting
+        if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
+            return cast("Work | None", work)
         return run_unnested(verb, _run, verb, group, title, given, async_op)
     count = sum(map(num_bytes, given))
     with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):

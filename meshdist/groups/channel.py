@@ -116,7 +116,8 @@ class Channel:
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None
         if entry is not None:
-            self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout)
+            works = Work, self.timeout, self._explain, group.name, self._warn_dropped, user
+            self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
         """The error of a failed call, noted under the number ``note``; None means the last one."""
@@ -267,7 +268,7 @@ class Channel:
         return Work(
             prepared.operation,
             self.timeout,
-            lambda failure: self.explain(failure, number),
+            self.explain,
             results,
             prepared.find_copy_back() if prepared.is_elsewhere else None,
             prepared.verb,

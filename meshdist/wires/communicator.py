@@ -174,6 +174,11 @@ class Communicator(ABC):
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
         """Take what makes the error of a call that can neither end nor raise."""
 
-    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
-        """The group's fast path over the native core's ``entry``; None where there is none."""
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        """The group's fast path over the native core's ``entry``; None where there is none.
+
+        ``works``: what calls that are started make their Work of, as ``FastPath`` takes it.
+        """
         return None

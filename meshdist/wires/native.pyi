@@ -206,57 +206,61 @@ class MpiRunner(Runner):
     ) -> None: ...
 
 class FastPath:
-    """The fast path of the native core, for blocking calls on plain CPU tensors.
+    """The fast path of the native core, for calls on plain CPU tensors.
 
     A method has the name of its verb, does all that the verb does, and returns what it returns; or
     it does nothing, and returns False, where the call is not that plain. It raises what the verb
     raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-    names of both.
+    names of both. One with ``works`` starts its calls, and returns Works, made of the class, the
+    group's timeout, what makes a failure's error, the group's name, what warns of a Work that is
+    dropped, and what returns the group.
     """
+
+    starting: FastPath | None
+    """That of calls that are started; None where the wire starts none."""
 
     def __init__(
         self,
         entry: Entry,
         runner: Runner,
         reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
+        works: tuple[Any, ...] | None = None,
     ) -> None: ...
-    def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> bool | None:
+    def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> Any:
         """In place."""
 
-    def reduce(self, tensor: Any, op: Any, root: int, /) -> bool | None:
+    def reduce(self, tensor: Any, op: Any, root: int, /) -> Any:
         """To member ``root``."""
 
-    def broadcast(self, tensor: Any, root: int, title: str | None = None, /) -> bool | None:
+    def broadcast(self, tensor: Any, root: int, title: str | None = None, /) -> Any:
         """From member ``root``."""
 
-    def all_gather_into_tensor(
-        self, output: Any, tensor: Any, title: str | None = None, /
-    ) -> bool | None:
+    def all_gather_into_tensor(self, output: Any, tensor: Any, title: str | None = None, /) -> Any:
         """In either form of the output."""
 
-    def all_gather_single(self, output: Any, tensor: Any, /) -> bool | None:
+    def all_gather_single(self, output: Any, tensor: Any, /) -> Any:
         """The same."""
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: Any, title: str | None = None, /
-    ) -> bool | None:
+    ) -> Any:
         """In either form of the input."""
 
-    def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> bool | None:
+    def reduce_scatter_single(self, output: Any, tensor: Any, op: Any, /) -> Any:
         """The same."""
 
-    def all_gather(self, outputs: Any, tensor: Any, /) -> bool | None:
+    def all_gather(self, outputs: Any, tensor: Any, /) -> Any:
         """Into a list of tensors as large as this member's."""
 
-    def gather(self, tensor: Any, outputs: Any, root: int, /) -> bool | None:
+    def gather(self, tensor: Any, outputs: Any, root: int, /) -> Any:
         """To member ``root``; ``outputs`` is None on the others."""
 
-    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> bool | None:
+    def scatter(self, tensor: Any, inputs: Any, root: int, /) -> Any:
         """From member ``root``; ``inputs`` is None on the others."""
 
-    def all_to_all(self, outputs: Any, inputs: Any, title: str | None = None, /) -> bool | None:
+    def all_to_all(self, outputs: Any, inputs: Any, title: str | None = None, /) -> Any:
         """Of lists of tensors."""
 
     def all_to_all_single(
@@ -267,16 +271,16 @@ class FastPath:
         input_sizes: Any = None,
         title: str | None = None,
         /,
-    ) -> bool | None:
+    ) -> Any:
         """In parts of as many rows as the sizes say; None means equal parts."""
 
-    def barrier(self) -> bool | None:
+    def barrier(self) -> Any:
         """Over all members."""
 
-    def send(self, tensor: Any, peer: int, tag: Any, /) -> bool | None:
+    def send(self, tensor: Any, peer: int, tag: Any, /) -> Any:
         """To member ``peer``."""
 
-    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> int:
+    def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> Any:
         """From member ``peer``, or from any."""
 
 def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
@@ -337,26 +341,37 @@ class Failure:
     def other_note(self) -> int:
         """The ``note`` of the other side of a message that did not fit."""
 
-class Ticket:
-    """A collective in flight."""
+class Started:
+    """A collective or message in flight, as an ``Operation``; it keeps its tensors until done.
+
+    A message, and what a thread of the core does, moves by itself. A collective of one round and
+    few bytes is finished by the thread that waits for it, polls it, or runs the next.
+    """
+
+    is_plain: bool
+    on_stream: bool
+    adds_to_stream: bool
 
     def wait(self, timeout: float, /) -> int:
-        """The status; on timeout the communicator ends for all members."""
+        """The status. On timeout a collective ends the communicator for all members; a message is
+        given up, and its memory not touched again.
+        """
 
     def is_done(self) -> bool: ...
     def failure(self) -> Failure:
-        """Of a ticket that is done."""
+        """Of one that is done."""
 
-class Transfer:
-    """A message in flight. It moves while any thread of either member waits, or by itself."""
-
-    def wait(self, timeout: float, /) -> int:
-        """The status; on timeout the transfer is given up and its memory not touched again."""
-
-    def is_done(self) -> bool: ...
-    def failure(self) -> Failure: ...
-    @property
+    def finish(self, timeout: timedelta, /) -> None: ...
+    def poll(self) -> bool: ...
+    def is_ready(self) -> bool: ...
+    def has_ended(self) -> bool: ...
+    def bound(self, timeout: timedelta, /) -> None: ...
     def source(self) -> int: ...
+
+def explain_failures_by(
+    make: Callable[[int, Failure, int, tuple[bool, int, int] | None], Exception],
+) -> None:
+    """Let ``make`` make what ``finish`` raises: of a status, its failure, and the ``note``."""
 
 class Communicator:
     """This member's part in a segment. ``pidfds`` become its own, also where it cannot be made.
@@ -409,9 +424,11 @@ class Communicator:
         fingerprint: int,
         layouts: Sequence[tuple[Sequence[int], Sequence[int]]],
         timeout: float,
+        kept: object,
+        note: tuple[int | None, None],
         /,
-    ) -> Ticket:
-        """The same without waiting."""
+    ) -> Started:
+        """The same without waiting; ``kept`` are the tensors, ``note`` its number, and None."""
 
     def run_transfer(
         self,
@@ -439,9 +456,11 @@ class Communicator:
         peer: int,
         tag: int,
         note: int,
+        kept: object,
+        failing: tuple[int | None, tuple[bool, int, int] | None],
         /,
-    ) -> Transfer:
-        """The same without waiting."""
+    ) -> Started:
+        """The same without waiting; ``failing`` is the number, and (is_send, peer, tag)."""
 
     @property
     def last_source(self) -> int: ...

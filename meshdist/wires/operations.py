@@ -142,6 +142,9 @@ class Operation(ABC):
 
     __slots__ = ()
 
+    is_plain = False
+    """Whether ``wait(seconds)`` waits for it as a whole, and returns 0 where it has ended well."""
+
     @property
     def on_stream(self) -> bool:
         """Whether ``finish`` lets the current stream wait for it, and not the host.

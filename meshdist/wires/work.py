@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from threading import get_ident, main_thread
 from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..arguments import check_timeout
-from ..checking.program import end_here, is_nested, run_unnested
+from ..checking.program import end_here, is_nested, run_unnested, under_way
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
@@ -26,6 +27,7 @@ __all__ = ["Work", "bound", "is_ready", "joined", "may_be_dropped"]
 
 _Step: TypeAlias = Callable[[timedelta], "bool | None"]
 
+_MAIN_THREAD = main_thread().ident
 _UNSET = timedelta(0)
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -40,7 +42,7 @@ class Work:
     Args:
         operation: the verb, started.
         timeout: bounds a wait that names none.
-        explain: makes the error to raise of a wire's failure.
+        explain: makes the error to raise of a wire's failure, and of ``note``.
         result: the tensors that hold the result.
         copy_back: copies the result to where it belongs, once the wire is done.
         verb, group: what messages call the verb, and its group.
@@ -55,7 +57,7 @@ class Work:
 
     _operation: Operation
     _timeout: timedelta
-    _explain: Callable[[WireFailure], Exception]
+    _explain: Callable[[WireFailure, int], Exception]
     _result: list[Any]
     _copy_back: Callable[[], None] | None = None
     _verb: str = "verb"
@@ -103,6 +105,8 @@ class Work:
         try:
             if timeout:
                 check_timeout(timeout)
+            if not (timeout or self._done) and self._operation.is_plain:
+                self._wait_plainly()
             if not self._done:
                 run_unnested(f"wait() of {self._verb}", self._go_on, timeout)
             if self._future is not None:
@@ -116,6 +120,16 @@ class Work:
             __tracebackhide__ = True
             end_here(error)
             raise
+
+    def _wait_plainly(self) -> None:
+        """Wait for an operation of the core's, if this is no verb inside a verb."""
+        operation: Any = self._operation
+        if self._copy_back is None and under_way[0] is None and get_ident() == _MAIN_THREAD:
+            try:
+                under_way[0] = f"wait() of {self._verb}"
+                self._done = operation.wait(self._timeout.total_seconds()) == 0
+            finally:
+                under_way[0] = None
 
     def is_completed(self) -> bool:
         """Whether the verb is done, without waiting.
@@ -357,7 +371,7 @@ class Work:
                 if is_polled and isinstance(failure, WireTimeout):  # it is late
                     failure = WireTimeout.after(timeout)
                 failure.limit = timeout
-                self._fail(self._explain(failure))
+                self._fail(self._explain(failure, self._note))
             except Exception as error:
                 # No caller waits for what is polled: wait() and exception() raise it. An error of a
                 # signal's handler, such as that of a nested verb, is none of this verb's.

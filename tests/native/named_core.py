@@ -48,9 +48,9 @@ class NamedCore(native.Communicator):
         verb = name.removesuffix("_async")
         if verb not in FORMS:
             raise AttributeError(name)
-        call = self.run if verb == name else self.start
+        call, more = (self.run, ()) if verb == name else (self.start, ((), (None, None)))
         code, form = native.VERBS[verb], FORMS[verb]
-        return lambda *given: call(code, *form(*given[:-1]), 0, (), given[-1])
+        return lambda *given: call(code, *form(*given[:-1]), 0, (), given[-1], *more)
 
     def send(
         self, x: int, n: int, dtype: int, peer: int, tag: int, timeout: float, note: int = 0
@@ -62,8 +62,8 @@ class NamedCore(native.Communicator):
     ) -> int:
         return self.run_transfer(False, x, n, dtype, peer, tag, note, timeout)
 
-    def send_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Transfer:
-        return self.start_transfer(True, x, n, dtype, peer, tag, 0)
+    def send_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Started:
+        return self.start_transfer(True, x, n, dtype, peer, tag, 0, (), (None, None))
 
-    def recv_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Transfer:
-        return self.start_transfer(False, x, n, dtype, peer, tag, 0)
+    def recv_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Started:
+        return self.start_transfer(False, x, n, dtype, peer, tag, 0, (), (None, None))

@@ -75,7 +75,7 @@ def test_where_verbs_are_enqueued_callbacks_run_at_once_on_the_thread_that_calls
     told: list[Any] = []
 
     def work_of(name: str) -> Work:
-        return Work(Enqueued(), timedelta(minutes=1), lambda failure: failure, [name])
+        return Work(Enqueued(), timedelta(minutes=1), lambda failure, note: failure, [name])
 
     deferral = Deferral()
     with deferral.entered():

@@ -45,7 +45,7 @@ class Hand(Operation):
         return super().source() if self.sender is None else self.sender
 
 
-def explain(failure: WireFailure) -> Exception:
+def explain(failure: WireFailure, note: int) -> Exception:
     late = isinstance(failure, WireTimeout)
     return (CollectiveTimeoutError if late else BackendError)(f"explained: {failure}")
 

@@ -259,7 +259,9 @@ class MpiCommunicator(Communicator):
 
     # -- the fast path ------------------------------------------------------------------------
 
-    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath | None:
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
         if self._arrivals is None or self._is_cuda:
             return None
         return make_fast_path(

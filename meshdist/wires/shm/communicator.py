@@ -7,18 +7,13 @@ pidfd, and waiting ends at an abort. ``handshake`` brings the members together.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
 
 import torch
 
@@ -54,6 +49,7 @@ __all__ = ["ShmCommunicator", "ShmWire", "failure_of"]
 
 if _core is not None:
     clock.follow(_core.let_timeouts_stand)
+    Operation.register(_core.Started)
 
 _SUM = ReduceOp.SUM
 _KIB = 1024
@@ -66,38 +62,6 @@ _ALIGNMENT = 4096
 
 Places = Sequence[tuple[int, int]]
 """Of each buffer its address, and how many elements it has."""
-
-
-@dataclass(eq=False, slots=True)
-class ShmOperation(Operation):
-    """A collective or message in flight.
-
-    Args:
-        ticket: the core's.
-        in_flight: by ticket the tensors whose memory is in use.
-        number: under which the group has noted it.
-        message: of a message whether it is a send, the peer and the tag.
-    """
-
-    ticket: Any
-    in_flight: OrderedDict[Any, Any]
-    number: int
-    message: tuple[bool, int, int] | None
-
-    def finish(self, timeout: timedelta) -> None:
-        ticket = self.ticket
-        status = ticket.wait(timeout.total_seconds())
-        self.in_flight.pop(ticket, None)
-        if status:
-            raise failure_of(status, ticket.failure(), self.number, self.message)
-
-    def poll(self) -> bool:
-        return bool(self.ticket.is_done())
-
-    def source(self) -> int:
-        if self.message is None or self.message[0]:
-            return Operation.source(self)
-        return int(self.ticket.source)
 
 
 class ShmCommunicator(Communicator):
@@ -113,8 +77,6 @@ class ShmCommunicator(Communicator):
         self._num_buffers = 0
         self._core = core
         self._run = core.run
-        self._in_flight: OrderedDict[Any, Any] = OrderedDict()  # several threads change it
-        _open.add(self)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
@@ -171,8 +133,8 @@ class ShmCommunicator(Communicator):
         root, seconds = prepared.root or 0, prepared.timeout.total_seconds()
         more = data, outs, ins, fingerprint, layouts, seconds
         if not prepared.waits:
-            ticket = self._core.start(verb, count, code, number, root, out, *more)
-            return self._started(ticket, (outputs, inputs), prepared)
+            kept, note = (outputs, inputs), (prepared.sequence, None)
+            return self._core.start(verb, count, code, number, root, out, *more, kept, note)  # type: ignore[no-any-return]
         try:
             status = self._run(verb, count, code, number, root, out, *more)
         except BaseException as error:  # of a signal's handler
@@ -190,7 +152,7 @@ class ShmCommunicator(Communicator):
         amount = (tensor.nbytes, _BYTES[0]) if code is None else (tensor.numel(), code)
         call = (is_send, tensor.data_ptr(), *amount, *message[1:], number)
         if not prepared.waits:
-            return self._started(self._core.start_transfer(*call), tensor, prepared, message)
+            return self._core.start_transfer(*call, tensor, (number, message))  # type: ignore[no-any-return]
         status = self._core.run_transfer(*call, prepared.timeout.total_seconds())
         if status:
             raise failure_of(status, self._core.last_transfer_failure(), number, message)
@@ -206,7 +168,9 @@ class ShmCommunicator(Communicator):
         # Cut before torch sees it: the storage of the tensor is this member's part alone.
         return torch.from_numpy(memory.array()[start : start + num_bytes])
 
-    def fast_path(self, entry: Any, explain: Explain, timeout: timedelta) -> FastPath:
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath:
         core = self._core
 
         def fail(
@@ -219,7 +183,9 @@ class ShmCommunicator(Communicator):
             explain(Interrupted(error), None)
 
         runner = _core.ShmRunner(core, fail, give_up, LARGEST_TAG, timeout.total_seconds())
-        return _core.FastPath(entry, runner, _reductions())  # type: ignore[no-any-return]
+        path: FastPath = _core.FastPath(entry, runner, _reductions())
+        path.starting = _core.FastPath(entry, runner, _reductions(), works)
+        return path
 
     def abort(self) -> None:
         self._core.abort()
@@ -232,36 +198,6 @@ class ShmCommunicator(Communicator):
 
     def is_awaited(self, verb: str | None = None) -> bool:
         return bool(self._core.is_awaited())
-
-    def _started(
-        self,
-        ticket: Any,
-        kept: Any,
-        prepared: PreparedCall,
-        message: tuple[bool, int, int] | None = None,
-    ) -> Operation:
-        """The operation of a ticket, whose tensors live as long, also where its Work is dropped."""
-        in_flight = self._in_flight
-        try:
-            for _ in range(2):  # so that tickets whose Work was dropped are freed in time
-                oldest, tensors = in_flight.popitem(last=False)
-                if not oldest.is_done():
-                    in_flight[oldest] = tensors
-        except KeyError:  # there is none
-            pass
-        in_flight[ticket] = kept
-        return ShmOperation(ticket, in_flight, prepared.sequence, message)
-
-
-_open: WeakSet[ShmCommunicator] = WeakSet()
-
-
-@atexit.register
-def _keep_what_is_in_flight() -> None:
-    """Let the interpreter that ends free no memory that a native thread may still write to."""
-    for communicator in list(_open):
-        for tensors in list(communicator._in_flight.values()):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensors))
 
 
 class ShmWire(Wire):
@@ -483,3 +419,7 @@ def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
         member = gone[0]
     has_ended = failure.has_exited[member] or not failure.was_closed[member]
     return MemberLost("has ended" if has_ended else "has closed this group", member)
+
+
+if _core is not None:
+    _core.explain_failures_by(failure_of)

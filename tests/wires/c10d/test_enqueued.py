@@ -56,7 +56,7 @@ def all_reduce(communicator: EnqueueingCommunicator, *, waits: bool = False, **m
     return Direct(communicator, timeout, waits).all_reduce(torch.ones(4), ReduceOp.SUM)
 
 
-def explain(failure: WireFailure) -> Exception:
+def explain(failure: WireFailure, note: int) -> Exception:
     kind = CollectiveTimeoutError if isinstance(failure, WireTimeout) else BackendError
     return kind(f"explained: {failure}")
 
