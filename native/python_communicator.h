@@ -226,12 +226,8 @@ class PyCommunicator : public Communicator {
     return outcome(status);
   }
   std::unique_ptr<PyOperation> start(Job&& job, double timeout, nb::object kept, nb::object note) {
-    TicketPtr ticket;
-    {
-      nb::gil_scoped_release release;
-      job.call.deadline = deadline_after(timeout);
-      ticket = progress->start(std::move(job));
-    }
+    job.call.deadline = deadline_after(timeout);
+    TicketPtr ticket = progress->start(std::move(job));  // waits for nobody
     return std::make_unique<PyTicket>(progress, std::move(ticket), std::move(kept), std::move(note));
   }
 

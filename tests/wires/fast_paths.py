@@ -21,6 +21,11 @@ class Spy:
         self.path = path
         self.answers: list[bool] = []
 
+    @property
+    def starting(self) -> Any:
+        """That of calls that are started, of which nothing is kept."""
+        return self.path.starting
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
             found = getattr(self.path, name)(*arguments)
