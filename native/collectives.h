@@ -56,7 +56,7 @@ class Collectives {
   bool begin(Job& job);
   Status finish(Job& job);
   // Whether `finish` would not wait.
-  bool may_finish() const { return rounds_.have_all_published(begun_) || end_.is_over(); }
+  bool may_finish() const { return rounds_.is_settled(begun_); }
   // Wait until it would not, under the terms of `call`; on failure `failure()` has the cause.
   Status wait_to_finish(const Call& call) { return described(rounds_.wait(begun_, call)); }
 

@@ -80,9 +80,11 @@ class Rounds {
     return Status::ok;
   }
 
-  bool have_all_published(std::uint64_t round) const {
+  // Whether all members have published `round`, or it is clear that one never will.
+  bool is_settled(std::uint64_t round) const {
     for (unsigned j = 0; j < end_.size; ++j) {
-      if (j != end_.rank && !has_published(j, round)) return false;
+      if (j == end_.rank || has_published(j, round)) continue;
+      return end_.is_over() || find_gone(0, end_.size, round, nullptr) >= 0;
     }
     return true;
   }

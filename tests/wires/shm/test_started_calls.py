@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -153,4 +155,21 @@ def late() -> str:
 def test_a_wait_that_is_late_says_who_is_missing(pool: Pool) -> None:
     text, _ = on(pool, late, 2)
     assert "all_reduce" in text
+    assert "rank 1" in text
+
+
+def polled_beside_a_killed_member() -> str:
+    """The error that a poll finds where the other member has been killed."""
+    md.all_reduce(torch.ones(1))
+    if md.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = md.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    while not work.is_completed():
+        time.sleep(0.01)
+    return str(work.exception())
+
+
+def test_a_poll_finds_that_a_member_was_killed(pool: Pool) -> None:
+    text, _ = pool.outcomes(polled_beside_a_killed_member, 2, backend="shm")
     assert "rank 1" in text
