@@ -157,13 +157,13 @@ from datetime import timedelta
 import torch
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.groups import host_tables
+from meshdist.groups import host_comparison
 from meshdist.groups.communicators import get_registry
 from meshdist.groups.signals import ask
 
 for turn in range(4):
     if turn == 3:  # as where the system has no shared words
-        host_tables.make_shared_words = lambda: None
+        host_comparison.make_shared_words = lambda: None
     md.init_process_group(sys.argv[1])
     world, rank = get_world(), md.get_rank()
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
