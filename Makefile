@@ -98,7 +98,7 @@ $(VENV)/.installed-bench: EXTRA = bench
 $(VENV)/.installed-conformance: EXTRA = conformance
 $(VENV)/.installed-docs: EXTRA = docs
 $(VENV)/.installed-trainers: EXTRA = trainers
-$(VENV)/.installed-%: $(VENV)/.made
+$(VENV)/.installed-%: $(VENV)/.made CMakeLists.txt pyproject.toml $(wildcard native/*)
 	@echo "Installing meshdist[$(EXTRA)] and its dependencies (the first time takes a while: torch)"
 	@$(PIP) install --root-user-action=ignore --constraint constraints.txt \
 		--build-constraint constraints.txt --editable '.[$(EXTRA)]'

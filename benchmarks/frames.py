@@ -7,6 +7,10 @@ each rank's is the least of its calls. Functions of the package and of torch's P
 and steps of generators too; so does the verb itself, and not the benchmark's own lambda. "In
 Python" is the same call where the group's native fast path is not taken. ``--list`` names a call,
 whose functions rank 0 prints in the order in which they were entered.
+
+The last rows are of DDP: all frames of a step of four small layers, and how many frames lie one in
+the other where the first bucket goes, from a gradient's hook to the last one before the wire. A
+frame of torch's Python is none of the package's, and no part of these.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
 
 WIRES = ("simulated", "shm", "gloo", "mpi")
 WARM_UP, CALLS = 5, 30
+STEP, NESTED = "a step of DDP", "a bucket, from hook to wire"
+PACKAGE = str(Path(__file__).resolve().parents[1] / "meshdist")
 OWN_FILES = {calls_of_verbs.__code__.co_filename, __file__}
 
 Counts = dict[str, int]
@@ -79,6 +85,39 @@ def count_frames(listed: str = "") -> Counts:
     return counts
 
 
+def count_frames_of_ddp() -> Counts:
+    """On this rank: the frames of a step of four layers, and those around a bucket of one layer."""
+    import torch
+
+    import meshdist as md
+
+    x = torch.ones(2, 8)
+
+    def count_step(**options: Any) -> tuple[int, int]:
+        """All frames of the package in a step, and how deep they lie below a gradient's hook."""
+        layers = [torch.nn.Linear(8, 8) for _ in range(4)]
+        model = md.DistributedDataParallel(torch.nn.Sequential(*layers), **options)
+        found = number = depth = 0
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal found, number, depth
+            if event not in ("call", "return") or PACKAGE not in frame.f_code.co_filename:
+                return
+            is_inside = depth > 0 or frame.f_code.co_name == "gradient_came"
+            number += event == "call"
+            depth += is_inside if event == "call" else -is_inside
+            found = max(found, depth)
+
+        for _ in range(WARM_UP):
+            model(x).sum().backward()
+        sys.setprofile(note)
+        model(x).sum().backward()
+        sys.setprofile(None)
+        return number, found
+
+    return {STEP: count_step()[0], NESTED: count_step(bucket_cap_mb=1e-4)[1]}
+
+
 def most_of(ranks: list[Counts]) -> Counts:
     """The largest number that a rank has for each call."""
     return {name: max(counts[name] for counts in ranks) for name in ranks[0]}
@@ -93,7 +132,7 @@ def take_part(rank: int, folder: str, wire: str, listed: str, counts_folder: str
     else:
         store = md.FileStore(f"{folder}/store", 2)
         md.init_process_group(wire, store=store, rank=rank, world_size=2)
-    counts = count_frames(listed)
+    counts = {**count_frames_of_ddp(), **count_frames(listed)}
     Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
     md.destroy_process_group()
 
@@ -123,8 +162,8 @@ def main() -> None:
         take_part(-1, "", "mpi", options.list, options.take_part)
         return
     found = {wire: measure(wire, options.list) for wire in options.wires}
-    names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT]
-    rows = [{"call": name, **{wire: found[wire][name] for wire in found}} for name in names]
+    names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT, STEP, NESTED]
+    rows = [{"call": name, **{wire: found[wire].get(name) for wire in found}} for name in names]
     write_report("frames", rows, (__doc__ or "").split("\n\n")[2], options.report)
 
 
