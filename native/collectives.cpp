@@ -69,6 +69,8 @@ Status Collectives::run(Job& job) {
   if (!job.layouts.empty()) {
     plain = job;
     plain.layouts.clear();
+    item_ = kDtypeBytes[job.call.header.dtype];
+    if (is_of_one_round(plain)) return run_in_row_major_order(job, plain);  // others may have begun it
     sign(job.call.header, job.layouts);
   }
   rounds_.layouts_differ = false;
@@ -100,6 +102,7 @@ bool Collectives::begin(Job& job) {
   const bool is_ready = !end_.is_over() && has_tried_reading_ && probe_.is_idle() &&
                         (!slots_.may_grow() || bytes < tuning.spread_bytes);
   if (!is_ready || !is_of_one_round(job)) return false;
+  if (!end_.memories.empty() && bytes >= tuning.shared_bytes) return false;  // another may offer
   forget_mismatch();
   rounds_.layouts_differ = false;
   bad_round_ = rounds_.next();

@@ -21,9 +21,11 @@ constexpr Nanoseconds kBegunSlice = 1'000'000;
 }  // namespace
 
 Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
-  if (unfinished_.load(std::memory_order_acquire) != 0) {
+  std::unique_lock<std::mutex> lock(running_, std::defer_lock);
+  if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) {
+    const Nanoseconds deadline = job.call.deadline;
     TicketPtr ticket = start(std::move(job));
-    const Status status = wait(ticket, kForever, interruption);
+    const Status status = wait(ticket, deadline, interruption);
     if (status == Status::interrupted) {  // it uses memory of a caller that goes on
       end_->end(status, static_cast<int>(end_->rank));
       wait(ticket, kForever, nullptr);
@@ -31,7 +33,6 @@ Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
     if (status != Status::ok) failure = ticket->failure;
     return status;
   }
-  std::lock_guard<std::mutex> lock(running_);
   sweep_locked();
   job.call.interruption = interruption;
   if (!finish_begun(job.call)) {  // interrupted: the other members would wait for this call
@@ -148,7 +149,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
   for (;;) {
     if (has_begun_.load(std::memory_order_acquire)) {
       std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-      if (lock.owns_lock() && !finish_begun(waiting)) return Status::interrupted;
+      if (lock.owns_lock() && begun_ == ticket && !finish_begun(waiting)) return Status::interrupted;
     }
     if (look(brief, done, never)) break;
     const Nanoseconds left = left_until(deadline);

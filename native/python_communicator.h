@@ -54,13 +54,15 @@ class PyOperation {
  public:
   // `note` is a tuple: the arguments of `failures` behind the status and the failure.
   PyOperation(nb::object kept, nb::object note) : kept_(std::move(kept)), note_(std::move(note)) {
-    for (auto it = left.begin(); it != left.end();) {
-      if (!it->first()) {
-        ++it;
-        continue;
+    std::vector<nb::object> freed;  // at the end: that may make another operation
+    for (int i = 0; i < 2 && !left.empty(); ++i) {
+      auto oldest = std::move(left.front());
+      left.pop_front();
+      if (oldest.first()) {
+        freed.push_back(nb::steal(oldest.second));
+      } else {
+        left.push_back(std::move(oldest));
       }
-      const nb::object freed = nb::steal(it->second);
-      it = left.erase(it);
     }
   }
   virtual ~PyOperation() = default;
@@ -83,6 +85,8 @@ class PyOperation {
   static inline nb::object* failures = nullptr;
 
  protected:
+  nb::object kept_;
+
   // For the destructors of what can tell whether it is done.
   template <class IsDone>
   void leave(IsDone is_done) {
@@ -91,7 +95,7 @@ class PyOperation {
 
  private:
   static inline std::list<std::pair<std::function<bool()>, PyObject*>> left;
-  nb::object kept_, note_;
+  nb::object note_;
 };
 
 class PyTicket final : public PyOperation {
@@ -105,7 +109,9 @@ class PyTicket final : public PyOperation {
   }
 
   int wait(double timeout) override {
-    return is_done() ? static_cast<int>(ticket_->status) : wait_for(*progress_, ticket_, timeout);
+    const int status = is_done() ? static_cast<int>(ticket_->status) : wait_for(*progress_, ticket_, timeout);
+    kept_.reset();
+    return status;
   }
   bool is_done() override { return progress_->test(ticket_); }
   Failure failure() const override {
@@ -130,7 +136,11 @@ class PyTransfer final : public PyOperation {
     leave([transfers = transfers_, transfer = transfer_] { return transfers->test(transfer); });
   }
 
-  int wait(double timeout) override { return wait_for(*transfers_, transfer_, timeout); }
+  int wait(double timeout) override {
+    const int status = wait_for(*transfers_, transfer_, timeout);
+    kept_.reset();
+    return status;
+  }
   bool is_done() override {
     nb::gil_scoped_release release;
     return transfers_->test(transfer_);

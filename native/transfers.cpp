@@ -79,6 +79,7 @@ void Transfers::leave_to_helper(std::unique_lock<std::mutex>& lock) {
 
 bool Transfers::test(const TransferPtr& transfer) {
   if (transfer->is_done.load(std::memory_order_acquire)) return true;
+  if (end_->is_forked()) return false;  // what is in flight is the parent's
   std::lock_guard<std::mutex> lock(mutex_);
   advance();
   if (!transfer->is_done.load() && end_->is_over()) give_up(transfer, end_->over_status());

@@ -127,7 +127,8 @@ class Work:
         if self._copy_back is None and under_way[0] is None and get_ident() == _MAIN_THREAD:
             try:
                 under_way[0] = f"wait() of {self._verb}"
-                self._done = operation.wait(self._timeout.total_seconds()) == 0
+                if operation.wait(self._timeout.total_seconds()) == 0:
+                    self._done = True
             finally:
                 under_way[0] = None
 

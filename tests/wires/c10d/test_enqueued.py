@@ -257,7 +257,7 @@ def watched(communicator: EnqueueingCommunicator) -> list[tuple[WireFailure, int
 
     def tell(failure: WireFailure, note: int | None) -> Exception:
         told.append((failure, note))
-        return explain(failure)
+        return explain(failure, 0)
 
     communicator.watch(tell)
     return told

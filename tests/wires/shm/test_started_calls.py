@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
+from tests.load import is_within
 from tests.pool import Pool
 from tests.wires.fast_paths import every_verb, opened, seconds_until_interrupted
 
@@ -173,3 +176,108 @@ def polled_beside_a_killed_member() -> str:
 def test_a_poll_finds_that_a_member_was_killed(pool: Pool) -> None:
     text, _ = pool.outcomes(polled_beside_a_killed_member, 2, backend="shm")
     assert "rank 1" in text
+
+
+def goes_on_before_the_other_waits(which: str) -> float:
+    """A member that waits needs nothing of one that has only started the same call."""
+    md.all_reduce(torch.ones(1))
+    if which == "layouts":
+        x = torch.arange(16.0).reshape(4, 4)
+        x = x.t() if md.get_rank() == 0 else x.t().contiguous()
+    else:
+        shared = md.shared_empty((8192,))
+        x = (shared if md.get_rank() == 0 else torch.empty(8192)).fill_(1.0)
+    work = md.all_reduce(x, async_op=True)
+    assert work is not None
+    if md.get_rank() == 0:
+        work.wait()
+        md.send(torch.ones(1), 1)
+    else:
+        md.recv(torch.ones(1), 0)
+        work.wait()
+    return x.sum().item()
+
+
+@pytest.mark.parametrize(("which", "total"), [("layouts", 240.0), ("shared memory", 16384.0)])
+def test_a_wait_needs_no_wait_of_others(which: str, total: float, pool: Pool) -> None:
+    found = on(pool, goes_on_before_the_other_waits, 2, which)
+    assert found == [total] * 2
+
+
+def starts_another_when_it_is_done() -> float:
+    """A wait for one call waits for no other that a thread has started meanwhile."""
+    large = torch.ones(40_000)
+    md.all_reduce(large)
+    longest = 0.0
+    for _ in range(20):
+        if md.get_rank() == 0:
+            first = md.all_reduce(large, async_op=True)
+            assert first is not None
+            started: list[Any] = []
+
+            def start_when_done(first: Any = first, started: list[Any] = started) -> None:
+                while not first.is_completed():
+                    pass
+                started.append(md.all_reduce(torch.ones(2), async_op=True))
+
+            thread = threading.Thread(target=start_when_done)
+            thread.start()
+            first.wait()
+            thread.join()
+            begin = time.monotonic()
+            md.send(torch.ones(1), 1)
+            started[0].wait()
+            longest = max(longest, time.monotonic() - begin)
+        else:
+            md.all_reduce(large)
+            md.recv(torch.ones(1), 0)  # which comes once the first call's wait has ended
+            md.all_reduce(torch.ones(2))
+    return longest
+
+
+def test_a_wait_is_for_one_call(pool: Pool) -> None:
+    assert all(is_within(longest, 30.0) for longest in on(pool, starts_another_when_it_is_done, 2))
+
+
+def drops_in_a_forked_child() -> bool:
+    """A forked child that drops a receive in flight leaves its message to the parent."""
+    if md.get_rank() == 1:
+        md.barrier()
+        md.send(torch.arange(1 << 20), 0)
+        return True
+    x = torch.zeros(1 << 20, dtype=torch.int64)
+    work = md.irecv(x, 1)
+    child = os.fork()
+    if child == 0:
+        del work
+        os._exit(0)
+    os.waitpid(child, 0)
+    md.barrier()
+    work.wait()
+    return torch.equal(x, torch.arange(1 << 20))
+
+
+def test_a_forked_child_leaves_messages_alone(pool: Pool) -> None:
+    assert on(pool, drops_in_a_forked_child, 2) == [True, True]
+
+
+def kept_by_works() -> list[bool]:
+    """Whether tensors live whose calls are done: in a cycle with a Work; read by a kept Work."""
+    md.all_reduce(torch.ones(1))
+    x = torch.ones(8)
+    in_cycle = weakref.ref(x)
+    x.work = md.all_reduce(x, async_op=True)  # type: ignore[attr-defined]
+    x.work.wait()  # type: ignore[attr-defined]
+    del x
+    read = torch.ones(8)
+    is_read = weakref.ref(read)
+    work = md.all_gather_into_tensor(torch.empty(8 * md.get_world_size()), read, async_op=True)
+    assert work is not None
+    work.wait()
+    del read
+    gc.collect()
+    return [in_cycle() is not None, is_read() is not None]
+
+
+def test_a_work_that_is_done_keeps_its_result_alone(pool: Pool) -> None:
+    assert on(pool, kept_by_works, 2) == [[False, False]] * 2
