@@ -178,7 +178,7 @@ void Collectives::forget_mismatch() {
   mismatch_culprit_ = -1;
 }
 
-// The status of a call; of one that failed `failure()` is made.
+// The status of a call; of a failed call `failure()` is made.
 Status Collectives::described(Status status) {
   if (status == Status::ok) return status;
   rounds_.describe(status, bad_round_);

@@ -64,7 +64,7 @@ bool Progress::begin(const TicketPtr& ticket) {
   return true;
 }
 
-// With `running_`: finish the call that is begun, under the terms of the one that waits; false where its
+// With `running_`: finish the call that is begun, under the terms of the thread that waits; false where its
 // wait was interrupted, and it stays in flight.
 bool Progress::finish_begun(const Call& waiting) {
   if (begun_ == nullptr) return true;
@@ -161,7 +161,7 @@ Status Progress::wait(const TicketPtr& ticket, Nanoseconds deadline, Interruptio
     }
     if (interruption != nullptr && interruption()) return Status::interrupted;
     ticket->has_sleepers.store(true, std::memory_order_seq_cst);
-    // One that is begun may be left by the thread that is at it now.
+    // A begun call may be left by the thread that is at it now.
     const bool is_begun = has_begun_.load(std::memory_order_acquire);
     futex_wait(ticket->is_done, 0, std::min(left, is_begun ? kBegunSlice : kSlice));
   }

@@ -78,7 +78,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   const std::shared_ptr<Endpoint> end_;
   Collectives collectives_;
   std::mutex running_;  // held by whichever thread runs a collective
-  TicketPtr begun_;     // the one that is begun, with `running_`
+  TicketPtr begun_;     // the call that is begun, with `running_`
   std::atomic<bool> has_begun_{false};
   std::uint64_t num_memories_ = 0;
   std::mutex mutex_;

@@ -43,7 +43,7 @@ class Runner {
   virtual bool takes(const Message& message) const { return message.number <= largest_tag_; }
   // Do a collective that is noted and compared, or raise.
   virtual void run(const Collective& call) = 0;
-  // Whether it starts such a one, and the operation of one that is noted and compared under `number`.
+  // Whether it starts such a collective; the operation of one noted and compared under `number`.
   virtual bool starts(const Collective&) const { return false; }
   virtual nb::object start(const Collective&, std::uint64_t) { return {}; }
   // Note a message of tensor `x` and do it, or raise; `message.member` is then its other side.

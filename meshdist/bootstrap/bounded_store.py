@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=_silent_since.clear)
 
 _deadline: ContextVar[Deadline | None] = ContextVar("meshdist_store_deadline", default=None)
 _look: ContextVar[Callable[[], object] | None] = ContextVar("meshdist_store_look", default=None)
-"""What a wait of this thread for a key calls now and then; it may raise."""
+"""The function that a wait of this thread for a key calls now and then; it may raise."""
 
 
 class _NotInTime(StoreError):

@@ -149,7 +149,7 @@ class CallWords:
         )
 
     def find_all(self) -> list[bytes] | None:
-        """What each member says where this one has come to; None if some are not seen yet."""
+        """All that members say where this member has come to; None if some are not seen yet."""
         found = []
         for member in range(1 + len(self._views)):
             view = self._views.get(member, self._mine)
@@ -166,12 +166,12 @@ class CallWords:
         return [member for member, view in views if self._find(view, self.number) is None]
 
     def _find(self, view: memoryview, number: int) -> int | None:
-        """What a member shows under a number; also where it has closed the group since."""
+        """The word that a member shows under a number; also where it has closed the group since."""
         word = view[_CALLS + number % WINDOW]
         return word & _LOW if word >> 32 == self._tag(number) else None
 
     def _read(self, view: memoryview, word: int) -> bytes | None:
-        """What a word stands for; None where it has not arrived."""
+        """The statement that a word stands for; None where it has not arrived."""
         place = word & (1 << _PLACE_BITS) - 1
         size, checksum = divmod(view[place], 1 << 32)
         data = view[place + 1 : place + 1 + -(-size // 8)].tobytes()[:size]

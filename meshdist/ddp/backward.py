@@ -33,7 +33,7 @@ __all__ = ["AtWork", "Backward", "Moment", "Observer", "Sending", "tells_errors"
 
 
 class Moment(Enum):
-    """What observers are told of, and with what: the layout in a forward, else the backward."""
+    """Moments that observers are told of: with the layout in a forward, else the backward."""
 
     FORWARD_BEGINS = auto()
     FORWARD_ENDS = auto()
@@ -55,7 +55,7 @@ class Observer(Protocol):
     """Is told of what happens to a model's gradients."""
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """What to call at which moment."""
+        """The function to call at each moment."""
 
 
 class AtWork(NamedTuple):

@@ -193,7 +193,7 @@ class ReductionOptions:
 
 
 class ReductionTerms(NamedTuple):
-    """What is averaged, over whose members, how, and in which order gradients are expected."""
+    """The parameters, over whose members they are averaged, how, and in which order they come."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup

@@ -21,7 +21,7 @@ _NEVER = 1 << 60
 
 
 class History:
-    """What backwards have brought, and what is expected of the next one.
+    """Which gradients backwards have brought, and which are expected of the next.
 
     Attributes:
         expected: how often each gradient came here in the backward before, at least once.

@@ -176,7 +176,7 @@ class DataLogger:
         self._fields[name] = value
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """What is noted of the reducer at which moment."""
+        """The function that notes the reducer, by the moment at which it does."""
         return {
             Moment.FORWARD_BEGINS: self.iteration_begins,
             Moment.BACKWARD_BEGINS: self._backward_begins,

@@ -123,7 +123,7 @@ class Parting:
             )
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """What is looked at of the reducer at which moment."""
+        """The function that looks at the reducer, by the moment at which it does."""
         return {
             Moment.FORWARD_BEGINS: self._report,
             Moment.SENDING_ENDS: self._backward_ends,

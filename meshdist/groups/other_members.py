@@ -144,7 +144,7 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """What the first member finds that comes here, and whether that was this member.
+        """The finding of the first member that comes here, and whether that was this member.
 
         The others read it: n members that ask all others would get n * n answers.
         """

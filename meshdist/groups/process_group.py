@@ -210,7 +210,7 @@ class ProcessGroup(VerbMethods):
         return {f"{slot}{wire.name}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
-        """What opening the channel for ``device_type`` takes; nothing where one may be shared."""
+        """The needs of a channel for ``device_type`` that opens; none where it may be shared."""
         if device_type in self._channels or self.offer(device_type):
             return Needs(0, 0)
         wire = get_wire(self.wire_name(device_type))

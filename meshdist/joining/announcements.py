@@ -1,4 +1,4 @@
-"""What each member of a join context says before a call: in shared words, or in a round.
+"""The statements of members of a join context before a call: in shared words, or in a round.
 
 A round is one small all-gather on the communicator of the call. It is noted and compared as other
 collectives are, so that a member outside of every join context is found to disagree. Where all

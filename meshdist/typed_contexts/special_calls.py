@@ -1,4 +1,4 @@
-"""What a typed context sees in other ways: numbers that are read, lists, custom Functions.
+"""Calls that a typed context sees in other ways: numbers that are read, lists, custom Functions.
 
 While a context is open anywhere in the process, ``apply`` of custom Functions is overridden on a
 class of torch's that every one has it from, and that is asked at each call: an ``apply`` that the

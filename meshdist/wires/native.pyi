@@ -213,7 +213,7 @@ class FastPath:
     raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-    names of both. One with ``works`` starts its calls, and returns Works, made of the class, the
+    names of both. A path with ``works`` starts its calls, and returns Works, made of the class, the
     group's timeout, what makes a failure's error, the group's name, what warns of a Work that is
     dropped, and what returns the group.
     """
@@ -359,7 +359,7 @@ class Started:
 
     def is_done(self) -> bool: ...
     def failure(self) -> Failure:
-        """Of one that is done."""
+        """Of an operation that is done."""
 
     def finish(self, timeout: timedelta, /) -> None: ...
     def poll(self) -> bool: ...

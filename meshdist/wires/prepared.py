@@ -177,15 +177,15 @@ class PreparedCall:
     device: torch.device | None = None
     """Where a barrier runs; None takes the connected device."""
     title: str = ""
-    """What the verb is a part of, equal on all members; "" where it stands for itself."""
+    """The plan or verb that it is part of, equal on all members; "" where it stands alone."""
     limit: timedelta | None = None
     """How long it may take, in place of the group's timeout."""
     written: Sequence[Written] = ()
-    """What it writes."""
+    """The arrays that it writes."""
     foreign: Sequence[Any] = ()
     """The arrays of other libraries than torch that it reads or writes."""
     result: Sequence[Any] | None = None
-    """What its Work returns, where that is more than what is written."""
+    """The arrays that its Work returns, where these are more than what is written."""
     factor: Factor | None = None
     """Of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
     noted_op: ReduceKind | None = None
@@ -212,7 +212,7 @@ class PreparedCall:
     """Under which the recorder has noted it; None for a call of a wire's own."""
     recorder: Recorder | None = None
     operation: Operation = DONE
-    """What the wire has started."""
+    """The operation that the wire has started."""
     is_elsewhere: bool = False
     """Whether something that it writes travels as another tensor than the caller's array."""
 
