@@ -164,7 +164,7 @@ def main() -> None:
         return
     found = {wire: measure(wire, options.list) for wire in options.wires}
     names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT, STEP, NESTED]
-    rows = [{"call": name, **{wire: found[wire].get(name) for wire in found}} for name in names]
+    rows = [{"call": name, **{wire: found[wire].get(name, "") for wire in found}} for name in names]
     write_report("frames", rows, (__doc__ or "").split("\n\n")[2], options.report)
 
 
