@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <sstream>
+#include <type_traits>
 
 #include "exchange.h"
 #include "reach.h"
@@ -14,19 +15,45 @@ namespace {
 // Copies of less are not worth a fence.
 constexpr std::size_t kStreamableBytes = 4096;
 
-// Call `use(i, place)` for each element: its number in row-major order, and its place in memory.
-template <class Use>
-void for_elements(const Layout& layout, std::uint64_t count, Use use) {
-  std::vector<std::uint64_t> at(layout.sizes.size());
-  std::uint64_t place = 0;
-  for (std::uint64_t i = 0; i < count; ++i) {
-    use(i, place);
-    for (std::size_t dim = at.size(); dim-- > 0;) {
-      place += layout.strides[dim];
+// Copy elements between `rows`, where they lie in row-major order, and their places in `there`.
+template <class Element>
+void copy_elements(const Layout& layout, std::uint64_t count, Element* rows, Element* there,
+                   bool into_rows) {
+  const std::size_t last = layout.sizes.size() - 1;
+  const std::uint64_t size = layout.sizes[last], stride = layout.strides[last];
+  std::vector<std::uint64_t> at(last);
+  for (std::uint64_t done = 0; done < count; done += size) {
+    if (into_rows) {
+      for (std::uint64_t i = 0; i < size; ++i) rows[done + i] = there[i * stride];
+    } else {
+      for (std::uint64_t i = 0; i < size; ++i) there[i * stride] = rows[done + i];
+    }
+    for (std::size_t dim = last; dim-- > 0;) {
+      there += layout.strides[dim];
       if (++at[dim] < layout.sizes[dim]) break;
-      place -= layout.strides[dim] * layout.sizes[dim];
+      there -= layout.strides[dim] * layout.sizes[dim];
       at[dim] = 0;
     }
+  }
+}
+
+struct Wide {
+  std::uint64_t halves[2];
+};
+
+void copy_elements(const Layout& layout, std::uint64_t count, std::size_t item, std::uint8_t* rows,
+                   std::uint8_t* there, bool into_rows) {
+  const auto as = [&](auto* kind) {
+    using Element = std::remove_pointer_t<decltype(kind)>;
+    copy_elements(layout, count, reinterpret_cast<Element*>(rows),
+                  reinterpret_cast<Element*>(there), into_rows);
+  };
+  switch (item) {
+    case 1: return as(static_cast<std::uint8_t*>(nullptr));
+    case 2: return as(static_cast<std::uint16_t*>(nullptr));
+    case 4: return as(static_cast<std::uint32_t*>(nullptr));
+    case 8: return as(static_cast<std::uint64_t*>(nullptr));
+    default: return as(static_cast<Wide*>(nullptr));
   }
 }
 
@@ -79,7 +106,7 @@ Status Collectives::run(Job& job) {
   return job.layouts.empty() ? run_as_it_lies(job) : run_in_row_major_order(job, plain);
 }
 
-// Others may take further rounds, as for what they offer: then these follow in `finish`.
+// All members find the same, but for what they offer: `begin` leaves out what any may offer.
 bool Collectives::is_of_one_round(const Job& job) const {
   const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
   if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
@@ -118,7 +145,7 @@ Status Collectives::finish(Job& job) {
   phase_ = Phase::finish;
   const Status status = described(dispatch(job));
   phase_ = Phase::all;
-  return status == Status::mismatch && rounds_.layouts_differ ? run_as_it_lies(job) : status;
+  return status;
 }
 
 // What a member whose layout is not row-major does where layouts differ: `plain` is the same job
@@ -130,9 +157,7 @@ Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   for (std::size_t k = 0; k < parts.size(); ++k) {
     if (job.layouts[k].sizes.empty()) continue;
     std::vector<std::uint8_t>& copy = copies.emplace_back(parts[k].count * item_);
-    for_elements(job.layouts[k], parts[k].count, [&](std::uint64_t i, std::uint64_t place) {
-      std::memcpy(copy.data() + i * item_, parts[k].data + place * item_, item_);
-    });
+    copy_elements(job.layouts[k], parts[k].count, item_, copy.data(), parts[k].data, true);
     (is_list ? plain.outs[k].data : plain.out) = copy.data();
   }
   const Status status = run_as_it_lies(plain);
@@ -144,9 +169,7 @@ Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   auto copy = copies.begin();
   for (std::size_t k = 0; k < parts.size(); ++k) {
     if (job.layouts[k].sizes.empty()) continue;
-    for_elements(job.layouts[k], parts[k].count, [&](std::uint64_t i, std::uint64_t place) {
-      std::memcpy(parts[k].data + place * item_, copy->data() + i * item_, item_);
-    });
+    copy_elements(job.layouts[k], parts[k].count, item_, copy->data(), parts[k].data, false);
     ++copy;
   }
   return status;

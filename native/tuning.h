@@ -31,8 +31,9 @@ struct Tuning {
   // times the data. With 4 ranks the two were even at 16 to 64 KiB, within the noise.
   std::size_t whole_reduce_bytes = 16 * 1024;
   // A call of one round that is started, of at most so many bytes a member, is begun by its caller and
-  // finished by whoever waits; a larger one is done by a thread beside the program.
-  std::size_t begun_most_bytes = 64 * 1024;
+  // finished by the thread that waits; a larger one is done by a thread beside the program. Up to here
+  // tensors in another order than row-major are copied, since members may have begun the call.
+  std::size_t begun_most_bytes = 16 * 1024;
   // From here on buffers in memory that all members map are reduced and read where they lie, which
   // takes one more round than a call of one chunk: at 64 KiB a third of the time already.
   std::size_t shared_bytes = 16 * 1024;
