@@ -26,9 +26,9 @@ const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-  // names for both. `works`, of a path whose calls are started: the class of a Work, the group's timeout,
-  // what makes the error of a failure, the group's name, what warns of a Work that is dropped, and what
-  // returns the group.
+  // names for both, and how it recodes the numbers, if it does. `works`, of a path whose calls are
+  // started: the class of a Work, the group's timeout, what makes the error of a failure, the group's
+  // name, what warns of a Work that is dropped, and what returns the group.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
@@ -39,7 +39,9 @@ class FastPath {
       Reduction made{one[0], nb::cast<std::int64_t>(one[1]), {}};
       for (auto [dtype, way] : nb::borrow<nb::dict>(one[2])) {
         unsigned code = 0;
-        if (entry_.find_code(dtype, code)) made.ways[code] = {number(way[0]), number(way[1]), true};
+        if (!entry_.find_code(dtype, code)) continue;
+        made.ways[code] = {number(way[0]), number(way[1]), true};
+        if (nb::len(way) > 2) made.ways[code].recoding = nb::cast<Recoding>(way[2]);
       }
       reductions_.push_back(std::move(made));
     }

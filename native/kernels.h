@@ -16,11 +16,16 @@ namespace meshdist {
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
                             std::size_t count);
 
+// Convert elements to float32 or int32, or back: 16-bit floats rounded to the nearest, whole numbers
+// wrapped.
+using ConvertLoop = void (*)(void* target, const void* source, std::size_t count);
+
 // Copy with stores that go past the cache; ends with the fence that orders them before a flag.
 using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
 
 struct Kernels {
   ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
+  ConvertLoop widen[kNumDtypes], narrow[kNumDtypes];  // null of other dtypes than such of 8 or 16 bits
   StreamLoop stream;
 };
 

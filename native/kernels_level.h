@@ -521,6 +521,28 @@ void put_bool(Row& row) {
 
 void put_nothing(Row&) {}
 
+// ---- conversions
+
+template <class T>
+void widen(int32_t* __restrict to, const T* __restrict from, size_t n) {
+  for (size_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
+template <class T>
+void narrow(T* __restrict to, const int32_t* __restrict from, size_t n) {
+  for (size_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+template <class T, class Wide>
+void put_wide(Kernels& k, Dtype dtype) {
+  k.widen[static_cast<size_t>(dtype)] = [](void* to, const void* from, size_t n) {
+    widen(static_cast<Wide*>(to), static_cast<const T*>(from), n);
+  };
+  k.narrow[static_cast<size_t>(dtype)] = [](void* to, const void* from, size_t n) {
+    narrow(static_cast<T*>(to), static_cast<const Wide*>(from), n);
+  };
+}
+
 }  // namespace
 
 Kernels make_kernels() {
@@ -530,6 +552,12 @@ Kernels make_kernels() {
 #define MESHDIST_PUT(name, bytes, put_loops) put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]);
   MESHDIST_DTYPES(MESHDIST_PUT)
 #undef MESHDIST_PUT
+  put_wide<Float16, float>(k, Dtype::kfloat16);
+  put_wide<BFloat16, float>(k, Dtype::kbfloat16);
+  put_wide<int8_t, int32_t>(k, Dtype::kint8);
+  put_wide<int16_t, int32_t>(k, Dtype::kint16);
+  put_wide<uint8_t, int32_t>(k, Dtype::kuint8);
+  put_wide<uint16_t, int32_t>(k, Dtype::kuint16);
   return k;
 }
 

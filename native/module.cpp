@@ -178,19 +178,28 @@ NB_MODULE(native, m) {
   nb::class_<MpiFunctions>(m, "MpiFunctions")
       .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a,
            "handle_bytes"_a, "status_bytes"_a);
+  nb::class_<Recoding>(m, "Recoding")
+      .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
+           "nan_is_greatest"_a, "divides"_a);
+  nb::class_<MpiFlights>(m, "MpiFlights")
+      .def(nb::init<const MpiFunctions&>(), nb::keep_alive<1, 2>(), "functions"_a)
+      .def("progress", &MpiFlights::progress)
+      .def("close", &MpiFlights::close);
+  nb::class_<MpiStarted, PyOperation>(m, "MpiStarted").def("test_quietly", &MpiStarted::test);
   nb::class_<ArrivalWords>(m, "ArrivalWords")
       .def("__init__",
            filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t,
-                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
-           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "waits"_a, "left"_a,
-           "even"_a, "number_shift"_a);
+                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                     std::uint64_t>(),
+           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "goes_on"_a, "waits"_a,
+           "left"_a, "even"_a, "number_shift"_a);
   nb::class_<MpiRunner, Runner>(m, "MpiRunner")
-      .def(nb::init<const MpiFunctions&, const ArrivalWords&, nb::object, nb::object, nb::object,
+      .def(nb::init<const MpiFunctions&, nb::object, const ArrivalWords&, nb::object, nb::object,
                     nb::object, nb::object, nb::object, nb::object, std::uint64_t, std::int64_t,
                     std::uint64_t, std::uint64_t, double>(),
-           nb::keep_alive<1, 2>(), "functions"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
-           "finish_collective"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a,
-           "largest_tag"_a, "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
+           nb::keep_alive<1, 2>(), "functions"_a, "flights"_a, "words"_a, "arrivals"_a, "timeout"_a,
+           "link"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a,
+           "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
   bind_fast_path(m);
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);

@@ -1,19 +1,17 @@
 #include "mpi_runner.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
 #include <algorithm>
 
 namespace meshdist {
 namespace {
 
 constexpr int kLooksPerTime = 16;  // at the clock
-// As `MpiConnection` stays awake: as long as a slow machine moves the message (a GB/s), and 20 ms at
-// most, since a rank that spins here handles no signals.
-constexpr Nanoseconds kNsPerByte = 1;
-constexpr Nanoseconds kLongestSpin = 20'000'000;
 
 namespace names {
 const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"},
-    wait_for_all{"wait_for_all"}, leave{"leave"}, end{"end"};
+    wait_for_all{"wait_for_all"}, leave{"leave"}, end{"end"}, finish_at_once{"finish_at_once"};
 }
 
 // Whether tensors of `step` bytes lie one after the other.
@@ -35,12 +33,15 @@ bool are_near(const Addresses& addresses) {
 
 // What MPI takes for parts that lie anywhere; see `MpiFunctions::run`.
 std::vector<int> cuts_of(const Collective& call) {
+  if (call.verb != Verb::all_to_all && call.verb != Verb::all_gather_v) return {};
   std::vector<int> cuts(call.outs.size(), static_cast<int>(call.bytes()));
   for (const Addresses* some : {&call.outs, &call.ins}) {
     for (Address one : *some) cuts.push_back(start_of(one, *some));
   }
   return cuts;
 }
+
+nb::object or_none(const nb::object& some) { return some.is_valid() ? some : nb::none(); }
 
 }  // namespace
 
@@ -53,7 +54,8 @@ bool MpiRunner::is_ready() const {
 bool MpiRunner::takes(const Collective& call) const {
   const bool is_whole = call.verb == Verb::all_reduce || call.verb == Verb::reduce ||
                         call.verb == Verb::broadcast || call.verb == Verb::barrier;
-  const std::uint64_t bytes = call.bytes() * (is_whole ? 1 : size());
+  std::uint64_t bytes = call.bytes() * (is_whole ? 1 : size());
+  if (call.way.recoding.widens) bytes = bytes / call.item * call.way.recoding.bytes_of(call.dtype);
   if (!call.in_counts.empty()) return false;
   if ((call.count == 0 && call.verb != Verb::barrier) || bytes > most_bytes_) return false;
   switch (call.verb) {
@@ -72,33 +74,83 @@ bool MpiRunner::takes(const Message& message) const {
          !is_aborted();
 }
 
-void MpiRunner::run(const Collective& call) {
-  const bool is_even = call.verb == Verb::all_to_all && is_row(call.outs, call.bytes()) &&
-                       is_row(call.ins, call.bytes());
-  std::vector<int> cuts;
-  if (call.verb == Verb::all_to_all || call.verb == Verb::all_gather_v) cuts = cuts_of(call);
+// The call as MPI does it where the numbers are recoded, on scratch memory unless it is in place.
+std::optional<Collective> MpiRunner::encoded(const Collective& call, Decoding& decoding) const {
+  const Recoding recoding = call.way.recoding;
+  if (!recoding.is_any()) return std::nullopt;
+  const bool is_scattered = call.verb == Verb::reduce_scatter;
+  const bool has_result = call.verb != Verb::reduce || is_root(call);
+  std::optional<Collective> sent(call);
+  if (!recoding.is_in_place()) {
+    const std::uint64_t given = call.count * (is_scattered ? size() : 1);
+    sent->item = recoding.bytes_of(call.dtype);
+    decoding.scratch = flights_.take((given + (is_scattered ? call.count : 0)) * sent->item);
+    sent->in = reinterpret_cast<Address>(PyByteArray_AsString(decoding.scratch.ptr()));
+    sent->out = sent->in + (is_scattered ? given * sent->item : 0);
+    sent->read = tuple_of(or_none(call.read), decoding.scratch);
+    nb::gil_scoped_release release;
+    recoding.encode(call.dtype, pointer(sent->in), pointer(call.in), given);
+  }
+  decoding.recoding = recoding;
+  decoding.dtype = call.dtype;
+  decoding.to = has_result ? call.out : 0;
+  decoding.from = sent->out;
+  decoding.count = call.count;
+  decoding.size = size();
+  return sent;
+}
+
+void MpiRunner::run(const Collective& given) {
+  const bool is_even = given.verb == Verb::all_to_all && is_row(given.outs, given.bytes()) &&
+                       is_row(given.ins, given.bytes());
+  const std::vector<int> cuts = cuts_of(given);
   try {
+    Decoding decoding;
+    const std::optional<Collective> recoded = encoded(given, decoding);
+    const Collective& call = recoded ? *recoded : given;
     bool have_come = false;
     int error = 0;
     {
       nb::gil_scoped_release release;
       have_come = arrive(is_even);
       if (have_come) error = run_with_all(call, cuts.data(), is_even);
+      if (have_come && error == 0) decoding.run();
     }
     check(error);
-    if (!have_come) run_later(call, cuts, is_even);
+    if (!have_come) run_later(call, cuts, is_even, decoding);
+    if (decoding.scratch.is_valid()) flights_.give(std::move(decoding.scratch));
   } catch (nb::python_error& error) {
     fail(error, nb::none(), nb::none());
   }
 }
 
+// Come to the next collective, as `Arrivals.enter` does where this member does not wait, and start it.
+nb::object MpiRunner::start(const Collective& given, std::uint64_t) {
+  try {
+    Decoding decoding;
+    const std::optional<Collective> recoded = encoded(given, decoding);
+    word_of_next(words_.goes_on);
+    return begin(recoded ? *recoded : given, cuts_of(given), std::move(decoding));
+  } catch (nb::python_error& error) {
+    fail(error, nb::none(), nb::none());
+  }
+}
+
+// Write that this member has come to the next collective; returns the word.
+std::uint64_t MpiRunner::word_of_next(std::uint64_t state) const {
+  const std::uint64_t number = words_.mine.get(words_.window) + 1;
+  const std::uint64_t word = number << words_.number_shift | state;
+  words_.mine.put(words_.window, number);
+  words_.mine.set(number % words_.window, word);
+  return word;
+}
+
 // Arrive at the next collective, as `Arrivals.enter` does; whether all members soon have, and wait.
 // Runs without the GIL.
 bool MpiRunner::arrive(bool is_even) const {
-  const std::uint64_t number = words_.mine.get(words_.window) + 1, place = number % words_.window;
-  const std::uint64_t word = number << words_.number_shift | words_.waits;
-  words_.mine.put(words_.window, number);
-  words_.mine.set(place, is_even ? word | words_.even : word);
+  const std::uint64_t written = word_of_next(is_even ? words_.waits | words_.even : words_.waits);
+  const std::uint64_t word = written & ~words_.even;
+  const std::uint64_t place = (word >> words_.number_shift) % words_.window;
   std::size_t num_there = 0;
   const auto are_there = [&] {
     while (num_there < words_.others.size() &&
@@ -151,25 +203,32 @@ int MpiRunner::run_with_all(const Collective& call, const int* cuts, bool is_eve
 
 // Wait for the others in Python. Where one of them does not wait for its collective no member may do
 // MPI's blocking one.
-void MpiRunner::run_later(const Collective& call, const std::vector<int>& cuts,
-                          bool is_even) const {
+void MpiRunner::run_later(const Collective& call, const std::vector<int>& cuts, bool is_even,
+                          Decoding& decoding) const {
   if (wait_for_all()) {
-    call_mpi([&] { return run_with_all(call, cuts.data(), is_even); });
+    call_mpi([&] {
+      const int error = run_with_all(call, cuts.data(), is_even);
+      if (error == 0) decoding.run();
+      return error;
+    });
   } else {
-    const nb::bytes kept_cuts(cuts.data(), cuts.size() * sizeof(int));
-    const auto* const lasting = reinterpret_cast<const int*>(kept_cuts.data());
-    const auto or_none = [](const nb::object& some) { return some.is_valid() ? some : nb::none(); };
-    const nb::object kept = tuple_of(or_none(call.written), or_none(call.read), kept_cuts);
-    MpiFunctions::Flight flight;
-    call_mpi([&] { return mpi_.start(call, lasting, is_root(call), flight); });
-    try {
-      call_with(finish_collective_, request_of(flight), kept);
-    } catch (nb::python_error&) {
-      meshdist::call(link_, names::strand, kept);
-      throw;
-    }
+    meshdist::call(link_, names::finish_at_once, begin(call, cuts, std::move(decoding)), timeout_);
   }
   meshdist::call(arrivals_, names::end);
+}
+
+// The operation of a collective that MPI has started; it decodes the result, too.
+nb::object MpiRunner::begin(const Collective& call, const std::vector<int>& cuts,
+                            Decoding&& decoding) const {
+  const nb::bytes kept_cuts(cuts.data(), cuts.size() * sizeof(int));
+  const auto* const lasting = reinterpret_cast<const int*>(kept_cuts.data());
+  const auto flight = std::make_shared<MpiFlights::Flight>();
+  flight->kept = tuple_of(or_none(call.written), or_none(call.read), kept_cuts);
+  flight->decoding = std::move(decoding);
+  flight->bytes = call.bytes();
+  call_mpi([&] { return mpi_.start(call, lasting, is_root(call), flight->mpi); });
+  flights_.add(flight);
+  return nb::cast(std::make_unique<MpiStarted>(flights_owner_, flights_, flight, link_, error_, spin_ns_));
 }
 
 void MpiRunner::run(Message& message, nb::handle x, Entry& entry) {
@@ -189,7 +248,13 @@ void MpiRunner::run(Message& message, nb::handle x, Entry& entry) {
     // Started before it is noted, so that the other side waits less.
     note = entry.note(message);
     check(error);
-    is_done = is_done_soon(plain, flight);
+    call_mpi([&] {
+      is_done_soon(spin_ns_, plain.bytes(), [&] {
+        error = mpi_.ask(flight, is_done);
+        return is_done || error != 0;
+      });
+      return error;
+    });
     if (!is_done) {  // Python waits on
       call_with(finish_message_, request_of(flight), x, nb::bool_(message.is_send));
       is_done = true;
@@ -204,25 +269,6 @@ void MpiRunner::run(Message& message, nb::handle x, Entry& entry) {
     if (!is_done) call(link_, names::strand, nb::borrow(x));
     fail(failure, whole(note), message.is_send ? nb::none() : num_bytes);
   }
-}
-
-// Poll a message for as long as it may take, since MPI moves data while it is polled; but no longer
-// than signals can wait.
-bool MpiRunner::is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const {
-  bool is_done = false;
-  call_mpi([&] {
-    int error = mpi_.ask(flight, is_done);
-    if (is_done || error != 0 || spin_ns_ == 0) return error;
-    const Nanoseconds moving = static_cast<Nanoseconds>(plain.bytes()) * kNsPerByte;
-    const Nanoseconds end = now_ns() + std::min(spin_ns_ + moving, kLongestSpin);
-    do {
-      for (int i = 0; i < kLooksPerTime && !is_done && error == 0; ++i) {
-        error = mpi_.ask(flight, is_done);
-      }
-    } while (!is_done && error == 0 && now_ns() < end);
-    return error;
-  });
-  return is_done;
 }
 
 nb::object MpiRunner::request_of(const MpiFunctions::Flight& flight) const {

@@ -4,7 +4,9 @@
 // member does not wait; a message is started, and polled for a while.
 #pragma once
 
-#include "mpi_functions.h"
+#include <optional>
+
+#include "mpi_flights.h"
 #include "waiting.h"
 
 namespace meshdist {
@@ -15,27 +17,26 @@ struct ArrivalWords {
   std::vector<Words> others;
   std::uint64_t window, check_every;           // a word per collective, and how many there were
   std::uint64_t inside;                        // the word that says how long it may be in MPI's call
-  std::uint64_t waits, left, even, number_shift;  // the contents of a word
+  std::uint64_t goes_on, waits, left, even, number_shift;  // the contents of a word
 };
 
 class MpiRunner final : public Runner {
  public:
-  // Python's objects go on where this one cannot: `arrivals`, `link`, and `finish_collective(request,
-  // kept)` and `finish_message(request, x, is_send)`, which wait. `explain(error, note, num_bytes)`
-  // makes the error to raise; `error` is the class of MPI's errors. `most_bytes` is how much one call
-  // may move, and `limit_ms` how long it may take.
-  MpiRunner(const MpiFunctions& mpi, const ArrivalWords& words, nb::object arrivals,
-            nb::object timeout, nb::object link, nb::object finish_collective,
-            nb::object finish_message, nb::object explain, nb::object error, std::uint64_t rank,
-            std::int64_t largest_tag, std::uint64_t most_bytes, std::uint64_t limit_ms,
-            double spin_s)
+  // Python's objects go on where this one cannot: `arrivals`, `link`, and `finish_message(request, x,
+  // is_send)`, which waits. `explain(error, note, num_bytes)` makes the error to raise; `error` is the
+  // class of MPI's errors. `most_bytes` is how much one call may move, and `limit_ms` how long it may take.
+  MpiRunner(const MpiFunctions& mpi, nb::object flights, const ArrivalWords& words,
+            nb::object arrivals, nb::object timeout, nb::object link, nb::object finish_message,
+            nb::object explain, nb::object error, std::uint64_t rank, std::int64_t largest_tag,
+            std::uint64_t most_bytes, std::uint64_t limit_ms, double spin_s)
       : Runner(largest_tag),
         mpi_(mpi),
+        flights_owner_(std::move(flights)),
+        flights_(nb::cast<MpiFlights&>(flights_owner_)),
         words_(words),
         arrivals_(std::move(arrivals)),
         timeout_(std::move(timeout)),
         link_(std::move(link)),
-        finish_collective_(std::move(finish_collective)),
         finish_message_(std::move(finish_message)),
         explain_(std::move(explain)),
         error_(std::move(error)),
@@ -48,6 +49,8 @@ class MpiRunner final : public Runner {
   bool takes(const Collective& call) const override;
   bool takes(const Message& message) const override;
   void run(const Collective& call) override;
+  bool starts(const Collective&) const override { return true; }
+  nb::object start(const Collective& call, std::uint64_t number) override;
   void run(Message& message, nb::handle x, Entry& entry) override;
 
  private:
@@ -58,11 +61,14 @@ class MpiRunner final : public Runner {
   }
   std::uint64_t size() const { return words_.others.size() + 1; }
   bool is_aborted() const;
+  std::optional<Collective> encoded(const Collective& call, Decoding& decoding) const;
+  std::uint64_t word_of_next(std::uint64_t state) const;
   bool arrive(bool is_even) const;
   bool wait_for_all() const;
   int run_with_all(const Collective& call, const int* cuts, bool is_even) const;
-  void run_later(const Collective& call, const std::vector<int>& cuts, bool is_even) const;
-  bool is_done_soon(const Plain& plain, MpiFunctions::Flight& flight) const;
+  void run_later(const Collective& call, const std::vector<int>& cuts, bool is_even,
+                 Decoding& decoding) const;
+  nb::object begin(const Collective& call, const std::vector<int>& cuts, Decoding&& decoding) const;
   nb::object request_of(const MpiFunctions::Flight& flight) const;
   template <class Function>
   void call_mpi(Function function) const;
@@ -70,8 +76,10 @@ class MpiRunner final : public Runner {
   [[noreturn]] void fail(const nb::python_error& error, nb::handle note, nb::handle num_bytes) const;
 
   const MpiFunctions& mpi_;
+  const nb::object flights_owner_;
+  MpiFlights& flights_;
   const ArrivalWords words_;
-  const nb::object arrivals_, timeout_, link_, finish_collective_, finish_message_, explain_, error_;
+  const nb::object arrivals_, timeout_, link_, finish_message_, explain_, error_;
   const std::uint64_t rank_, most_bytes_, limit_ms_;
   const Nanoseconds spin_ns_;
 };

@@ -74,7 +74,7 @@ class PyOperation {
   virtual Failure failure() const = 0;
   virtual int source() const { return -1; }
 
-  void finish(nb::handle timeout) {
+  virtual void finish(nb::handle timeout) {
     const int status = wait(nb::cast<double>(timeout.attr("total_seconds")()));
     kept_.reset();
     if (status == 0) return;

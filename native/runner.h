@@ -5,6 +5,7 @@
 
 #include "codes.h"
 #include "entry.h"
+#include "recoding.h"
 
 namespace meshdist {
 
@@ -12,6 +13,7 @@ namespace meshdist {
 struct Way {
   std::uint64_t type = 0, op = 0;
   bool is_known = false;
+  Recoding recoding{};  // over MPI
 };
 
 // A collective on plain tensors. Buffers are those of its verb: `in` and `out`, or one per member in

@@ -166,6 +166,23 @@ class MpiFunctions:
         status_bytes: int,
     ) -> None: ...
 
+class Recoding:
+    """How the numbers of a reduction travel over MPI, as ``MpiReduction`` has it."""
+
+    def __init__(
+        self, widens: bool, orders: bool, nan_is_greatest: bool, divides: bool
+    ) -> None: ...
+
+class MpiFlights:
+    """The collectives of a group that MPI's functions have started, and their scratch memory."""
+
+    def __init__(self, functions: MpiFunctions) -> None: ...
+    def progress(self) -> bool:
+        """Test any that is in flight, so that all go on; whether there is one."""
+
+    def close(self) -> list[Any]:
+        """Test all for the last time; returns what MPI may still use, to be kept."""
+
 class ArrivalWords:
     """The members' words about the collectives that they have come to; see ``Arrivals``."""
 
@@ -176,6 +193,7 @@ class ArrivalWords:
         window: int,
         check_every: int,
         inside: int,
+        goes_on: int,
         waits: int,
         left: int,
         even: int,
@@ -183,18 +201,18 @@ class ArrivalWords:
     ) -> None: ...
 
 class MpiRunner(Runner):
-    """Over MPI. Python goes on where it cannot: ``arrivals``, ``link``, ``finish_collective`` and
-    ``finish_message``, which wait for a request; ``explain`` makes the error to raise of any.
+    """Over MPI. Python goes on where it cannot: ``arrivals``, ``link``, and ``finish_message``,
+    which waits for a request; ``explain`` makes the error to raise of any.
     """
 
     def __init__(
         self,
         functions: MpiFunctions,
+        flights: MpiFlights,
         words: ArrivalWords,
         arrivals: object,
         timeout: timedelta,
         link: object,
-        finish_collective: Callable[[int, object], None],
         finish_message: Callable[[int, object, bool], None],
         explain: Callable[[BaseException, int | None, int | None], BaseException],
         error: type[Exception],
@@ -213,9 +231,9 @@ class FastPath:
     raises. Roots and peers are places in the group. What ``title`` the call has, members compare.
 
     ``reductions`` are tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
-    names of both. A path with ``works`` starts its calls, and returns Works, made of the class, the
-    group's timeout, what makes a failure's error, the group's name, what warns of a Work that is
-    dropped, and what returns the group.
+    names of both, and over MPI how the numbers are recoded. A path with ``works`` starts its
+    calls, and returns Works, made of the class, the group's timeout, what makes a failure's error,
+    the group's name, what warns of a Work that is dropped, and what returns the group.
     """
 
     starting: FastPath | None
@@ -225,7 +243,7 @@ class FastPath:
         self,
         entry: Entry,
         runner: Runner,
-        reductions: list[tuple[Any, int, dict[Any, tuple[int, int]]]],
+        reductions: list[tuple[Any, int, dict[Any, tuple[Any, ...]]]],
         works: tuple[Any, ...] | None = None,
     ) -> None: ...
     def all_reduce(self, tensor: Any, op: Any, title: str | None = None, /) -> Any:
@@ -367,6 +385,12 @@ class Started:
     def has_ended(self) -> bool: ...
     def bound(self, timeout: timedelta, /) -> None: ...
     def source(self) -> int: ...
+
+class MpiStarted(Started):
+    """A collective in flight over MPI, which goes on while it is tested."""
+
+    def test_quietly(self) -> bool:
+        """Let MPI go on; whether it is done, or has failed."""
 
 def explain_failures_by(
     make: Callable[[int, Failure, int, tuple[bool, int, int] | None], Exception],

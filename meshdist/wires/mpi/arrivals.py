@@ -77,6 +77,7 @@ class Arrivals:
             window=_WINDOW,
             inside=_INSIDE,
             check_every=_CHECK_EVERY,
+            goes_on=_GOES_ON,
             waits=_WAITS,
             left=_LEFT,
             even=_EVEN,

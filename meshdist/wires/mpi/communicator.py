@@ -272,6 +272,7 @@ class MpiCommunicator(Communicator):
             timeout,
             largest_tag=min(LARGEST_TAG, self._largest_tag - _MOST_NUMBERED_TAGS),
             most_bytes=self._buffers.most,
+            works=works,
         )
 
     # -- waiting and the end ------------------------------------------------------------------

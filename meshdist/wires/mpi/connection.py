@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
@@ -33,6 +33,9 @@ from ..operations import (
     given_up_for,
 )
 from ..registry import Opening
+
+if TYPE_CHECKING:
+    from ..native import MpiFlights, MpiStarted
 
 __all__ = ["MpiConnection", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]
 
@@ -112,6 +115,8 @@ class MpiConnection:
 
     Attributes:
         spin_s: how long to spin for another member, before the thread yields or sleeps.
+        in_flight: the operations that Python has started.
+        flights: the core's object that has those of the fast path; None where there is no such.
     """
 
     MPI: Any
@@ -122,6 +127,7 @@ class MpiConnection:
     is_aborted: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
     in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
+    flights: MpiFlights | None = field(default=None, init=False)
     keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
     _has_stranded: bool = field(default=False, init=False)
     _process_id: int = field(default_factory=os.getpid, init=False)
@@ -153,7 +159,7 @@ class MpiConnection:
             in_flight[operation] = None
         return operation
 
-    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
+    def finish_at_once(self, operation: MpiOperation | MpiStarted, timeout: timedelta) -> None:
         """Finish a collective whose caller waits for it as it is started."""
         try:
             operation.finish(timeout)
@@ -172,6 +178,8 @@ class MpiConnection:
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
         for link in _all_links():
+            if link.flights is not None and link.flights.progress():
+                return
             with link.keeping:
                 operation = next((one for one in link.in_flight if not one.is_done), None)
             if operation is not None:
@@ -236,8 +244,10 @@ class MpiConnection:
         self.leave()
         self.end()
         with self.keeping:
-            unfinished = [one for one in self.in_flight if not one.test_quietly()]
+            unfinished: list[Any] = [one for one in self.in_flight if not one.test_quietly()]
             self.in_flight.clear()
+        if self.flights is not None:
+            unfinished += self.flights.close()
         if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return

@@ -37,7 +37,7 @@ __all__ = [
     "mpi_type",
     "op_of",
     "packed",
-    "plain_reductions",
+    "native_reductions",
     "plain_sums",
     "plan_of",
     "unpacked",
@@ -228,21 +228,35 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 
 
-def plain_reductions(
+def native_reductions(
     MPI: Any, size: int
-) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """Reductions in a tensor's own memory, SUM first: op, number, handles of types and ops."""
+) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[Any, ...]]]]:
+    """The reductions that the native core does, SUM first: op, number, and for each dtype the
+    handles of MPI's type and op, and how the numbers are recoded, if they are.
+    """
     found = []
     for op in PLAIN_OPS:
         kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]
-        plans = {dtype: plan_of(op, dtype, size) for dtype in kinds}
-        plain = {dtype: plan for dtype, plan in plans.items() if plan.is_plain}
-        handles = {
-            dtype: (mpi_type(MPI, dtype).handle, op_of(MPI, plan).handle)
-            for dtype, plan in plain.items()
-        }
-        found.append((op, op.value, handles))
+        ways = {dtype: _native_way(MPI, plan_of(op, dtype, size), dtype) for dtype in kinds}
+        found.append((op, op.value, {dtype: way for dtype, way in ways.items() if way}))
     return found
+
+
+def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, ...]:
+    """One of them; () where it is not native."""
+    travelling = plan.in_order or plan.wide or dtype
+    handles = mpi_type(MPI, travelling).handle, op_of(MPI, plan).handle
+    if plan.is_plain:
+        return handles
+    if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point):
+        return ()
+    recoding = core.Recoding(
+        widens=plan.wide is not None,
+        orders=plan.in_order is not None,
+        nan_is_greatest=plan.op == ReduceOp.MAX,
+        divides=plan.divides,
+    )
+    return *handles, recoding
 
 
 def op_of(MPI: Any, plan: MpiReduction) -> Any:

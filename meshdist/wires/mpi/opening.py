@@ -35,7 +35,7 @@ from ..operations import WireFailure, WireTimeout
 from ..registry import Opening
 from .arrivals import Arrivals, milliseconds, words_of_process
 from .connection import MpiConnection, MpiOperation, left_key, report_dead_ranks_at_the_end
-from .datatypes import plain_reductions
+from .datatypes import native_reductions
 
 if TYPE_CHECKING:
     from ..native import FastPath
@@ -324,9 +324,10 @@ def make_fast_path(
     *,
     largest_tag: int,
     most_bytes: int,
+    works: tuple[Any, ...],
 ) -> FastPath | None:
     """The fast path of a group; None where MPI's functions are not found. Tags count up to
-    ``largest_tag``, and bytes of a call to ``most_bytes``.
+    ``largest_tag``, and bytes of a call to ``most_bytes``; ``works`` is for calls that are started.
     """
     MPI, failing = link.MPI, link.MPI.Exception
     functions = _find_functions(MPI, link.comm)
@@ -337,13 +338,14 @@ def make_fast_path(
         known = link.failure(error, num_bytes) if isinstance(error, failing) else error
         return explain(known, note) if isinstance(known, WireFailure) else known
 
+    link.flights = core.MpiFlights(functions)
     runner = core.MpiRunner(
         functions,
+        link.flights,
         arrivals.for_core(),
         arrivals=arrivals,
         timeout=timeout,
         link=link,
-        finish_collective=partial(_finish_collective, link, timeout),
         finish_message=partial(_finish, link, timeout),
         explain=explained,
         error=failing,
@@ -353,7 +355,10 @@ def make_fast_path(
         limit_ms=milliseconds(timeout),
         spin_s=link.spin_s,
     )
-    return core.FastPath(entry, runner, plain_reductions(MPI, link.comm.size))  # type: ignore[no-any-return]
+    reductions = native_reductions(MPI, link.comm.size)
+    path: FastPath = core.FastPath(entry, runner, reductions)
+    path.starting = core.FastPath(entry, runner, reductions, works)
+    return path
 
 
 def _find_functions(MPI: Any, comm: Any) -> Any:
@@ -369,12 +374,6 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
         handle_bytes=MPI._sizeof(MPI.Request),
         status_bytes=MPI._sizeof(MPI.Status),
     )
-
-
-def _finish_collective(link: MpiConnection, timeout: timedelta, request: int, kept: Any) -> None:
-    """Wait for a collective that had to be started."""
-    started = link.MPI.Request.fromhandle(request)
-    link.finish_at_once(link.start(MpiOperation(link, started, kept)), timeout)
 
 
 def _finish(

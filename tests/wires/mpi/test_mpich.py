@@ -19,6 +19,9 @@ from tests.wires.fast_paths import (
     sums_of_two_halves,
     waits_or_not,
 )
+from tests.wires.mpi.test_native_reductions import NATIVE, differing_reductions
+from tests.wires.samples import legal_ops
+from tests.wires.started_calls import both_ways, in_any_order, kept_by_works
 from tests.wires.verb_table import check_every_verb
 
 pytestmark = [pytest.mark.mpi, pytest.mark.soak]
@@ -114,6 +117,20 @@ def test_collectives_take_the_fast_path(job: MpiJob) -> None:
 
 def test_who_waits_meets_who_goes_on(job: MpiJob) -> None:
     assert job.run_in_world(waits_or_not, (40, 3)) == [[True] * 3] * 3
+
+
+def test_started_calls_take_the_native_way(job: MpiJob) -> None:
+    for found in job.run_in_world(both_ways, (40, 3)):
+        assert all(found)
+    assert job.run_in_world(in_any_order) == [[[1.0]] * 9] * 3
+    assert job.run_in_world(kept_by_works) == [[False, False]] * 3
+
+
+def test_both_ways_give_the_same_bits(job: MpiJob) -> None:
+    calls = [(0, False), (1, True), (1500, True), (1500, False)]
+    for differ, num_native in job.run_in_world(differing_reductions, calls):
+        assert differ == []
+        assert num_native == sum(len(legal_ops(dtype)) for dtype in NATIVE)
 
 
 def test_what_is_started_goes_on_beside_a_message(job: MpiJob) -> None:

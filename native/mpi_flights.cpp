@@ -1,0 +1,111 @@
+#include "mpi_flights.h"
+
+#include <algorithm>
+
+namespace meshdist {
+namespace {
+
+constexpr int kSwept = 2;  // more than one, so that those whose Work was dropped are freed in time
+
+namespace names {
+const Name is_aborted{"is_aborted"}, wait{"wait"}, failure{"failure"}, test_quietly{"test_quietly"};
+}
+
+}  // namespace
+
+void MpiFlights::add(const FlightPtr& flight) {
+  flights_.push_back(flight);
+  for (int i = 0; i < kSwept; ++i) {
+    const FlightPtr oldest = flights_.front();
+    if (oldest == flight) return;
+    const bool is_done = settle(*oldest);
+    const auto found = std::find(flights_.begin(), flights_.end(), oldest);
+    if (found == flights_.end()) return;  // another thread has closed the group meanwhile
+    if (is_done) {
+      flights_.erase(found);
+    } else {
+      flights_.splice(flights_.end(), flights_, found);
+    }
+  }
+}
+
+bool MpiFlights::test(Flight& flight) const {
+  if (flight.is_done) return true;
+  const std::unique_lock<std::mutex> lock(flight.testing, std::try_to_lock);
+  if (!lock.owns_lock() || flight.is_done || is_closed_) return flight.is_done;
+  bool is_done = false;
+  flight.error = mpi_.ask(flight.mpi, is_done);
+  if (flight.error == 0 && is_done) flight.decoding.run();
+  flight.is_done = is_done || flight.error != 0;
+  return flight.is_done;
+}
+
+bool MpiFlights::settle(Flight& flight) {
+  if (!flight.is_done) {
+    nb::gil_scoped_release release;
+    if (!test(flight)) return false;
+  }
+  if (flight.decoding.scratch.is_valid()) give(std::move(flight.decoding.scratch));
+  const nb::object freed = std::move(flight.kept);  // which may make another operation
+  return true;
+}
+
+bool MpiFlights::progress() {
+  const auto is_in_flight = [](const FlightPtr& one) { return !one->is_done; };
+  const auto found = std::find_if(flights_.begin(), flights_.end(), is_in_flight);
+  if (found == flights_.end()) return false;
+  const FlightPtr flight = *found;
+  settle(*flight);
+  return true;
+}
+
+nb::list MpiFlights::close() {
+  nb::list unfinished;
+  const std::list<FlightPtr> all(flights_);
+  for (const FlightPtr& one : all) {
+    if (!settle(*one) && one->kept.is_valid()) unfinished.append(one->kept);
+  }
+  is_closed_ = true;
+  flights_.clear();
+  return unfinished;
+}
+
+nb::object MpiFlights::take(std::uint64_t bytes) {
+  for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
+    if (static_cast<std::uint64_t>(PyByteArray_Size(block->ptr())) < bytes) continue;
+    nb::object found = std::move(*block);
+    blocks_.erase(block);
+    return found;
+  }
+  return checked(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+}
+
+void MpiFlights::give(nb::object&& scratch) {
+  if (static_cast<std::uint64_t>(PyByteArray_Size(scratch.ptr())) > kMostScratch) return;
+  blocks_.push_front(std::move(scratch));
+  if (blocks_.size() > kMostBlocks) blocks_.pop_back();
+}
+
+int MpiStarted::wait(double timeout) {
+  const Nanoseconds spin = std::min(spin_, static_cast<Nanoseconds>(timeout * 1e9));
+  if (!flight_->is_done) {
+    nb::gil_scoped_release release;
+    is_done_soon(spin, flight_->bytes, [&] { return flights_.test(*flight_); });
+  }
+  if (!flight_->is_done) return static_cast<int>(Status::pending);
+  test();
+  return flight_->error;
+}
+
+void MpiStarted::finish(nb::handle timeout) {
+  if (!test()) {
+    const nb::object self = nb::find(this);
+    call(link_, names::wait, get(self, names::test_quietly), timeout);
+  }
+  if (flight_->error == 0) return;
+  raise_error(call(link_, names::failure, call_with(error_, whole(flight_->error))));
+}
+
+bool MpiStarted::is_done() { return test() || is_true(get(link_, names::is_aborted)); }
+
+}  // namespace meshdist
