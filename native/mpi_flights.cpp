@@ -87,7 +87,7 @@ void MpiFlights::give(nb::object&& scratch) {
 }
 
 int MpiStarted::wait(double timeout) {
-  const Nanoseconds spin = std::min(spin_, static_cast<Nanoseconds>(timeout * 1e9));
+  const auto spin = static_cast<Nanoseconds>(std::min(static_cast<double>(spin_), timeout * 1e9));
   if (!flight_->is_done) {
     nb::gil_scoped_release release;
     is_done_soon(spin, flight_->bytes, [&] { return flights_.test(*flight_); });
