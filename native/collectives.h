@@ -57,6 +57,8 @@ class Collectives {
   Status finish(Job& job);
   // Whether `finish` would not wait.
   bool may_finish() const { return rounds_.is_settled(begun_); }
+  // The same, by one look that asks no other process.
+  bool is_complete() const { return rounds_.is_complete(begun_); }
   // Wait until it would not, under the terms of `call`; on failure `failure()` has the cause.
   Status wait_to_finish(const Call& call) { return described(rounds_.wait(begun_, call)); }
 

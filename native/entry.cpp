@@ -124,6 +124,19 @@ bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
   return true;
 }
 
+void Entry::note_write(nb::handle tensors) {
+  const TorchTensor& torch = TorchTensor::here();
+  const Py_ssize_t count = torch.is_known() ? PyTuple_Size(tensors.ptr()) : -1;
+  const auto is_plain = [&](Py_ssize_t i) { return torch.is_plain(PyTuple_GetItem(tensors.ptr(), i)); };
+  Py_ssize_t num_plain = 0;
+  while (num_plain < count && is_plain(num_plain)) ++num_plain;
+  if (num_plain != count) {
+    call_with(increment_version_, tensors);
+    return;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) torch.note_write(PyTuple_GetItem(tensors.ptr(), i));
+}
+
 std::uint64_t Entry::note(const Message& message) {
   const Known known = find(message);
   return notes_.keep_message(known.call, known.kind);

@@ -129,8 +129,8 @@ class Entry {
   std::uint64_t member() const { return member_; }
   nb::object rank_of(int member) const { return ranks_[member]; }  // in the world
 
-  // Notify autograd that tensors, a sequence, were written.
-  void note_write(nb::handle tensors) { call_with(increment_version_, tensors); }
+  // Notify autograd that plain tensors, a tuple, were written.
+  void note_write(nb::handle tensors);
 
  private:
   // What is called, by addresses. Of a message `op` is the tag, and `root` the peer.

@@ -18,6 +18,8 @@
 #include "mpi_runner.h"
 #include "python_communicator.h"
 #include "shm_runner.h"
+#include "torch_tensor.h"
+#include "verb_calls.h"
 
 using namespace nanobind::literals;
 
@@ -201,6 +203,8 @@ NB_MODULE(native, m) {
            "link"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a,
            "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
   bind_fast_path(m);
+  bind_verb_calls(m);
+  m.def("knows_torch", [] { return TorchTensor::here().is_known(); });
   c.def_ro("last_source", &PyCommunicator::last_source);
   c.def("last_failure", &PyCommunicator::last_failure, nb::rv_policy::copy);
   c.def("last_transfer_failure", &PyCommunicator::last_transfer_failure);

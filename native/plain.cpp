@@ -158,10 +158,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device_type != kCpu || !is_contiguous(tensor) || is_true(get(x, names::requires_grad)) ||
-      is_true(call(x, names::is_neg))) {
-    return false;
-  }
+  if (tensor.device_type != kCpu || !is_contiguous(tensor) || !is_as_written(x)) return false;
   plain.count = 1;
   for (std::int32_t i = 0; i < tensor.num_dims; ++i) plain.count *= tensor.shape[i];
   plain.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
@@ -189,6 +186,12 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
   plain.code = kind->code;
   plain.is_kept = kind != &unkept;
   return plain.dtype.is_valid();
+}
+
+// Whether autograd does not have to know of it, and its elements are what lies in its memory.
+bool PlainReader::is_as_written(nb::handle x) const {
+  if (torch_.is_known() && torch_.is_plain(x)) return true;
+  return !is_true(get(x, names::requires_grad)) && !is_true(call(x, names::is_neg));
 }
 
 PlainReader::Kind PlainReader::kind_of(nb::handle x) const {

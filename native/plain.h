@@ -2,7 +2,7 @@
 // that gives memory, shape and dtype, and makes no Python object.
 #pragma once
 
-#include "objects.h"
+#include "torch_tensor.h"
 
 #include <array>
 #include <unordered_map>
@@ -79,7 +79,9 @@ class PlainReader {
   };
 
   Kind kind_of(nb::handle x) const;
+  bool is_as_written(nb::handle x) const;
 
+  const TorchTensor& torch_ = TorchTensor::here();
   const nb::object tensor_type_;
   nb::dict codes_;
   int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it

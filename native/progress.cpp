@@ -17,11 +17,38 @@ namespace {
 // runs a collective itself has called close(), from a signal's handler.
 constexpr std::chrono::seconds kLongestEnd{10};
 constexpr Nanoseconds kBegunSlice = 1'000'000;
+// How often a call looks for the others before it lets other threads of the program go on: some 2 us.
+constexpr int kLooks = 64;
 
 }  // namespace
 
-Status Progress::run(Job& job, Interruption interruption, Failure& failure) {
-  std::unique_lock<std::mutex> lock(running_, std::defer_lock);
+// With `lock`, begin a call of one round that the program waits for; false, where it cannot be begun.
+bool Progress::begin(Job& job, std::unique_lock<std::mutex>& lock) {
+  if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) return false;
+  if (begun_ == nullptr && collectives_.begin(job)) return true;
+  lock.unlock();
+  return false;
+}
+
+bool Progress::is_complete_soon() const {
+  for (int i = 0; i < kLooks && !end_->is_crowded; ++i) {
+    if (collectives_.is_complete()) return true;
+    pause_core();
+  }
+  return collectives_.is_complete();
+}
+
+// With `running_`: finish what is begun.
+Status Progress::finish(Job& job, Interruption interruption, Failure& failure) {
+  job.call.interruption = interruption;
+  Status status = collectives_.wait_to_finish(job.call);
+  if (status == Status::ok) status = collectives_.finish(job);
+  if (status != Status::ok) failure = collectives_.failure();
+  return status;
+}
+
+Status Progress::run(Job& job, Interruption interruption, Failure& failure,
+                     std::unique_lock<std::mutex>& lock) {
   if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) {
     const Nanoseconds deadline = job.call.deadline;
     TicketPtr ticket = start(std::move(job));
@@ -58,6 +85,11 @@ bool Progress::begin(const TicketPtr& ticket) {
   std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   if (begun_ != nullptr && (!collectives_.may_finish() || !finish_begun({}))) return false;
+  if (end_->size == 1) {  // there is nobody to wait for
+    const Status status = collectives_.run(ticket->job);
+    ticket->end(status, status == Status::ok ? Failure{} : collectives_.failure());
+    return true;
+  }
   if (!collectives_.begin(ticket->job)) return false;
   begun_ = ticket;
   has_begun_.store(true, std::memory_order_release);

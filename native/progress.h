@@ -37,8 +37,15 @@ class Progress : public std::enable_shared_from_this<Progress> {
   explicit Progress(std::shared_ptr<Endpoint> endpoint)
       : end_(std::move(endpoint)), collectives_(*end_) {}
 
-  // Run `job` here, after all that was started before.
-  Status run(Job& job, Interruption interruption, Failure& failure);
+  // Run `job` here, after all that was started before. `let_go` is called before it waits for longer than
+  // the other members take that come at the same time; it sets the deadline.
+  template <class LetGo>
+  Status run(Job& job, Interruption interruption, Failure& failure, LetGo let_go) {
+    std::unique_lock<std::mutex> lock(running_, std::defer_lock);
+    const bool is_begun = begin(job, lock);
+    if (!is_begun || !is_complete_soon()) let_go();
+    return is_begun ? finish(job, interruption, failure) : run(job, interruption, failure, lock);
+  }
 
   // Begin `job`, or queue it.
   TicketPtr start(Job&& job);
@@ -69,6 +76,10 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Collectives& collectives() { return collectives_; }
 
  private:
+  bool begin(Job& job, std::unique_lock<std::mutex>& lock);
+  bool is_complete_soon() const;
+  Status finish(Job& job, Interruption interruption, Failure& failure);
+  Status run(Job& job, Interruption interruption, Failure& failure, std::unique_lock<std::mutex>& lock);
   bool begin(const TicketPtr& ticket);
   bool finish_begun(const Call& waiting);
   TicketPtr queue(TicketPtr ticket);

@@ -10,6 +10,7 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -227,9 +228,11 @@ class PyCommunicator : public Communicator {
     Status status;
     Failure failure;
     {
-      nb::gil_scoped_release release;
-      job.call.deadline = deadline_after(timeout);
-      status = progress->run(job, is_interrupted, failure);
+      std::optional<nb::gil_scoped_release> release;
+      status = progress->run(job, is_interrupted, failure, [&] {
+        release.emplace();
+        job.call.deadline = deadline_after(timeout);
+      });
     }
     if (status == Status::ok) return 0;
     last_failure_ = std::move(failure);

@@ -80,7 +80,15 @@ class Rounds {
     return Status::ok;
   }
 
-  // Whether all members have published `round`, or it is clear that one never will.
+  // Whether all members have published `round`.
+  bool is_complete(std::uint64_t round) const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if (j != end_.rank && !has_published(j, round)) return false;
+    }
+    return true;
+  }
+
+  // Whether they have, or it is clear that one never will.
   bool is_settled(std::uint64_t round) const {
     for (unsigned j = 0; j < end_.size; ++j) {
       if (j == end_.rank || has_published(j, round)) continue;

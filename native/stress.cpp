@@ -102,7 +102,7 @@ struct Rank {
       Job it = job(verb, count, verb == Verb::broadcast ? root : 0);
       it.out = reinterpret_cast<std::uint8_t*>(x);
       Failure failure;
-      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective on shared memory");
+      check(c.progress->run(it, nullptr, failure, [] {}) == Status::ok, "a collective on shared memory");
       std::int32_t sum = 0;
       for (unsigned j = 0; count > 0 && j < n; ++j) sum += value(s, j, count - 1);
       const std::int32_t last = verb == Verb::broadcast ? value(s, root, count - 1) : sum;
@@ -216,7 +216,7 @@ struct Rank {
       polls.join();
     } else {
       Failure failure;
-      check(c.progress->run(it, nullptr, failure) == Status::ok, "a collective");
+      check(c.progress->run(it, nullptr, failure, [] {}) == Status::ok, "a collective");
     }
   }
 
@@ -328,7 +328,7 @@ int main(int argc, char** argv) {
           Job it = job(Verb::broadcast, 1, 0);
           it.out = reinterpret_cast<std::uint8_t*>(&more);
           Failure failure;
-          check(rank.communicators[0]->progress->run(it, nullptr, failure) == Status::ok, "the end");
+          check(rank.communicators[0]->progress->run(it, nullptr, failure, [] {}) == Status::ok, "the end");
           goes_on = more != 0;
         }
         steps[r] = s;

@@ -52,7 +52,7 @@ VERB: Edits = {
     "collectives/verbs.py": [
         ('    "barrier",\n', '    "barrier",\n    "total",\n'),
         (
-            "@verb(has_fast_path=True, when=",
+            "@verb(has_fast_path=True, stays_off_streams=",
             textwrap.dedent('''\
                 @verb()
                 def total(
@@ -65,7 +65,7 @@ VERB: Edits = {
                     return prepare("total", group, tensor, op).run(async_op)
 
 
-                @verb(has_fast_path=True, when='''),
+                @verb(has_fast_path=True, stays_off_streams='''),
         ),
     ],
     "__init__.pyi": [

@@ -36,6 +36,7 @@ __all__ = [
     "get_world",
     "install_world",
     "join_by",
+    "places_of_worlds",
     "remove_world",
     "world_here",
 ]
@@ -248,7 +249,7 @@ class World:
         remove_world(self)
 
 
-_of_process: World | None = None
+_of_process: list[World | None] = [None]
 _forks_at_world: int | None = None
 """``num_forks()`` as this process got its last world; None, or another number, before its first."""
 _join: Callable[[], None] | None = None
@@ -256,14 +257,19 @@ _join: Callable[[], None] | None = None
 _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
 
 
+def places_of_worlds() -> tuple[ContextVar[World | None], list[World | None]]:
+    """Where the world in force stands: that of the context, or else that of the process."""
+    return _of_context, _of_process
+
+
 def find_world() -> World | None:
     """Return the world in force, or None."""
-    return _of_context.get() or _of_process
+    return _of_context.get() or _of_process[0]
 
 
 def get_world() -> World:
     """Return the world in force; raises NotInitializedError where there is none."""
-    world = _of_context.get() or _of_process
+    world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed:
         raise _no_world()
     return world
@@ -320,7 +326,7 @@ def get_usable_world() -> World:
 
     A process that a launcher started joins the others here, at its first touch.
     """
-    world = _of_context.get() or _of_process
+    world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed or world._num_forks != num_forks():
         if world is None and _join is not None:
             _join()
@@ -331,21 +337,21 @@ def get_usable_world() -> World:
 
 def install_world(world: World) -> None:
     """Make ``world`` the process's world; raises WorldError where there is one."""
-    global _of_process, _forks_at_world
-    if _of_process is not None:
+    global _forks_at_world
+    former = _of_process[0]
+    if former is not None:
         raise WorldError(
             "the process group is initialized already",
-            where=f"rank {_of_process.rank} of {_of_process.size}, from {_of_process.origin}",
+            where=f"rank {former.rank} of {former.size}, from {former.origin}",
             fix="call destroy_process_group() first, or drop the second init_process_group",
         )
-    _of_process, _forks_at_world = world, num_forks()
+    _of_process[0], _forks_at_world = world, num_forks()
 
 
 def remove_world(world: World) -> None:
     """Take ``world`` out of the process's slot, if it is there."""
-    global _of_process
-    if _of_process is world:
-        _of_process = None
+    if _of_process[0] is world:
+        _of_process[0] = None
 
 
 def enter_world(world: World) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..groups.process_group import GroupLike
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.work import Work
 from .marks import verb
@@ -57,7 +57,7 @@ def all_gather(
     return prepare("all_gather", group, tensor_list, tensor).run(async_op)
 
 
-@verb(has_fast_path=True, peer=get_root)
+@verb(has_fast_path=True, missing=(0,))
 def gather(
     tensor: Any,
     gather_list: list[Any] | None = None,
@@ -92,11 +92,12 @@ def gather(
         >>> md.simulate(program, 2)
         [[[1.0, 1.0], [2.0, 2.0]], []]
     """
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     root = get_root(group, dst, group_dst, "gather", "dst")
     return prepare("gather", group, tensor, gather_list, root).run(async_op)
 
 
-@verb(has_fast_path=True, peer=get_root)
+@verb(has_fast_path=True, missing=(0,))
 def scatter(
     tensor: Any,
     scatter_list: list[Any] | None = None,
@@ -130,6 +131,7 @@ def scatter(
         >>> md.simulate(program, 2)
         [[1.0, 1.0], [5.0, 5.0]]
     """
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     root = get_root(group, src, group_src, "scatter", "src")
     return prepare("scatter", group, tensor, scatter_list, root).run(async_op)
 

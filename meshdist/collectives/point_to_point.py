@@ -40,7 +40,7 @@ ANSWER_TAG = LARGEST_TAG + 1
 """The tag of what a receiver answers to a sender, which no program's message has."""
 
 
-@verb(has_fast_path=True, peer=get_peer)
+@verb(has_fast_path=True)
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -72,14 +72,14 @@ def send(
         >>> md.simulate(program, 2)[1]
         (0, [0, 0])
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = get_peer(group, dst, group_dst, "send", "dst")
     check_not_me(group, peer, "send", "isend")
     message = prepare_message("send", group, peer, tensor, tag, is_send=True)
     open_channel(group, message).run(message)
 
 
-@verb(has_fast_path=True, peer=find_peer)
+@verb(has_fast_path=True, missing=(None,))
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -99,7 +99,7 @@ def recv(
         ArgumentError: the sender is this rank (use irecv), or two senders are named.
         NotInGroupError: the sender is no member.
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     peer = find_peer(group, src, group_src, "recv", "src")
     check_not_me(group, peer, "recv", "irecv")
     message = prepare_message("recv", group, peer, tensor, tag, is_send=False)

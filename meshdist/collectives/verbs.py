@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..arguments import check_timeout
-from ..groups.process_group import GroupLike, ProcessGroup
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..reduce_ops import ReduceOp, Reduction
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work, joined
@@ -68,7 +68,7 @@ def all_reduce(
     return prepare("all_reduce", group, tensor, op).run(async_op)
 
 
-@verb(has_fast_path=True, peer=get_peer)
+@verb(has_fast_path=True)
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -100,11 +100,12 @@ def broadcast(
         >>> md.simulate(program, 3)
         [[1, 1], [1, 1], [1, 1]]
     """
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     root = get_peer(group, src, group_src, "broadcast", "src")
     return prepare("broadcast", group, tensor, root).run(async_op)
 
 
-@verb(has_fast_path=True, peer=get_peer)
+@verb(has_fast_path=True)
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -137,6 +138,7 @@ def reduce(
         >>> md.simulate(program, 3)
         [[6, 6], [2, 2], [3, 3]]
     """
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     root = get_peer(group, dst, group_dst, "reduce", "dst")
     return prepare("reduce", group, tensor, op, root).run(async_op)
 
@@ -222,7 +224,7 @@ def reduce_scatter_single(
     return prepare("reduce_scatter_single", group, output, input, op).run(async_op)
 
 
-@verb(has_fast_path=True, when=lambda group: not group.is_on_stream)
+@verb(has_fast_path=True, stays_off_streams=True)
 def barrier(
     group: GroupLike = None,
     async_op: bool = False,
@@ -243,7 +245,7 @@ def barrier(
         KindError, ArgumentError: a wrong timeout; device_ids that name no CUDA device.
         CollectiveTimeoutError: a member did not come; the text names it.
     """
-    assert isinstance(group, ProcessGroup)  # the mark has found it
+    group = group if type(group) is ProcessGroup else resolve_group(group)
     check_flag(async_op, "barrier")
     check_timeout(timeout)
     device = None if device_ids is None else first_cuda_device(device_ids, "barrier")

@@ -223,6 +223,54 @@ class MpiRunner(Runner):
         spin_s: float,
     ) -> None: ...
 
+class Surroundings:
+    """The state that public verbs ask before each call.
+
+    ``profiler`` and ``forward_ad`` are the names of torch's modules; ``context`` and ``process``
+    have the world in force; ``under_way`` is a list of the main thread's verb, or None.
+    """
+
+    main_thread: int
+    """The thread's number, another one in a forked child."""
+
+    def __init__(
+        self,
+        *,
+        profiler: dict[str, Any],
+        forward_ad: dict[str, Any],
+        context: Any,
+        process: list[Any],
+        group_type: type,
+        under_way: list[str | None],
+        main_thread: int,
+    ) -> None: ...
+
+def knows_torch() -> bool:
+    """Whether the core reads what torch knows of a tensor where it lies; else it asks Python."""
+
+def verb_call(
+    around: Surroundings,
+    name: str,
+    *,
+    parameters: list[tuple[str, Any]],
+    taken: list[str],
+    root: str,
+    missing: tuple[int | None, ...],
+    stays_off_streams: bool,
+    watchers: list[Any],
+    watched: Callable[..., Any],
+    function: Callable[..., Any],
+    slow: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A public verb's call, which takes an argument for each parameter, by place.
+
+    It is given to the method ``name`` of the group's fast path: the arguments ``taken``, with the
+    rank ``root``, or ``missing``, as a place in the group; all other parameters must have their
+    defaults. What the fast path does not take goes to ``function``, as the verb that the main
+    thread is in, or while there is a profiler, or another verb under way, to ``slow``; and to
+    ``watched`` where ``watchers`` has any.
+    """
+
 class FastPath:
     """The fast path of the native core, for calls on plain CPU tensors.
 

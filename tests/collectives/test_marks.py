@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import linecache
 import subprocess
 import sys
 import timeit
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- the marked function ------------------------------------------------------------------------
 
 
-def plain(tensor: Any, op: int = 3, group: Any = None, *, tag: int = 0) -> tuple[Any, ...]:
+def plain(tensor: Any, op: int = 3, group: Any = None, tag: int = 0) -> tuple[Any, ...]:
     """Give back what came.
 
     >>> plain(1)
@@ -54,6 +55,17 @@ def test_it_looks_as_before() -> None:
         plain.__name__,
         plain.__doc__,
         plain.__module__,
+    )
+
+
+def test_a_debugger_shows_it() -> None:
+    code = inspect.unwrap(md.all_reduce, stop=lambda _: True).__code__
+    shown = linecache.getline(code.co_filename, code.co_firstlineno)
+    assert shown == "def all_reduce(tensor, op, group, async_op):\n"
+    linecache.checkcache()
+    assert (
+        linecache.getline(code.co_filename, 3)
+        == "        return run(tensor, op, group, async_op)\n"
     )
 
 

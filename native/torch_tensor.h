@@ -1,0 +1,53 @@
+// What torch knows of a tensor, read where it lies.
+//
+// To ask a tensor in Python whether it needs a gradient, or is negated, and to note that it was written
+// takes longer than the rest of a small call's checks. Two facts lie in words of its C++ object: the set of
+// dispatch keys, one known number for every dense CPU tensor that is as it is written, and a pointer that
+// is null as long as autograd knows nothing of it. Where they lie is found by looking at tensors whose
+// answers are known, and verified on others. In a torch that lays them out otherwise nothing is found, and
+// Python is asked.
+//
+//   tensor in Python      at::TensorImpl
+//   at::Tensor ---------> autograd_meta_   null: no gradient
+//                         key_set_         equal to a plain tensor's
+#pragma once
+
+#include "objects.h"
+
+namespace meshdist {
+
+class TorchTensor {
+ public:
+  // Of the torch that is loaded; looked for at the first use. MESHDIST_TORCH_LAYOUT=0 lets it find nothing.
+  static const TorchTensor& here();
+
+  bool is_known() const { return is_known_; }
+
+  // Whether a torch.Tensor is dense, on the CPU, as it is written, and needs no gradient; false also
+  // where Python is to be asked.
+  bool is_plain(nb::handle x) const {
+    const Address impl = word(reinterpret_cast<Address>(x.ptr()), tensor_at_);
+    if (word(impl, keys_at_) != plain_keys_) return false;
+    return word(impl, autograd_at_) == 0 || !requires_grad_(reinterpret_cast<const void*>(impl));
+  }
+
+  // Notify autograd that a torch.Tensor was written.
+  void note_write(nb::handle x) const {
+    bump_version_(reinterpret_cast<const void*>(reinterpret_cast<Address>(x.ptr()) + tensor_at_));
+  }
+
+ private:
+  static Address word(Address at, std::size_t offset) {
+    return *reinterpret_cast<const Address*>(at + offset);
+  }
+  void find(nb::handle torch);
+  bool is_right(nb::handle torch) const;
+
+  bool is_known_ = false;
+  std::size_t tensor_at_ = 0, keys_at_ = 0, autograd_at_ = 0;
+  Address plain_keys_ = 0;
+  void (*bump_version_)(const void* tensor) = nullptr;
+  bool (*requires_grad_)(const void* impl) = nullptr;
+};
+
+}  // namespace meshdist
