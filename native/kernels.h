@@ -8,6 +8,7 @@
 #include <cstddef>
 
 #include "codes.h"
+#include "recoding.h"
 
 namespace meshdist {
 
@@ -16,16 +17,19 @@ namespace meshdist {
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
                             std::size_t count);
 
-// Convert elements to float32 or int32, or back: 16-bit floats rounded to the nearest, whole numbers
-// wrapped.
-using ConvertLoop = void (*)(void* target, const void* source, std::size_t count);
+// Write numbers as MPI is to reduce them; and a result of `size` members as the tensor has it, where
+// `from` is overwritten, and may be `to` if it is in place.
+using EncodeLoop = void (*)(Recoding how, void* to, const void* from, std::size_t count);
+using DecodeLoop = void (*)(Recoding how, void* to, void* from, std::size_t count,
+                            std::size_t size);
 
 // Copy with stores that go past the cache; ends with the fence that orders them before a flag.
 using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
 
 struct Kernels {
   ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
-  ConvertLoop widen[kNumDtypes], narrow[kNumDtypes];  // null of other dtypes than such of 8 or 16 bits
+  EncodeLoop encode[kNumDtypes];  // null of those that are not recoded
+  DecodeLoop decode[kNumDtypes];
   StreamLoop stream;
 };
 

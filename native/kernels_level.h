@@ -521,7 +521,7 @@ void put_bool(Row& row) {
 
 void put_nothing(Row&) {}
 
-// ---- conversions
+// ---- recoding
 
 template <class T>
 void widen(int32_t* __restrict to, const T* __restrict from, size_t n) {
@@ -533,14 +533,66 @@ void narrow(T* __restrict to, const int32_t* __restrict from, size_t n) {
   for (size_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
 }
 
+// Between floats and their places in the order: bits of floats count up behind the sign, those of
+// whole numbers below zero down.
+template <class T, bool kHasNan>
+void flip(T* x, size_t n, bool nan_is_greatest) {
+  using Bits = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+  constexpr Bits kGreatest = static_cast<Bits>(sizeof(T) == 8 ? INT64_MAX : INT32_MAX);
+  const Bits end = nan_is_greatest ? kGreatest : -kGreatest - 1;
+  for (size_t i = 0; i < n; ++i) {
+    Bits bits;
+    memcpy(&bits, x + i, sizeof bits);
+    const bool is_nan = kHasNan && x[i] != x[i];
+    bits = is_nan ? end : bits ^ (bits < 0 ? kGreatest : 0);
+    memcpy(x + i, &bits, sizeof bits);
+  }
+}
+
 template <class T, class Wide>
-void put_wide(Kernels& k, Dtype dtype) {
-  k.widen[static_cast<size_t>(dtype)] = [](void* to, const void* from, size_t n) {
-    widen(static_cast<Wide*>(to), static_cast<const T*>(from), n);
-  };
-  k.narrow[static_cast<size_t>(dtype)] = [](void* to, const void* from, size_t n) {
-    narrow(static_cast<T*>(to), static_cast<const Wide*>(from), n);
-  };
+void encode(Recoding how, void* to, const void* from, size_t count) {
+  for (size_t start = 0; start < count; start += kBlock) {
+    const size_t n = count - start < kBlock ? count - start : kBlock;
+    Wide* const x = static_cast<Wide*>(to) + start;
+    const T* const y = static_cast<const T*>(from) + start;
+    if constexpr (std::is_same_v<T, Wide>) {
+      memcpy(x, y, n * sizeof(T));
+    } else {
+      widen(x, y, n);
+    }
+    if constexpr (std::is_floating_point_v<Wide>) {
+      if (how.orders) flip<Wide, true>(x, n, how.nan_is_greatest);
+    }
+  }
+}
+
+template <class T, class Wide>
+void decode(Recoding how, void* to, void* from, size_t count, size_t size) {
+  for (size_t start = 0; start < count; start += kBlock) {
+    const size_t n = count - start < kBlock ? count - start : kBlock;
+    T* const x = static_cast<T*>(to) + start;
+    Wide* const y = static_cast<Wide*>(from) + start;
+    if constexpr (std::is_floating_point_v<Wide>) {
+      const auto divisor = static_cast<Wide>(size);
+      if (how.orders) flip<Wide, false>(y, n, false);
+      for (size_t i = 0; how.divides && i < n; ++i) y[i] /= divisor;
+    }
+    if constexpr (!std::is_same_v<T, Wide>) {
+      narrow(x, y, n);
+    } else if (x != y) {
+      memcpy(x, y, n * sizeof(T));
+    }
+    if constexpr (std::is_integral_v<T>) {  // where the sum has wrapped
+      const auto divisor = static_cast<Divisor<T>>(size);
+      for (size_t i = 0; how.divides && i < n; ++i) x[i] = static_cast<T>(x[i] / divisor);
+    }
+  }
+}
+
+template <class T, class Wide = T>
+void put_recoding(Kernels& k, Dtype dtype) {
+  k.encode[static_cast<size_t>(dtype)] = encode<T, Wide>;
+  k.decode[static_cast<size_t>(dtype)] = decode<T, Wide>;
 }
 
 }  // namespace
@@ -552,12 +604,18 @@ Kernels make_kernels() {
 #define MESHDIST_PUT(name, bytes, put_loops) put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]);
   MESHDIST_DTYPES(MESHDIST_PUT)
 #undef MESHDIST_PUT
-  put_wide<Float16, float>(k, Dtype::kfloat16);
-  put_wide<BFloat16, float>(k, Dtype::kbfloat16);
-  put_wide<int8_t, int32_t>(k, Dtype::kint8);
-  put_wide<int16_t, int32_t>(k, Dtype::kint16);
-  put_wide<uint8_t, int32_t>(k, Dtype::kuint8);
-  put_wide<uint16_t, int32_t>(k, Dtype::kuint16);
+  put_recoding<double>(k, Dtype::kfloat64);
+  put_recoding<float>(k, Dtype::kfloat32);
+  put_recoding<Float16, float>(k, Dtype::kfloat16);
+  put_recoding<BFloat16, float>(k, Dtype::kbfloat16);
+  put_recoding<int8_t, int32_t>(k, Dtype::kint8);
+  put_recoding<int16_t, int32_t>(k, Dtype::kint16);
+  put_recoding<int32_t>(k, Dtype::kint32);
+  put_recoding<int64_t>(k, Dtype::kint64);
+  put_recoding<uint8_t, int32_t>(k, Dtype::kuint8);
+  put_recoding<uint16_t, int32_t>(k, Dtype::kuint16);
+  put_recoding<uint32_t>(k, Dtype::kuint32);
+  put_recoding<uint64_t>(k, Dtype::kuint64);
   return k;
 }
 

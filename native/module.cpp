@@ -184,7 +184,8 @@ NB_MODULE(native, m) {
       .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
            "nan_is_greatest"_a, "divides"_a);
   nb::class_<MpiFlights>(m, "MpiFlights")
-      .def(nb::init<const MpiFunctions&>(), nb::keep_alive<1, 2>(), "functions"_a)
+      .def(nb::init<const MpiFunctions&, std::uint64_t>(), nb::keep_alive<1, 2>(), "functions"_a,
+           "size"_a)
       .def("progress", &MpiFlights::progress)
       .def("close", &MpiFlights::close);
   nb::class_<MpiStarted, PyOperation>(m, "MpiStarted").def("test_quietly", &MpiStarted::test);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels.h"
+
 namespace meshdist {
 namespace {
 
@@ -35,7 +37,7 @@ bool MpiFlights::test(Flight& flight) const {
   if (!lock.owns_lock() || flight.is_done || is_closed_) return flight.is_done;
   bool is_done = false;
   flight.error = mpi_.ask(flight.mpi, is_done);
-  if (flight.error == 0 && is_done) flight.decoding.run();
+  if (flight.error == 0 && is_done) decode(flight.call, flight.to);
   flight.is_done = is_done || flight.error != 0;
   return flight.is_done;
 }
@@ -45,8 +47,8 @@ bool MpiFlights::settle(Flight& flight) {
     nb::gil_scoped_release release;
     if (!test(flight)) return false;
   }
-  if (flight.decoding.scratch.is_valid()) give(std::move(flight.decoding.scratch));
-  const nb::object freed = std::move(flight.kept);  // which may make another operation
+  give(std::move(flight.scratch));
+  const Collective freed = std::move(flight.call);  // at the end: that may make another operation
   return true;
 }
 
@@ -59,38 +61,40 @@ bool MpiFlights::progress() {
   return true;
 }
 
-nb::list MpiFlights::close() {
-  nb::list unfinished;
-  const std::list<FlightPtr> all(flights_);
-  for (const FlightPtr& one : all) {
-    if (!settle(*one) && one->kept.is_valid()) unfinished.append(one->kept);
-  }
+bool MpiFlights::close() {
+  static auto* const abandoned = new std::list<FlightPtr>;  // until the process ends
+  std::list<FlightPtr> left(flights_);
+  left.remove_if([&](const FlightPtr& one) { return settle(*one); });
   is_closed_ = true;
   flights_.clear();
-  return unfinished;
+  const bool are_left = !left.empty();
+  abandoned->splice(abandoned->end(), left);
+  return are_left;
+}
+
+void MpiFlights::decode(const Collective& call, Address to) const {
+  const Recoding recoding = call.way.recoding;
+  if (!recoding.is_any() || to == 0) return;
+  kernels().decode[call.dtype](recoding, pointer(to), pointer(call.out), call.count, size_);
 }
 
 nb::object MpiFlights::take(std::uint64_t bytes) {
-  for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
-    if (static_cast<std::uint64_t>(PyByteArray_Size(block->ptr())) < bytes) continue;
-    nb::object found = std::move(*block);
-    blocks_.erase(block);
-    return found;
-  }
-  return checked(PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+  const auto size = static_cast<Py_ssize_t>(bytes);
+  if (scratch_.is_valid() && PyByteArray_Size(scratch_.ptr()) >= size) return std::move(scratch_);
+  return checked(PyByteArray_FromStringAndSize(nullptr, size));
 }
 
 void MpiFlights::give(nb::object&& scratch) {
-  if (static_cast<std::uint64_t>(PyByteArray_Size(scratch.ptr())) > kMostScratch) return;
-  blocks_.push_front(std::move(scratch));
-  if (blocks_.size() > kMostBlocks) blocks_.pop_back();
+  if (!scratch.is_valid() || PyByteArray_Size(scratch.ptr()) > kMostScratch) return;
+  scratch_ = std::move(scratch);
 }
 
 int MpiStarted::wait(double timeout) {
   const auto spin = static_cast<Nanoseconds>(std::min(static_cast<double>(spin_), timeout * 1e9));
+  const std::uint64_t bytes = flight_->call.bytes();
   if (!flight_->is_done) {
     nb::gil_scoped_release release;
-    is_done_soon(spin, flight_->bytes, [&] { return flights_.test(*flight_); });
+    is_done_soon(spin, bytes, [&] { return flights_.test(*flight_); });
   }
   if (!flight_->is_done) return static_cast<int>(Status::pending);
   test();

@@ -12,34 +12,21 @@
 
 namespace meshdist {
 
-// How a result comes from what MPI has reduced, and its scratch memory, to the tensor.
-struct Decoding {
-  Recoding recoding{};
-  unsigned dtype = 0;
-  Address to = 0, from = 0;  // to: 0 where this member gets no result
-  std::uint64_t count = 0, size = 0;
-  nb::object scratch{};
-
-  void run() const {
-    if (!recoding.is_any() || to == 0) return;
-    recoding.decode(dtype, pointer(to), pointer(from), count, size);
-  }
-};
-
 class MpiFlights {
  public:
   struct Flight {
-    MpiFunctions::Flight mpi;
-    nb::object kept;  // the memory that MPI uses, until it is done
-    Decoding decoding;
-    std::uint64_t bytes;
+    Collective call;  // as MPI does it; its memory is kept until it is done
+    Address to;       // where the result belongs
+    nb::object scratch;
+    std::vector<int> cuts;
+    MpiFunctions::Flight mpi{};
     std::mutex testing{};
     std::atomic<bool> is_done{false};  // the result is in place, or MPI has failed
     int error = 0;
   };
   using FlightPtr = std::shared_ptr<Flight>;
 
-  explicit MpiFlights(const MpiFunctions& mpi) : mpi_(mpi) {}
+  MpiFlights(const MpiFunctions& mpi, std::uint64_t size) : mpi_(mpi), size_(size) {}
 
   // Keep a collective that has started, also where its Work is dropped.
   void add(const FlightPtr& flight);
@@ -53,21 +40,24 @@ class MpiFlights {
   // Test any that is in flight, which lets MPI go on with all; whether there is one.
   bool progress();
 
-  // Test all for the last time; returns what is kept for those that are still in flight.
-  nb::list close();
+  // Test all for the last time; whether some are still in flight, whose memory is kept from now on.
+  bool close();
 
-  // Memory of at least so many bytes, in a bytearray; it may be given back.
+  // Write what MPI has reduced to where it belongs, if it is recoded and `to` is not 0.
+  void decode(const Collective& call, Address to) const;
+
+  // Memory of at least so many bytes, in a bytearray, which may be given back; `give` takes none, too.
   nb::object take(std::uint64_t bytes);
   void give(nb::object&& scratch);
 
  private:
-  static constexpr std::uint64_t kMostScratch = 256u << 20;  // that is kept in a block
-  static constexpr std::size_t kMostBlocks = 2;
+  static constexpr Py_ssize_t kMostScratch = 256 << 20;  // that is kept
 
   const MpiFunctions& mpi_;
+  const std::uint64_t size_;
   std::atomic<bool> is_closed_{false};
   std::list<FlightPtr> flights_;  // some are done
-  std::list<nb::object> blocks_;
+  nb::object scratch_;  // given back last
 };
 
 // Ask for as long as MPI may take to move so many bytes (a GB/s), since it moves data while it is asked;

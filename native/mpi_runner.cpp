@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "kernels.h"
+
 namespace meshdist {
 namespace {
 
@@ -31,6 +33,9 @@ bool are_near(const Addresses& addresses) {
   });
 }
 
+// The bytes of an element as it travels.
+std::uint64_t item_of(const Collective& call) { return call.way.recoding.widens ? 4 : call.item; }
+
 // What MPI takes for parts that lie anywhere; see `MpiFunctions::run`.
 std::vector<int> cuts_of(const Collective& call) {
   if (call.verb != Verb::all_to_all && call.verb != Verb::all_gather_v) return {};
@@ -40,8 +45,6 @@ std::vector<int> cuts_of(const Collective& call) {
   }
   return cuts;
 }
-
-nb::object or_none(const nb::object& some) { return some.is_valid() ? some : nb::none(); }
 
 }  // namespace
 
@@ -54,8 +57,7 @@ bool MpiRunner::is_ready() const {
 bool MpiRunner::takes(const Collective& call) const {
   const bool is_whole = call.verb == Verb::all_reduce || call.verb == Verb::reduce ||
                         call.verb == Verb::broadcast || call.verb == Verb::barrier;
-  std::uint64_t bytes = call.bytes() * (is_whole ? 1 : size());
-  if (call.way.recoding.widens) bytes = bytes / call.item * call.way.recoding.bytes_of(call.dtype);
+  const std::uint64_t bytes = call.count * item_of(call) * (is_whole ? 1 : size());
   if (!call.in_counts.empty()) return false;
   if ((call.count == 0 && call.verb != Verb::barrier) || bytes > most_bytes_) return false;
   switch (call.verb) {
@@ -74,51 +76,56 @@ bool MpiRunner::takes(const Message& message) const {
          !is_aborted();
 }
 
-// The call as MPI does it where the numbers are recoded, on scratch memory unless it is in place.
-std::optional<Collective> MpiRunner::encoded(const Collective& call, Decoding& decoding) const {
+// The call as MPI does it where the numbers are recoded, on `scratch` unless it is in place.
+std::optional<Collective> MpiRunner::encoded(const Collective& call, nb::object& scratch) const {
   const Recoding recoding = call.way.recoding;
   if (!recoding.is_any()) return std::nullopt;
-  const bool is_scattered = call.verb == Verb::reduce_scatter;
-  const bool has_result = call.verb != Verb::reduce || is_root(call);
   std::optional<Collective> sent(call);
   if (!recoding.is_in_place()) {
+    const bool is_scattered = call.verb == Verb::reduce_scatter;
     const std::uint64_t given = call.count * (is_scattered ? size() : 1);
-    sent->item = recoding.bytes_of(call.dtype);
-    decoding.scratch = flights_.take((given + (is_scattered ? call.count : 0)) * sent->item);
-    sent->in = reinterpret_cast<Address>(PyByteArray_AsString(decoding.scratch.ptr()));
+    sent->item = item_of(call);
+    scratch = flights_.take((given + (is_scattered ? call.count : 0)) * sent->item);
+    sent->in = reinterpret_cast<Address>(PyByteArray_AsString(scratch.ptr()));
     sent->out = sent->in + (is_scattered ? given * sent->item : 0);
-    sent->read = tuple_of(or_none(call.read), decoding.scratch);
     nb::gil_scoped_release release;
-    recoding.encode(call.dtype, pointer(sent->in), pointer(call.in), given);
+    kernels().encode[call.dtype](recoding, pointer(sent->in), pointer(call.in), given);
   }
-  decoding.recoding = recoding;
-  decoding.dtype = call.dtype;
-  decoding.to = has_result ? call.out : 0;
-  decoding.from = sent->out;
-  decoding.count = call.count;
-  decoding.size = size();
   return sent;
 }
 
 void MpiRunner::run(const Collective& given) {
   const bool is_even = given.verb == Verb::all_to_all && is_row(given.outs, given.bytes()) &&
                        is_row(given.ins, given.bytes());
-  const std::vector<int> cuts = cuts_of(given);
+  std::vector<int> cuts = cuts_of(given);
   try {
-    Decoding decoding;
-    const std::optional<Collective> recoded = encoded(given, decoding);
+    nb::object scratch;
+    const std::optional<Collective> recoded = encoded(given, scratch);
     const Collective& call = recoded ? *recoded : given;
     bool have_come = false;
     int error = 0;
+    const auto go = [&] {
+      error = run_with_all(call, cuts.data(), is_even);
+      if (error == 0) flights_.decode(call, result_of(given));
+      return error;
+    };
     {
       nb::gil_scoped_release release;
       have_come = arrive(is_even);
-      if (have_come) error = run_with_all(call, cuts.data(), is_even);
-      if (have_come && error == 0) decoding.run();
+      if (have_come) go();
     }
     check(error);
-    if (!have_come) run_later(call, cuts, is_even, decoding);
-    if (decoding.scratch.is_valid()) flights_.give(std::move(decoding.scratch));
+    if (!have_come) {  // Python waits on
+      if (wait_for_all()) {
+        call_mpi(go);
+      } else {  // where one does not wait for its collective no member may do MPI's blocking one
+        const nb::object started =
+            begin(call, result_of(given), std::move(scratch), std::move(cuts));
+        meshdist::call(link_, names::finish_at_once, started, timeout_);
+      }
+      meshdist::call(arrivals_, names::end);
+    }
+    flights_.give(std::move(scratch));
   } catch (nb::python_error& error) {
     fail(error, nb::none(), nb::none());
   }
@@ -127,13 +134,24 @@ void MpiRunner::run(const Collective& given) {
 // Come to the next collective, as `Arrivals.enter` does where this member does not wait, and start it.
 nb::object MpiRunner::start(const Collective& given, std::uint64_t) {
   try {
-    Decoding decoding;
-    const std::optional<Collective> recoded = encoded(given, decoding);
+    nb::object scratch;
+    const std::optional<Collective> recoded = encoded(given, scratch);
     word_of_next(words_.goes_on);
-    return begin(recoded ? *recoded : given, cuts_of(given), std::move(decoding));
+    return begin(recoded ? *recoded : given, result_of(given), std::move(scratch), cuts_of(given));
   } catch (nb::python_error& error) {
     fail(error, nb::none(), nb::none());
   }
+}
+
+// The operation of a collective that MPI has started.
+nb::object MpiRunner::begin(const Collective& call, Address to, nb::object scratch,
+                            std::vector<int> cuts) const {
+  const MpiFlights::FlightPtr flight(
+      new MpiFlights::Flight{call, to, std::move(scratch), std::move(cuts)});
+  call_mpi([&] { return mpi_.start(call, flight->cuts.data(), is_root(call), flight->mpi); });
+  flights_.add(flight);
+  return nb::cast(
+      std::make_unique<MpiStarted>(flights_owner_, flights_, flight, link_, error_, spin_ns_));
 }
 
 // Write that this member has come to the next collective; returns the word.
@@ -199,36 +217,6 @@ int MpiRunner::run_with_all(const Collective& call, const int* cuts, bool is_eve
   const int error = mpi_.run(call, are_even ? nullptr : cuts, is_root(call));
   words_.mine.put(words_.inside, 0);
   return error;
-}
-
-// Wait for the others in Python. Where one of them does not wait for its collective no member may do
-// MPI's blocking one.
-void MpiRunner::run_later(const Collective& call, const std::vector<int>& cuts, bool is_even,
-                          Decoding& decoding) const {
-  if (wait_for_all()) {
-    call_mpi([&] {
-      const int error = run_with_all(call, cuts.data(), is_even);
-      if (error == 0) decoding.run();
-      return error;
-    });
-  } else {
-    meshdist::call(link_, names::finish_at_once, begin(call, cuts, std::move(decoding)), timeout_);
-  }
-  meshdist::call(arrivals_, names::end);
-}
-
-// The operation of a collective that MPI has started; it decodes the result, too.
-nb::object MpiRunner::begin(const Collective& call, const std::vector<int>& cuts,
-                            Decoding&& decoding) const {
-  const nb::bytes kept_cuts(cuts.data(), cuts.size() * sizeof(int));
-  const auto* const lasting = reinterpret_cast<const int*>(kept_cuts.data());
-  const auto flight = std::make_shared<MpiFlights::Flight>();
-  flight->kept = tuple_of(or_none(call.written), or_none(call.read), kept_cuts);
-  flight->decoding = std::move(decoding);
-  flight->bytes = call.bytes();
-  call_mpi([&] { return mpi_.start(call, lasting, is_root(call), flight->mpi); });
-  flights_.add(flight);
-  return nb::cast(std::make_unique<MpiStarted>(flights_owner_, flights_, flight, link_, error_, spin_ns_));
 }
 
 void MpiRunner::run(Message& message, nb::handle x, Entry& entry) {

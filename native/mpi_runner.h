@@ -61,14 +61,17 @@ class MpiRunner final : public Runner {
   }
   std::uint64_t size() const { return words_.others.size() + 1; }
   bool is_aborted() const;
-  std::optional<Collective> encoded(const Collective& call, Decoding& decoding) const;
+  // Where the result of a reduction belongs; 0 where this member gets none.
+  Address result_of(const Collective& call) const {
+    return call.verb != Verb::reduce || is_root(call) ? call.out : 0;
+  }
+  std::optional<Collective> encoded(const Collective& call, nb::object& scratch) const;
   std::uint64_t word_of_next(std::uint64_t state) const;
   bool arrive(bool is_even) const;
   bool wait_for_all() const;
   int run_with_all(const Collective& call, const int* cuts, bool is_even) const;
-  void run_later(const Collective& call, const std::vector<int>& cuts, bool is_even,
-                 Decoding& decoding) const;
-  nb::object begin(const Collective& call, const std::vector<int>& cuts, Decoding&& decoding) const;
+  nb::object begin(const Collective& call, Address to, nb::object scratch,
+                   std::vector<int> cuts) const;
   nb::object request_of(const MpiFunctions::Flight& flight) const;
   template <class Function>
   void call_mpi(Function function) const;

@@ -176,12 +176,12 @@ class Recoding:
 class MpiFlights:
     """The collectives of a group that MPI's functions have started, and their scratch memory."""
 
-    def __init__(self, functions: MpiFunctions) -> None: ...
+    def __init__(self, functions: MpiFunctions, size: int) -> None: ...
     def progress(self) -> bool:
         """Test any that is in flight, so that all go on; whether there is one."""
 
-    def close(self) -> list[Any]:
-        """Test all for the last time; returns what MPI may still use, to be kept."""
+    def close(self) -> bool:
+        """Test all for the last time; whether some are in flight, whose memory is kept then."""
 
 class ArrivalWords:
     """The members' words about the collectives that they have come to; see ``Arrivals``."""

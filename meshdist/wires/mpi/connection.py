@@ -244,10 +244,10 @@ class MpiConnection:
         self.leave()
         self.end()
         with self.keeping:
-            unfinished: list[Any] = [one for one in self.in_flight if not one.test_quietly()]
+            unfinished = [one for one in self.in_flight if not one.test_quietly()]
             self.in_flight.clear()
-        if self.flights is not None:
-            unfinished += self.flights.close()
+        if self.flights is not None and self.flights.close():
+            self._has_stranded = True
         if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return

@@ -338,7 +338,7 @@ def make_fast_path(
         known = link.failure(error, num_bytes) if isinstance(error, failing) else error
         return explain(known, note) if isinstance(known, WireFailure) else known
 
-    link.flights = core.MpiFlights(functions)
+    link.flights = core.MpiFlights(functions, link.comm.size)
     runner = core.MpiRunner(
         functions,
         link.flights,
