@@ -18,6 +18,7 @@
 #include "mpi_runner.h"
 #include "python_communicator.h"
 #include "shm_runner.h"
+#include "torch_runner.h"
 #include "torch_tensor.h"
 #include "verb_calls.h"
 
@@ -50,6 +51,22 @@ void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
   PyBuffer_Release(&from);
 }
 
+// Where the memory of a plain tensor begins.
+void* memory_of(nb::handle tensor) { return pointer(number(tensor.attr("data_ptr")())); }
+
+// `output` becomes the reduction of `num_parts` equal parts of `data`, first to last; both are plain.
+void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, unsigned dtype,
+                  unsigned op) {
+  const ReduceLoop reduce = dtype < kNumDtypes && op < kNumOps ? kernels().reduce[dtype][op] : nullptr;
+  if (reduce == nullptr) throw std::invalid_argument("no such reduction");
+  const std::size_t count = number(output.attr("numel")());
+  std::vector<const void*> parts;
+  for (std::size_t i = 0; i < num_parts; ++i) {
+    parts.push_back(static_cast<const char*>(memory_of(data)) + i * count * kDtypeBytes[dtype]);
+  }
+  reduce(memory_of(output), parts.data(), num_parts, count);
+}
+
 // The codes of names, as Python writes them.
 template <std::size_t kCount>
 nb::dict codes_of(const char* const (&names)[kCount], int (*letter)(int)) {
@@ -80,6 +97,7 @@ NB_MODULE(native, m) {
     return dtype < kNumDtypes && op < kNumOps && kernels().reduce[dtype][op] != nullptr;
   });
   m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  m.def("reduce_parts", &reduce_parts);
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a,
         "is_crowded"_a);
@@ -182,7 +200,17 @@ NB_MODULE(native, m) {
            "handle_bytes"_a, "status_bytes"_a);
   nb::class_<Recoding>(m, "Recoding")
       .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
-           "nan_is_greatest"_a, "divides"_a);
+           "nan_is_greatest"_a, "divides"_a)
+      .def("encode", [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
+        const EncodeLoop encode = kernels().encode[dtype % kNumDtypes];
+        if (encode == nullptr) throw std::invalid_argument("no such recoding");
+        encode(self, memory_of(to), memory_of(from), number(from.attr("numel")()));
+      })
+      .def("decode", [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
+        const DecodeLoop decode = kernels().decode[dtype % kNumDtypes];
+        if (decode == nullptr) throw std::invalid_argument("no such recoding");
+        decode(self, memory_of(to), memory_of(from), number(to.attr("numel")()), 1);
+      });
   nb::class_<MpiFlights>(m, "MpiFlights")
       .def(nb::init<const MpiFunctions&, std::uint64_t>(), nb::keep_alive<1, 2>(), "functions"_a,
            "size"_a)
@@ -203,6 +231,9 @@ NB_MODULE(native, m) {
            nb::keep_alive<1, 2>(), "functions"_a, "flights"_a, "words"_a, "arrivals"_a, "timeout"_a,
            "link"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a,
            "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
+  nb::class_<TorchRunner, Runner>(m, "TorchRunner")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "communicator"_a,
+           "find"_a, "finish"_a.none(), "kind"_a.none(), "explain"_a);
   bind_fast_path(m);
   bind_verb_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });

@@ -1,4 +1,5 @@
-// Reductions that MPI does on other elements than those of the tensors: `datatypes.py` says why.
+// Reductions that MPI and torch's classes do on other elements than those of the tensors:
+// `datatypes.py` and `substitutes.py` say why.
 #pragma once
 
 namespace meshdist {

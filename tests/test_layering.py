@@ -92,6 +92,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "work",
             "messages",
             "c10d.substitutes",
+            "c10d.shortcuts",
             "c10d.communicator",
             "c10d.enqueued",
             "c10d.gloo_connections",

@@ -6,6 +6,7 @@ Where tensors of several ranks are reduced in this process, equal parts give the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from ..dtypes import DTYPES, IN_ORDER, SIGNED, dtype_name
 from ..errors import DtypeError
 from ..reduce_ops import ON_BOOL, ReduceKind, ReduceOp, find_refusal
 from ..runtime.memory import Scratch
+from .core import DTYPE_CODES, REDUCTION_CODES, core
 from .operations import Chain, Operation, followed
 from .prepared import (
     EXCHANGE_TAG,
@@ -40,7 +42,9 @@ __all__ = [
     "divide",
     "find_lack",
     "flip",
+    "in_order",
     "reduce_into",
+    "reduce_parts",
     "reduce_scatter_by_exchange",
     "reduced",
     "to_order",
@@ -63,6 +67,9 @@ _EXACT = (torch.float32, torch.float64)
 """Dtypes that are reduced in their own arithmetic."""
 
 _PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
+
+_SMALL_BYTES = 1 << 16
+"""What the native core reduces; of more torch's operations use several cores."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -114,6 +121,16 @@ def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
             divide(output, len(parts))
     else:
         output.copy_(reduced(parts, op))
+
+
+def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: ReduceKind) -> None:
+    """Reduce the equal parts of a flat tensor, first to last, into ``output``, which lies apart."""
+    codes = REDUCTION_CODES.get((output.dtype, op.value))
+    if codes is not None and whole.is_cpu and whole.nbytes <= _SMALL_BYTES:
+        core.reduce_parts(output, whole, num_parts, *codes)
+        return
+    with writing():
+        reduce_into(output.view(-1), blocks(whole, num_parts), op)
 
 
 def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
@@ -201,7 +218,7 @@ def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) 
     check_reducible(wire.wire, op, tensor.dtype)
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
-    return followed(gathered, lambda: write(tensor, reduced(blocks(whole, wire.size), op)))
+    return followed(gathered, partial(reduce_parts, tensor, whole, wire.size, op))
 
 
 def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
@@ -222,12 +239,24 @@ def all_reduce_widened(
     """
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
-    is_ordered = dtype in IN_ORDER.values() and tensor.dtype.is_floating_point
-    held = (DTYPES[tensor.dtype].wide or tensor.dtype) if is_ordered else dtype
-    wide = tensor.to(held, copy=True)
-    sent = to_order(wide.view(-1), op) if is_ordered else wide
-    started = wire.start(prepared.by("all_reduce", [sent], [sent], op))
-    return followed(started, lambda: write(tensor, flip(sent).view(held) if is_ordered else wide))
+    if dtype in IN_ORDER.values() and tensor.dtype.is_floating_point:
+        sent, then = in_order(tensor, op)
+    else:
+        sent = tensor.to(dtype, copy=True)
+        then = partial(write, tensor, sent)
+    return followed(wire.start(prepared.by("all_reduce", [sent], [sent], op)), then)
+
+
+def in_order(tensor: torch.Tensor, op: ReduceKind) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A copy of floats as whole numbers in their order, and what writes those back as floats."""
+    held = DTYPES[tensor.dtype].wide or tensor.dtype
+    if core is None or not tensor.is_cpu or tensor.itemsize == 1:  # the core has no float8
+        bits = to_order(tensor.to(held, copy=True).view(-1), op)
+        return bits, lambda: write(tensor, flip(bits).view(held))
+    bits, code = torch.empty(tensor.numel(), dtype=IN_ORDER[held]), DTYPE_CODES[tensor.dtype]
+    recoding = core.Recoding(held is not tensor.dtype, True, op == ReduceOp.MAX, False)
+    recoding.encode(code, bits, tensor)
+    return bits, partial(recoding.decode, code, tensor, bits)
 
 
 def reduce_scatter_by_exchange(
@@ -247,8 +276,7 @@ def reduce_scatter_by_exchange(
     exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
 
     def reduce_mine() -> None:
-        with writing():
-            reduce_into(output.view(-1), blocks(mine, wire.size), op)
+        reduce_parts(output, mine, wire.size, op)
         wire.scratch.give(mine)
 
     return followed(exchanged, reduce_mine)

@@ -1,4 +1,7 @@
-"""The native core (``native/``), where it was built: on Linux, where there is a compiler."""
+"""The native core (``native/``), where it was built: on Linux, where there is a compiler.
+
+And how it names dtypes and reductions.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..error_text import explain
+import torch
 
-__all__ = ["core"]
+from ..dtypes import DTYPES
+from ..error_text import explain
+from ..reduce_ops import PLAIN_OPS
+
+__all__ = ["DTYPE_CODES", "REDUCTION_CODES", "core"]
 
 core: Any = None
 """The module, or None."""
@@ -32,3 +39,15 @@ except ImportError:
             ),
             stacklevel=2,
         )
+
+_known: dict[str, int] = {} if core is None else core.DTYPES
+DTYPE_CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name in _known}
+"""The core's number of each dtype that it has; others travel as bytes."""
+
+REDUCTION_CODES: dict[tuple[torch.dtype, int], tuple[int, int]] = {
+    (dtype, op.value): (code, core.OPS[op.name])
+    for op in PLAIN_OPS
+    for dtype, code in DTYPE_CODES.items()
+    if op.name in core.OPS and core.can_reduce(code, core.OPS[op.name])
+}
+"""The core's numbers for each dtype and the number of each reduction that it does of it."""

@@ -167,11 +167,16 @@ class MpiFunctions:
     ) -> None: ...
 
 class Recoding:
-    """How the numbers of a reduction travel over MPI, as ``MpiReduction`` has it."""
+    """How the numbers of a reduction travel over MPI, as ``MpiReduction`` has it, or over Gloo."""
 
     def __init__(
         self, widens: bool, orders: bool, nan_is_greatest: bool, divides: bool
     ) -> None: ...
+    def encode(self, dtype: int, to: object, tensor: object, /) -> None:
+        """Write what travels in place of a plain tensor of ``dtype``, in memory of its own."""
+
+    def decode(self, dtype: int, tensor: object, found: object, /) -> None:
+        """Write into the tensor what it stands for; ``found`` is overwritten."""
 
 class MpiFlights:
     """The collectives of a group that MPI's functions have started, and their scratch memory."""
@@ -221,6 +226,24 @@ class MpiRunner(Runner):
         most_bytes: int,
         limit_ms: int,
         spin_s: float,
+    ) -> None: ...
+
+class TorchRunner(Runner):
+    """Over a class of torch's, which ``communicator`` has as ``_group``.
+
+    ``find(verb, op, dtype, root, is_list, is_empty)`` gives the shortcut of some calls, as
+    ``c10d/shortcuts.py`` has it; None leaves them to Python. ``finish(work)`` waits; of calls that
+    are started ``kind`` is the class of operations, made without its ``__init__``.
+    ``explain(error)`` makes the error to raise of any.
+    """
+
+    def __init__(
+        self,
+        communicator: object,
+        find: Callable[[str, int, int, int, bool, bool], tuple[str, Any, Any, int] | None],
+        finish: Callable[[Any], object] | None,
+        kind: type | None,
+        explain: Callable[[BaseException], BaseException],
     ) -> None: ...
 
 class Surroundings:
@@ -351,6 +374,9 @@ class FastPath:
 
 def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
     """``result`` becomes the sum of both: buffers of numbers of a dtype. ``datatype`` is MPI's."""
+
+def reduce_parts(output: object, data: object, num_parts: int, dtype: int, op: int, /) -> None:
+    """Reduce equal parts of ``data``, first to last, into ``output``; both are plain."""
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:

@@ -124,7 +124,8 @@ class Work:
     def _wait_plainly(self) -> None:
         """Wait for an operation of the core's, if this is no verb inside a verb."""
         operation: Any = self._operation
-        if self._copy_back is None and under_way[0] is None and get_ident() == _MAIN_THREAD:
+        is_whole = self._copy_back is None and not self._uses_streams
+        if is_whole and under_way[0] is None and get_ident() == _MAIN_THREAD:
             try:
                 under_way[0] = f"wait() of {self._verb}"
                 if operation.wait(self._timeout.total_seconds()) == 0:

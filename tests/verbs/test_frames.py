@@ -50,3 +50,10 @@ def test_a_work_is_made_waited_for_and_dropped_in_few_frames(pool: Any) -> None:
 def test_the_fast_path_is_one_frame(pool: Any) -> None:
     found = most_of(WIRES["shm"](pool, count_frames, 2))
     assert (found["all_reduce"], found["all_gather_into_tensor"], found["all_to_all"]) == (1, 1, 1)
+
+
+def test_plain_calls_over_gloo_go_through_eight_frames_at_most(pool: Any) -> None:
+    found = most_of(WIRES["gloo"](pool, count_frames, 2))
+    plain = set(BLOCKING) - {"send, recv"}
+    plain |= {f"{name}, async" for name in plain}
+    assert {name: found[name] for name in plain if found[name] > 8} == {}

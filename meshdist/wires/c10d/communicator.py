@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...error_text import first_line
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
@@ -31,10 +33,24 @@ from ..built_verbs import (
     reduce_scatter_by_exchange,
 )
 from ..communicator import Communicator, Explain
+from ..core import core
 from ..messages import Mailbox
-from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, WireTimeout, followed
+from ..operations import (
+    DONE,
+    Chain,
+    Interrupted,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    followed,
+)
 from ..prepared import PreparedCall, Tensors, parts, writing
+from .shortcuts import REDUCTIONS, find_shortcut
 from .substitutes import Arithmetic, Substitute, read_as
+
+if TYPE_CHECKING:
+    from ..native import FastPath
 
 __all__ = [
     "CLOSED",
@@ -132,6 +148,12 @@ class C10dCommunicator(Communicator):
     """Verbs that the class lacks, or that are better built from its others."""
     gathers_uneven: ClassVar[bool] = False
     """Whether its all-gather takes tensors of several sizes."""
+    spoils_others: ClassVar[bool] = False
+    """Whether its reduce writes over the tensors of members that get no result."""
+    most_gathered_bytes: ClassVar[int] = 0
+    """Narrow floats of all members that are gathered as a whole to be reduced."""
+    operation_kind: ClassVar[type[C10dOperation] | None] = None
+    """The operations of plain calls that are started; None where there is no fast path."""
 
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
@@ -146,7 +168,7 @@ class C10dCommunicator(Communicator):
         if verb in REDUCING_VERBS:
             if cls.arithmetic is not None and find_lack(op, dtype) is not None:
                 return ""
-            substitute = cls._substitute(op, dtype)
+            substitute = cls.find_substitute(op, dtype)
             if substitute is None or not substitute.is_view:
                 return "built"
         if verb in cls.lacking:
@@ -160,7 +182,7 @@ class C10dCommunicator(Communicator):
         key = c10d.AllreduceOptions, op, dtype, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
         if last_timeout is not timeout:
-            substitute = self._substitute(op, dtype)
+            substitute = self.find_substitute(op, dtype)
             if substitute is None or substitute.dtype is not dtype:
                 return self._all_reduce_otherwise(prepared, substitute)
             options = self._new_options(c10d.AllreduceOptions, prepared)
@@ -183,20 +205,20 @@ class C10dCommunicator(Communicator):
         started, (tensor,) = None, prepared.outputs
         substitute = self._view(prepared, tensor.dtype)
         if substitute is not None:
-            options = self._options_for(c10d.ReduceOptions, prepared, substitute.op)
+            options = self.options_for(c10d.ReduceOptions, prepared, substitute.op)
             views = [read_as(tensor, substitute.dtype)]
             started = self._start_if_there(prepared, "reduce", views, options)
         return started or self.build(prepared)
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
-        options = self._options_for(c10d.BroadcastOptions, prepared)
+        options = self.options_for(c10d.BroadcastOptions, prepared)
         return self._start(prepared, "broadcast", _all_movable(prepared.outputs), options)
 
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self._meet(prepared, output)
-        options = self._options_for(c10d.AllgatherOptions, prepared)
+        options = self.options_for(c10d.AllgatherOptions, prepared)
         started = self._start_if_there(
             prepared, "_allgather_base", _movable(output), _movable(tensor), options
         )
@@ -209,7 +231,7 @@ class C10dCommunicator(Communicator):
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         count, started = tensor.numel(), None
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
-            options = self._options_for(c10d.AllgatherOptions, prepared)
+            options = self.options_for(c10d.AllgatherOptions, prepared)
             lists = [_all_movable(outputs)]
             started = self._start_if_there(
                 prepared, "allgather", lists, [_movable(tensor)], options
@@ -217,14 +239,14 @@ class C10dCommunicator(Communicator):
         return started or self.build(prepared)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
-        options = self._options_for(c10d.GatherOptions, prepared)
+        options = self.options_for(c10d.GatherOptions, prepared)
         lists = [_all_movable(prepared.outputs)] if self.rank == prepared.root else []
         mine = _all_movable(prepared.inputs)
         started = self._start_if_there(prepared, "gather", lists, mine, options)
         return started or self.build(prepared)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
-        options = self._options_for(c10d.ScatterOptions, prepared)
+        options = self.options_for(c10d.ScatterOptions, prepared)
         lists = [_all_movable(prepared.inputs)] if self.rank == prepared.root else []
         mine = _all_movable(prepared.outputs)
         started = self._start_if_there(prepared, "scatter", mine, lists, options)
@@ -237,7 +259,7 @@ class C10dCommunicator(Communicator):
         substitute = self._view(prepared, tensor.dtype)
         if substitute is not None:
             whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
-            options = self._options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
             started = self._start_if_there(prepared, "_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
@@ -250,7 +272,7 @@ class C10dCommunicator(Communicator):
         if substitute is not None:
             views = [read_as(part, substitute.dtype) for part in inputs]
             mine = read_as(output, substitute.dtype)
-            options = self._options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
+            options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
             started = self._start_if_there(prepared, "reduce_scatter", [mine], [views], options)
             if started is not None:
                 return started
@@ -265,7 +287,7 @@ class C10dCommunicator(Communicator):
         some, data = _all_movable(prepared.outputs), _all_movable(prepared.inputs)
         if "all_to_all" in self.lacking:
             return all_to_all_by_packing(self, prepared, some, data)
-        options = self._options_for(c10d.AllToAllOptions, prepared)
+        options = self.options_for(c10d.AllToAllOptions, prepared)
         started = self._start_if_there(prepared, "alltoall", some, data, options)
         return started or self.build(prepared)
 
@@ -275,7 +297,7 @@ class C10dCommunicator(Communicator):
         whole, data = _movable(output), _movable(tensor)
         item = 1 if data.dtype is tensor.dtype else tensor.itemsize
         gives, takes = sizes if item == 1 else [[n * item for n in some] for some in sizes]
-        options = self._options_for(c10d.AllToAllOptions, prepared)
+        options = self.options_for(c10d.AllToAllOptions, prepared)
         started = self._start_if_there(
             prepared, "alltoall_base", whole, data, takes, gives, options
         )
@@ -287,7 +309,7 @@ class C10dCommunicator(Communicator):
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._start(prepared, "barrier", self._options_for(c10d.BarrierOptions, prepared))
+        return self._start(prepared, "barrier", self.options_for(c10d.BarrierOptions, prepared))
 
     def _send(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
@@ -314,6 +336,24 @@ class C10dCommunicator(Communicator):
 
     def has_sent_itself(self, tag: int) -> bool:
         return self._mailbox.has_sent(tag)
+
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        if self.operation_kind is None or core is None:
+            return None
+        waiting = PreparedCall("", "", (), ()).as_own(timeout)
+        going_on = PreparedCall("", "", (), ()).as_own(timeout).later()
+        failing = partial(_explained, explain, timeout)
+        finish = partial(self._operation, prepared=waiting)
+        runner = core.TorchRunner(
+            self, partial(find_shortcut, self, waiting), finish, None, failing
+        )
+        path: FastPath = core.FastPath(entry, runner, REDUCTIONS)
+        find = partial(find_shortcut, self, going_on)
+        runner = core.TorchRunner(self, find, None, self.operation_kind, failing)
+        path.starting = core.FastPath(entry, runner, REDUCTIONS, works)
+        return path
 
     @contextmanager
     def batch(self, explain: Explain) -> Iterator[None]:
@@ -370,7 +410,8 @@ class C10dCommunicator(Communicator):
         self._group = CLOSED
 
     @classmethod
-    def _substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+    def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
+        """What the class is asked to reduce in place of what it lacks; None where it cannot."""
         if cls.arithmetic is None:
             return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
@@ -379,7 +420,7 @@ class C10dCommunicator(Communicator):
         """The view of the tensor that the class's own verb reduces; None where it does not."""
         op = prepared.op
         assert op is not None
-        found = None if prepared.way in self.lacking else self._substitute(op, dtype)
+        found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
         return found if found is not None and found.is_view else None
 
     def _all_reduce_otherwise(
@@ -399,7 +440,7 @@ class C10dCommunicator(Communicator):
         """``_all_reduce_list`` where all dtypes are equal."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
-            options = self._options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
+            options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]
@@ -409,7 +450,7 @@ class C10dCommunicator(Communicator):
         alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
         return self.build(alike)
 
-    def _options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
+    def options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
         """c10d's options, made once for calls that repeat."""
         root = prepared.root if prepared.way in ROOTED_VERBS else None
         timeout = prepared.timeout
@@ -493,6 +534,16 @@ class C10dCommunicator(Communicator):
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""
         return tag
+
+
+def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
+    """The error to raise of one in a call of the fast path, as a channel has it."""
+    if not isinstance(error, WireFailure):
+        if not is_of_handler(error):
+            return error
+        error = Interrupted(error)
+    error.limit = timeout
+    return explain(error, None)
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:

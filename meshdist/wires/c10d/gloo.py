@@ -91,6 +91,47 @@ _OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
 """Verbs that the class has for CPU tensors alone; the others of its verbs stage CUDA tensors."""
 
 
+class GlooOperation(C10dOperation):
+    """A collective that Gloo has begun.
+
+    The native core makes it without ``__init__`` for plain calls.
+
+    Attributes:
+        then: completes the result, once Gloo is done.
+    """
+
+    communicator: GlooCommunicator
+    is_plain = True
+    then: Callable[[], None] | None = None
+    _has_expired = False
+
+    def wait(self, seconds: float) -> int:
+        """Wait for a slice; 0 where it has ended well, else ``finish`` goes on, or raises."""
+        try:
+            self.work.wait(_SLICE)
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
+            self._has_expired = str(error) == _EXPIRED_SLICE
+            return 1
+        if self.then is not None:
+            with self.communicator.completing:  # another thread may be at it
+                then, self.then = self.then, None
+                if then is not None:
+                    then()
+        return 0
+
+    def finish(self, timeout: timedelta) -> None:
+        if not self._has_expired and self.wait(0.0) == 0:
+            return
+        if self._has_expired:
+            self._has_expired = False
+            self.communicator.finish_slowly(self.work, timeout)
+        else:
+            self.communicator.finish_work(self.work, timeout)  # which raises
+        self.wait(0.0)
+
+
 class GlooCommunicator(C10dCommunicator):
     """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
 
@@ -106,6 +147,9 @@ class GlooCommunicator(C10dCommunicator):
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, and a member does not know those of the others.
     lacking = frozenset({"all_to_all", "reduce_scatter", "reduce_scatter_list"})
+    spoils_others = True
+    most_gathered_bytes = _GATHERED_BYTES
+    operation_kind = GlooOperation
 
     def __init__(
         self,
@@ -121,6 +165,7 @@ class GlooCommunicator(C10dCommunicator):
         self._tag_numbers = TagNumbers(store)
         self._spins = spins and hasattr(os, "sched_yield")
         self._process_id = os.getpid()
+        self.completing = threading.Lock()
         self._main_thread = threading.main_thread().ident
         self._is_lazy = connects_late()
         self.dropped = DroppedMessages(_ALMOST_FOR_EVER)
@@ -171,7 +216,7 @@ class GlooCommunicator(C10dCommunicator):
         except RuntimeError as error:
             if str(error) != _EXPIRED_SLICE:
                 raise self.failure(error) from None
-            self._finish_slowly(work, timeout)
+            self.finish_slowly(work, timeout)
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
         if self._spins:
@@ -300,7 +345,7 @@ class GlooCommunicator(C10dCommunicator):
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
         if not prepared.waits:
-            return C10dOperation(self, work)
+            return GlooOperation(self, work)
         try:
             if self._spins and threading.get_ident() == self._main_thread:
                 _spin_until(work.is_completed)
@@ -314,7 +359,8 @@ class GlooCommunicator(C10dCommunicator):
         is_long = (prepared.inputs or prepared.outputs)[0].nbytes >= _LONG_BYTES
         return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
 
-    def _finish_slowly(self, work: Any, timeout: timedelta) -> None:
+    def finish_slowly(self, work: Any, timeout: timedelta) -> None:
+        """Go on with a wait, of which the first slice has expired."""
         # The first slice is over already, unless the clock was paused.
         deadline = Deadline(timeout if clock.is_paused() else timeout - _SLICE)
         while True:

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
 from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import BUILT, all_reduce_by_gathering
 from ..communicator import Communicator, Explain
-from ..core import core as _core
+from ..core import DTYPE_CODES, REDUCTION_CODES, core as _core
 from ..operations import (
     DONE,
     Done,
@@ -83,7 +82,7 @@ class ShmCommunicator(Communicator):
         """Everything is native but what the core cannot reduce."""
         if _core is None:
             return ""
-        if verb in REDUCING_VERBS and (dtype, op.value) not in _REDUCED:
+        if verb in REDUCING_VERBS and (dtype, op.value) not in REDUCTION_CODES:
             return "built"
         if verb in BUILT and verb not in _CORE_VERBS:
             return "built"
@@ -92,7 +91,7 @@ class ShmCommunicator(Communicator):
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
         if WIRE_VERBS[verb].gives is Form.ANY and len({tensor.dtype for tensor in tensors}) > 1:
             return False
-        return op is None or all((tensor.dtype, op.value) in _REDUCED for tensor in tensors)
+        return op is None or all((tensor.dtype, op.value) in REDUCTION_CODES for tensor in tensors)
 
     def start(self, prepared: PreparedCall) -> Operation:
         """Do a collective or a message, or start it in the background."""
@@ -106,11 +105,11 @@ class ShmCommunicator(Communicator):
         if tensors:
             dtype = tensors[0].dtype
             if op is not None:
-                codes = _REDUCED.get((dtype, op.value))
+                codes = REDUCTION_CODES.get((dtype, op.value))
                 if len(tensors) > 1 and len({x.dtype for x in tensors}) > 1:
                     codes = None
-            elif dtype in _CODES:
-                codes = _CODES[dtype], 0
+            elif dtype in DTYPE_CODES:
+                codes = DTYPE_CODES[dtype], 0
             else:
                 codes, scale = _BYTES, dtype.itemsize
         if codes is None:
@@ -148,7 +147,7 @@ class ShmCommunicator(Communicator):
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
-        number, code = prepared.sequence, _CODES.get(tensor.dtype)
+        number, code = prepared.sequence, DTYPE_CODES.get(tensor.dtype)
         amount = (tensor.nbytes, _BYTES[0]) if code is None else (tensor.numel(), code)
         call = (is_send, tensor.data_ptr(), *amount, *message[1:], number)
         if not prepared.waits:
@@ -290,19 +289,7 @@ def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared],
     return made[0]
 
 
-_known: dict[str, int] = {} if _core is None else _core.DTYPES
-_CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name in _known}
-"""The core's number of each dtype that it has; others travel as bytes."""
-
-
-_BYTES = (_known.get("uint8", 0), 0)
-_REDUCED: dict[tuple[torch.dtype, int], tuple[int, int]] = {
-    (dtype, op.value): (code, _core.OPS[op.name])
-    for op in PLAIN_OPS
-    for dtype, code in _CODES.items()
-    if op.name in _core.OPS and _core.can_reduce(code, _core.OPS[op.name])
-}
-"""The core's numbers for each dtype and the number of each reduction that it does of it."""
+_BYTES = (DTYPE_CODES.get(torch.uint8, 0), 0)
 
 
 @cache
@@ -310,7 +297,7 @@ def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, in
     """The core's reductions: op, its number, and its codes for each dtype."""
     found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
     for op in PLAIN_OPS:
-        codes = {dtype: _REDUCED.get((dtype, op.value)) for dtype in _CODES}
+        codes = {dtype: REDUCTION_CODES.get((dtype, op.value)) for dtype in DTYPE_CODES}
         found.append((op, op.value, {one: pair for one, pair in codes.items() if pair}))
     return found
 
@@ -364,7 +351,7 @@ def _layout(tensor: torch.Tensor) -> Layout:
     found = find_layout(tensor)
     assert found is not None  # as takes_layouts demands
     item = tensor.itemsize
-    if found == ROW_MAJOR or tensor.dtype in _CODES:
+    if found == ROW_MAJOR or tensor.dtype in DTYPE_CODES:
         return found
     sizes, strides = found  # others travel as bytes
     return (*sizes, item), (*(step * item for step in strides), 1)

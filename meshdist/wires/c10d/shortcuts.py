@@ -1,0 +1,199 @@
+"""How a class of torch's does plain calls, so that the native core can let it.
+
+A *shortcut* of some calls is the method of the class that carries them, c10d's options for it, what
+prepares its arguments, or None, and how many bytes such a call may have. ``prepare`` is given what
+the method takes before its options, on the caller's memory, and returns what it takes in place of
+that, and what completes the result once the class has done it:
+
+    all_reduce MAX of float32    allreduce of int32: a copy in the order of the floats, turned back
+    reduce_scatter over Gloo     alltoall_base into memory of its own, whose parts are reduced
+
+Members on the fast path and on Python's meet in the same calls of the class, with the same bits:
+what is built here is what ``built_verbs`` builds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from ...dtypes import DTYPES
+from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, is_whole_mean
+from ..built_verbs import BuildingCommunicator, divide, find_lack, in_order, reduce_parts
+from ..core import DTYPE_CODES
+from ..prepared import PreparedCall, Tensors, write, writing
+from .substitutes import Substitute
+
+__all__ = ["REDUCTIONS", "Shortcut", "find_shortcut"]
+
+Finished: TypeAlias = Callable[[], None] | None
+Prepared: TypeAlias = tuple[tuple[Any, ...], Finished]
+Shortcut: TypeAlias = tuple[str, Any, Callable[..., Prepared] | None, int]
+
+_ANY_SIZE = (1 << 63) - 1
+_SMALL_BYTES = 1 << 16
+"""Of so few no memory is kept, which takes longer than to get some anew."""
+
+REDUCTIONS = [
+    (op, op.value, {dtype: (0, 0) for dtype in DTYPES if find_lack(op, dtype) is None})
+    for op in PLAIN_OPS
+]
+"""The reductions, as ``FastPath`` takes them; c10d names neither dtypes nor ops by numbers."""
+
+_OPS = {op.value: op for op in PLAIN_OPS}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+_METHODS = {
+    "broadcast": ("broadcast", "broadcast", c10d.BroadcastOptions),
+    "all_gather": ("all_gather", "_allgather_base", c10d.AllgatherOptions),
+    "all_gather_v": ("all_gather_list", "allgather", c10d.AllgatherOptions),
+    "gather": ("gather", "gather", c10d.GatherOptions),
+    "scatter": ("scatter", "scatter", c10d.ScatterOptions),
+    "all_to_all": ("all_to_all_single", "alltoall_base", c10d.AllToAllOptions),
+    "barrier": ("barrier", "barrier", c10d.BarrierOptions),
+    "all_reduce": ("all_reduce", "allreduce", c10d.AllreduceOptions),
+    "reduce": ("reduce", "reduce", c10d.ReduceOptions),
+    "reduce_scatter": ("reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions),
+}
+"""Of the core's verbs the way, the method, and its options."""
+
+
+class ShortCommunicator(BuildingCommunicator, Protocol):
+    """The communicator whose shortcuts are asked for."""
+
+    lacking: ClassVar[frozenset[str]]
+    spoils_others: ClassVar[bool]
+    most_gathered_bytes: ClassVar[int]
+
+    def find_substitute(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None: ...
+    def options_for(
+        self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None
+    ) -> Any: ...
+
+
+def find_shortcut(
+    wire: ShortCommunicator,
+    like: PreparedCall,
+    verb: str,
+    op: int,
+    dtype: int,
+    root: int,
+    is_list: bool,
+    is_empty: bool,
+) -> Shortcut | None:
+    """The shortcut of some calls; None where Python does them.
+
+    Args:
+        like: has the timeout of each, and whether its caller waits.
+        verb, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
+        is_list: whether an all-to-all is of lists of tensors.
+        is_empty: whether nothing is moved.
+    """
+    way, method, kind = _METHODS[verb]
+    call = like.by(way, (), (), _OPS.get(op), None if root < 0 else root)
+    found = _DTYPES[dtype]
+    if verb == "barrier":
+        return method, wire.options_for(kind, call), None, _ANY_SIZE
+    if not DTYPES[found].is_in_c10d or (is_empty and verb in ("all_gather", "reduce_scatter")):
+        return None
+    if call.op is not None:
+        return _find_reduction(wire, call, method, kind, found)
+    if is_list and "all_to_all" in wire.lacking:
+        return method, wire.options_for(kind, call), _pack, _ANY_SIZE
+    return "alltoall" if is_list else method, wire.options_for(kind, call), None, _ANY_SIZE
+
+
+def _find_reduction(
+    wire: ShortCommunicator, call: PreparedCall, method: str, kind: Any, dtype: torch.dtype
+) -> Shortcut | None:
+    op, prepare = call.op, None
+    assert op is not None
+    if call.way in wire.lacking:  # the reduce-scatter
+        options = wire.options_for(c10d.AllToAllOptions, call)
+        return "alltoall_base", options, partial(_exchange, wire, op), _ANY_SIZE
+    substitute = wire.find_substitute(op, dtype)
+    if substitute is not None and substitute.dtype is dtype:
+        if call.way == "reduce" and wire.spoils_others and call.root != wire.rank:
+            prepare = partial(_aside, wire)
+        return method, wire.options_for(kind, call, substitute.op), prepare, _ANY_SIZE
+    if call.way != "all_reduce":
+        return None
+    if substitute is None:
+        total = wire.find_substitute(ReduceOp.SUM, dtype)
+        if not is_whole_mean(op, dtype) or total is None or total.dtype is not dtype:
+            return None
+        options = wire.options_for(kind, call, ReduceOp.SUM)
+        return method, options, partial(_divided, wire.size), _ANY_SIZE
+    if substitute.is_view:
+        return None
+    if DTYPES[substitute.dtype].is_whole:
+        if DTYPES[dtype].is_whole:
+            return None
+        return method, wire.options_for(kind, call, op), partial(_ordered, op), _ANY_SIZE
+    options = wire.options_for(c10d.AllgatherOptions, call)
+    most = wire.most_gathered_bytes // wire.size
+    return "_allgather_base", options, partial(_gathered, wire.size, op), most
+
+
+def _ordered(op: ReduceKind, tensors: Tensors) -> Prepared:
+    bits, then = in_order(tensors[0], op)
+    return ([bits],), then
+
+
+def _divided(size: int, tensors: Tensors) -> Prepared:
+    return (tensors,), partial(divide, tensors[0], size)
+
+
+def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
+    """In a copy, which the class may spoil."""
+    if tensors[0].nbytes <= _SMALL_BYTES:
+        return ([tensors[0].clone()],), None
+    target = wire.scratch.take(tensors[0].numel(), tensors[0])
+    write(target, tensors[0])
+    return ([target],), partial(wire.scratch.give, target)
+
+
+def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
+    """Beside those of all members, which are reduced here."""
+    tensor = tensors[0].view(-1)
+    whole = tensor.new_empty(size * tensor.numel())
+    return (whole, tensor), partial(reduce_parts, tensor, whole, size, op)
+
+
+def _exchange(
+    wire: ShortCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
+) -> Prepared:
+    """The parts of all members for this one, which are reduced here."""
+    sizes = [output.numel()] * wire.size
+    if tensor.nbytes <= _SMALL_BYTES:
+        mine = torch.empty_like(tensor)
+        return (mine, tensor, sizes, sizes), partial(reduce_parts, output, mine, wire.size, op)
+    mine = wire.scratch.take(tensor.numel(), tensor)
+    return (mine, tensor, sizes, sizes), partial(_reduce_mine, wire, output, mine, op)
+
+
+def _reduce_mine(
+    wire: ShortCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
+) -> None:
+    reduce_parts(output, mine, wire.size, op)
+    wire.scratch.give(mine)
+
+
+def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:
+    """An all-to-all over parts of two tensors that have all of them."""
+    together = torch.cat(inputs)  # type: ignore[arg-type]
+    gives = list(map(torch.Tensor.numel, inputs))
+    takes = list(map(torch.Tensor.numel, outputs))
+    whole = together.new_empty(sum(takes))
+    parts = whole.split_with_sizes(takes)
+    return (whole, together, takes, gives), partial(_unpack, outputs, parts)
+
+
+def _unpack(outputs: Tensors, parts: Tensors) -> None:
+    with writing():
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part)

@@ -1,0 +1,54 @@
+// The fast path over torch's own classes.
+//
+// Python says once of each kind of call how the class does it: its *shortcut*. From then on a call is
+// one of the class's method, and Python waits for its work.
+#pragma once
+
+#include <map>
+
+#include "runner.h"
+
+namespace meshdist {
+
+class TorchRunner final : public Runner {
+ public:
+  // `communicator` has the class's object as `_group`, and `failure` makes a wire's failure of its
+  // errors. `find(verb, op, dtype, root, is_list, is_empty)` gives the shortcut of some calls, as
+  // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `finish(work)` waits; or
+  // `kind` is the class of the operations of calls that are started. `explain(error)` makes the error
+  // to raise of any.
+  TorchRunner(nb::object communicator, nb::object find, nb::object finish, nb::object kind,
+              nb::object explain)
+      : Runner(0),
+        communicator_(std::move(communicator)),
+        find_(std::move(find)),
+        finish_(std::move(finish)),
+        kind_(std::move(kind)),
+        explain_(std::move(explain)) {}
+
+  bool takes(const Collective& call) const override;
+  bool takes(const Message&) const override { return false; }
+  void run(const Collective& call) override;
+  bool starts(const Collective&) const override { return true; }
+  nb::object start(const Collective& call, std::uint64_t number) override;
+  void run(Message&, nb::handle, Entry&) override {}
+
+ private:
+  struct Shortcut {
+    nb::object method, options, prepare;  // no method where Python does it
+    std::uint64_t most_bytes = 0;
+  };
+  // The work, and what completes the result behind it, or None.
+  struct Begun {
+    nb::object work, then;
+  };
+  using Kind = std::array<std::int64_t, 6>;
+
+  const Shortcut& find(const Collective& call) const;
+  Begun begin(const Collective& call) const;
+
+  const nb::object communicator_, find_, finish_, kind_, explain_;
+  mutable std::map<Kind, Shortcut> shortcuts_;
+};
+
+}  // namespace meshdist
