@@ -23,8 +23,7 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-             std::uint64_t member, nb::object calls, nb::object disagree, nb::list under_way,
-             unsigned long main_thread)
+             std::uint64_t member, nb::object calls, nb::object disagree)
     : num_forks_(forks),
       notes_(notes),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
@@ -42,9 +41,7 @@ Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::
       member_(member),
       calls_(std::move(calls)),
       disagree_(std::move(disagree)),
-      empty_(nb::str("")),
-      under_way_(std::move(under_way)),
-      main_thread_(main_thread) {}
+      empty_(nb::str("")) {}
 
 bool Entry::is_open() const {
   if (num_forks_ != forks) return false;

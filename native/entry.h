@@ -39,35 +39,10 @@ class Entry {
  public:
   // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
   // `calls` has the `Call` of each tuple of its fields, as Python makes it.
-  // `disagree(number, message)` makes the error of members whose calls differ. `under_way` is a list
-  // of one: the verb that the main thread is in, or None.
+  // `disagree(number, message)` makes the error of members whose calls differ.
   Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-        std::uint64_t member, nb::object calls, nb::object disagree, nb::list under_way,
-        unsigned long main_thread);
-
-  // Whether this thread is in a verb already.
-  bool is_nested() const {
-    return PyList_GetItem(under_way_.ptr(), 0) != Py_None && is_main_thread();
-  }
-
-  // Lets `under_way` say what the main thread is in: a verb that a signal's handler calls meanwhile
-  // is refused, in Python.
-  class UnderWay {
-   public:
-    UnderWay(const Entry& entry, nb::handle verb) : entry_(entry), is_said_(entry.is_main_thread()) {
-      if (is_said_) entry_.say(verb);
-    }
-    ~UnderWay() {
-      if (is_said_) entry_.say(nb::none());
-    }
-    UnderWay(const UnderWay&) = delete;
-    UnderWay& operator=(const UnderWay&) = delete;
-
-   private:
-    const Entry& entry_;
-    const bool is_said_;
-  };
+        std::uint64_t member, nb::object calls, nb::object disagree);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -174,10 +149,6 @@ class Entry {
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
   nb::object sizes_of(const Sizes& sizes);
-  bool is_main_thread() const { return PyThread_get_thread_ident() == main_thread_; }
-  void say(nb::handle verb) const {
-    PyList_SetItem(under_way_.ptr(), 0, nb::borrow(verb).release().ptr());
-  }
 
   const unsigned num_forks_;
   PlainReader reader_;
@@ -189,8 +160,6 @@ class Entry {
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
   const nb::object calls_, disagree_, empty_;
-  const nb::list under_way_;
-  const unsigned long main_thread_;
   std::vector<Words> others_;
   std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls
   const std::pair<const Key, Kept>* last_ = nullptr;

@@ -7,7 +7,11 @@
 
 #include <algorithm>
 #include <array>
+#include <unordered_map>
 #include <utility>
+
+#include "main_thread.h"
+#include "python_communicator.h"
 
 using namespace nanobind::literals;
 
@@ -20,20 +24,22 @@ const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
     all_gather_single{"all_gather_single"}, reduce_scatter_tensor{"reduce_scatter_tensor"},
     reduce_scatter_single{"reduce_scatter_single"}, gather{"gather"}, scatter{"scatter"},
     all_to_all{"all_to_all"}, all_to_all_single{"all_to_all_single"}, barrier{"barrier"},
-    send{"send"}, recv{"recv"};
+    send{"send"}, recv{"recv"}, started{"_started"}, fields{"_fields"};
 }
 
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
   // names for both, and how it recodes the numbers, if it does. `works`, of a path whose calls are
-  // started: the class of a Work, the group's timeout, what makes the error of a failure, the group's
-  // name, what warns of a Work that is dropped, and what returns the group.
+  // started: the class of a Work whose operation is Python's, that of one whose is the core's, the group's
+  // timeout, what makes the error of a failure, the group's name, what warns of a Work that is dropped, and
+  // what returns the group.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
       auto one = work_.begin();
       for (nb::handle each : works) *one++ = nb::borrow(each);
+      timeout_s_ = nb::cast<double>(work_[2].attr("total_seconds")());
     }
     for (nb::handle one : reductions) {
       Reduction made{one[0], nb::cast<std::int64_t>(one[1]), {}};
@@ -274,7 +280,7 @@ class FastPath {
   }
 
   bool is_ready(bool is_uneven = false) const {
-    return !entry_.is_nested() && runner_.is_ready() && entry_.is_quiet(is_uneven);
+    return !MainThread::is_nested() && runner_.is_ready() && entry_.is_quiet(is_uneven);
   }
 
   bool is_me(int root) const { return static_cast<std::uint64_t>(root) == entry_.member(); }
@@ -320,7 +326,7 @@ class FastPath {
     if (starts_ && !runner_.starts(call)) return false;
     Entry::Sizes sizes{part.count};
     if (differ) sizes = {0, &call.in_counts, &call.out_counts};
-    const Entry::UnderWay under_way(entry_, call.header.verb);
+    const MainThread::Within within(call.header.verb);
     call.fingerprint = entry_.enter(call.header, plain, is_uneven ? &sizes : nullptr);
     if (call.written.is_valid()) entry_.note_write(call.written);
     if (!starts_) {
@@ -342,17 +348,39 @@ class FastPath {
       PyList_Append(result.ptr(), PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0)
                                                                  : call.read.ptr());
     }
-    const auto [type, timeout, explain, group, warn_dropped, user] = work_;
+    const auto& [of_python, of_core, timeout, explain, group, warn_dropped, user] = work_;
     // Where this member only sends, those that receive may tell.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
-    const nb::object none = nb::none(), no = nb::bool_(false);
-    return call_with(type, operation, timeout, explain, result, none, call.header.verb, group, no, none,
-                     whole(note), warns ? warn_dropped : none, call_with(user), no);
+    const nb::object none = nb::none(), no = nb::bool_(false), warn = warns ? warn_dropped : none;
+    const auto passed_to = [&](auto make) {
+      return make(operation, timeout, explain, result, none, call.header.verb, group, no, none, whole(note),
+                  warn, call_with(user), no);
+    };
+    PyOperation* started = nullptr;
+    if (!nb::try_cast(operation, started)) {
+      return passed_to([&](const auto&... given) { return call_with(of_python, given...); });
+    }
+    started->serve(timeout_s_, wait_of(call.header.verb), warn, note);
+    const nb::object work =
+        checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(of_core.ptr()), 0));
+    const nb::object fields = passed_to([](const auto&... given) { return tuple_of(given...); });
+    if (PyObject_GenericSetAttr(work.ptr(), names::started.object, operation.ptr()) != 0 ||
+        PyObject_GenericSetAttr(work.ptr(), names::fields.object, fields.ptr()) != 0) {
+      throw nb::python_error();
+    }
+    return work;
+  }
+
+  // What the main thread is in as it waits for a verb.
+  nb::handle wait_of(nb::handle verb) {
+    nb::object& text = waits_[verb.ptr()];
+    if (!text.is_valid()) text = checked(PyUnicode_FromFormat("wait() of %U", verb.ptr()));
+    return text;
   }
 
   bool run(nb::handle x, Message& message) {
-    if (starts_ || entry_.is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
-    const Entry::UnderWay under_way(entry_, message.verb);
+    if (starts_ || MainThread::is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
+    const MainThread::Within within(message.verb);
     runner_.run(message, x, entry_);
     return true;
   }
@@ -360,7 +388,9 @@ class FastPath {
   Entry& entry_;
   Runner& runner_;
   const bool starts_;
-  std::array<nb::object, 6> work_;
+  std::array<nb::object, 7> work_;
+  double timeout_s_ = 0;  // of the group
+  std::unordered_map<PyObject*, nb::object> waits_;
   nb::object found_ = nb::none();  // from the end of a method until it returns, without a step of Python
   std::vector<Reduction> reductions_;
 };

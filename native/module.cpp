@@ -15,6 +15,7 @@
 #include <system_error>
 
 #include "fast_path.h"
+#include "main_thread.h"
 #include "mpi_runner.h"
 #include "python_communicator.h"
 #include "shm_runner.h"
@@ -121,6 +122,8 @@ NB_MODULE(native, m) {
   // As `Operation` in Python has them.
   nb::class_<PyOperation>(m, "Started")
       .def("wait", &PyOperation::wait)
+      .def("wait_plainly", &PyOperation::wait_plainly)
+      .def("leave_work", &PyOperation::leave_work)
       .def("is_done", &PyOperation::is_done)
       .def("failure", &PyOperation::failure)
       .def("finish", &PyOperation::finish)
@@ -184,11 +187,11 @@ NB_MODULE(native, m) {
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<const Notes&, const Headers*, nb::list, nb::dict, nb::object, nb::object,
-                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::list,
-                    unsigned long>(),
+                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object>(),
            "notes"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
-           "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "under_way"_a, "main_thread"_a)
+           "ranks"_a, "member"_a, "calls"_a, "disagree"_a)
       .def("enter", &Entry::enter_even);
+  m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(),

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "communicator.h"
-#include "objects.h"
+#include "main_thread.h"
 
 namespace meshdist {
 
@@ -66,7 +66,15 @@ class PyOperation {
       }
     }
   }
-  virtual ~PyOperation() = default;
+  virtual ~PyOperation() {
+    if (!warn_dropped_.is_valid() || warn_dropped_.is_none() || is_waited_for_) return;
+    const nb::error_scope scope;  // the program may drop it as an error goes on
+    try {
+      call_with(warn_dropped_, whole(note_of_work_));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a Work that was dropped");
+    }
+  }
   PyOperation(const PyOperation&) = delete;
   PyOperation& operator=(const PyOperation&) = delete;
 
@@ -74,6 +82,31 @@ class PyOperation {
   virtual bool is_done() = 0;
   virtual Failure failure() const = 0;
   virtual int source() const { return -1; }
+
+  // Serve a Work that has no more than this: wait within the group's timeout, as what `wait` names, and call
+  // `warn_dropped(note)` where it is dropped before that.
+  void serve(double timeout, nb::handle wait, nb::object warn_dropped, std::uint64_t note) {
+    timeout_ = timeout;
+    wait_name_ = wait;
+    warn_dropped_ = std::move(warn_dropped);
+    note_of_work_ = note;
+  }
+
+  // Whether it is done and well, as the only verb of its thread; where it is not, `finish` says why.
+  bool wait_plainly() {
+    if (is_waited_for_) return true;
+    if (!wait_name_.is_valid() || MainThread::is_nested()) return false;
+    const MainThread::Within within(wait_name_);
+    is_waited_for_ = wait(timeout_) == 0;
+    return is_waited_for_;
+  }
+
+  // The Work has fields of its own from now on; whether it has waited.
+  bool leave_work() {
+    wait_name_ = nb::handle();
+    warn_dropped_.reset();
+    return is_waited_for_;
+  }
 
   virtual void finish(nb::handle timeout) {
     const int status = wait(nb::cast<double>(timeout.attr("total_seconds")()));
@@ -97,6 +130,12 @@ class PyOperation {
  private:
   static inline std::list<std::pair<std::function<bool()>, PyObject*>> left;
   nb::object note_;
+  // Of a Work.
+  double timeout_ = 0;
+  nb::handle wait_name_;  // its path's
+  nb::object warn_dropped_;
+  std::uint64_t note_of_work_ = 0;
+  bool is_waited_for_ = false;
 };
 
 class PyTicket final : public PyOperation {

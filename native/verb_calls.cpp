@@ -14,6 +14,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "main_thread.h"
+
 using namespace nanobind::literals;
 
 namespace meshdist {
@@ -29,23 +31,15 @@ const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, starting{"startin
 }
 
 // What all verbs look at: the names of torch's modules for profiles and for forward mode, the world of
-// the context and of the process (a list of it), the class of groups, and a list of the verb that the
-// main thread is in, or None.
+// the context and of the process (a list of it), and the class of groups.
 struct Surroundings {
   nb::dict profiler, forward_ad;
   nb::object context;
   nb::list process;
   nb::object group_type;
-  nb::list under_way;
-  unsigned long main_thread;
 
   bool are_profiled() const {
     return PyDict_GetItem(profiler.ptr(), names::is_profiler_enabled.object) != Py_False;
-  }
-  bool is_main_thread() const { return PyThread_get_thread_ident() == main_thread; }
-  bool is_under_way() const { return PyList_GetItem(under_way.ptr(), 0) != Py_None; }
-  void say(nb::handle verb) const {
-    PyList_SetItem(under_way.ptr(), 0, nb::borrow(verb).release().ptr());
   }
   bool are_plain() const {
     PyObject* const level = PyDict_GetItem(forward_ad.ptr(), names::current_level.object);
@@ -119,12 +113,9 @@ class VerbCall {
     if (around_.are_profiled()) return call(slow_);
     nb::object done = attempt(given);
     if (done.is_valid() && done.ptr() != Py_False) return done.release().ptr();
-    if (!around_.is_main_thread()) return call(function_);
-    if (around_.is_under_way()) return call(slow_);
-    around_.say(method_);
-    PyObject* const found = call(function_);
-    around_.say(nb::none());
-    return found;
+    if (MainThread::is_nested()) return call(slow_);
+    const MainThread::Within within(method_);
+    return call(function_);
   }
 
  private:
@@ -214,14 +205,11 @@ void bind_verb_calls(nb::module_& m) {
       .def(
           "__init__",
           [](Surroundings* self, nb::dict profiler, nb::dict forward_ad, nb::object context,
-             nb::list process, nb::object group_type, nb::list under_way, unsigned long main_thread) {
+             nb::list process, nb::object group_type) {
             new (self) Surroundings{std::move(profiler), std::move(forward_ad), std::move(context),
-                                    std::move(process),  std::move(group_type), std::move(under_way),
-                                    main_thread};
+                                    std::move(process), std::move(group_type)};
           },
-          nb::kw_only(), "profiler"_a, "forward_ad"_a, "context"_a, "process"_a, "group_type"_a,
-          "under_way"_a, "main_thread"_a)
-      .def_rw("main_thread", &Surroundings::main_thread);
+          nb::kw_only(), "profiler"_a, "forward_ad"_a, "context"_a, "process"_a, "group_type"_a);
   m.def(
       "verb_call",
       [](const Surroundings& around, const std::string& name, const nb::list& parameters,

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from threading import get_ident, main_thread
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -19,14 +18,14 @@ import torch.autograd.profiler as profiler
 from torch.autograd import forward_ad
 
 from ..bootstrap.world import places_of_worlds
-from ..checking.program import end_here, run_unnested, under_way
+from ..checking.program import end_here, run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..runtime.untraced import untraced
 from ..verb_table import OBJECT_VERBS, VERBS, Role
 from ..wires.core import core
 from ..wires.simulated.scheduler import find_rank_here
-from ..wires.work import Work
+from ..wires.work import StartedWork, Work
 
 __all__ = ["Watcher", "num_bytes", "recorded", "verb", "watchers"]
 
@@ -152,27 +151,20 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 def _surroundings() -> Any:
     """The state that the native core asks before each call, as it has it."""
     context, process = places_of_worlds()
-    made = core.Surroundings(
+    return core.Surroundings(
         profiler=vars(profiler),
         forward_ad=vars(forward_ad),
         context=context,
         process=process,
         group_type=ProcessGroup,
-        under_way=under_way,
-        main_thread=main_thread().ident,
     )
-
-    def find_main_thread() -> None:
-        made.main_thread = get_ident()
-
-    os.register_at_fork(after_in_child=find_main_thread)
-    return made
 
 
 # What async verbs hand out is part of them.
-for _name, _method in inspect.getmembers(Work, inspect.isfunction):
-    if not _name.startswith("_"):
-        untraced(_method)
+for _kind in (Work, StartedWork):
+    for _name, _method in inspect.getmembers(_kind, inspect.isfunction):
+        if not _name.startswith("_"):
+            untraced(_method)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from threading import main_thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from ..checking.debug_levels import (
     verbs_log,
 )
 from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.program import is_of_handler, line_of, under_way
+from ..checking.program import is_of_handler, line_of
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError
@@ -39,7 +38,7 @@ from ..wires.operations import (
 )
 from ..wires.prepared import ROW_MAJOR, Layout, PreparedCall, Sizes, find_layout, flat
 from ..wires.registry import Wire
-from ..wires.work import Work
+from ..wires.work import StartedWork, WatchedWork, Work
 from .communicators import OpenCommunicator
 from .explainer import Explainer, OtherMembers
 from .matching import UnnamedReceive
@@ -116,7 +115,15 @@ class Channel:
         self._enter = _is_not_entered if entry is None else entry.enter
         self.fast_path: FastPath | None = None
         if entry is not None:
-            works = Work, self.timeout, self._explain, group.name, self._warn_dropped, user
+            works = (
+                WatchedWork,
+                StartedWork,
+                self.timeout,
+                self._explain,
+                group.name,
+                self._warn_dropped,
+                user,
+            )
             self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
@@ -265,7 +272,7 @@ class Channel:
         number = self.recorder.num_notes if prepared.number is None else prepared.number
         # Where this rank only sends, those that receive may tell.
         warn_dropped = self._warn_dropped if written or not results else None
-        return Work(
+        return WatchedWork(
             prepared.operation,
             self.timeout,
             self.explain,
@@ -406,8 +413,6 @@ class Channel:
             member=self.group.rank,
             calls=calls,
             disagree=self.disagree,
-            under_way=under_way,
-            main_thread=main_thread().ident,
         )
 
     def _compares_first(self) -> bool:

@@ -10,10 +10,12 @@ import sys
 import warnings
 from importlib import import_module
 from pathlib import Path
+from threading import main_thread
 from typing import Any
 
 import torch
 
+from ..checking.program import under_way
 from ..dtypes import DTYPES
 from ..error_text import explain
 from ..reduce_ops import PLAIN_OPS
@@ -25,6 +27,7 @@ core: Any = None
 
 try:
     core = import_module(".native", __package__)
+    core.note_verbs_in(under_way, main_thread().ident)
 except ImportError:
     _root = Path(__file__).resolve().parents[2]
     # Python finds the sources of a clone before the installed package where it starts in the clone.

@@ -128,8 +128,6 @@ class Entry:
         member: int,
         calls: Mapping[tuple[Any, ...], Any],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
-        under_way: list[str | None],
-        main_thread: int | None,
     ) -> None: ...
     def enter(self, call: Any, fingerprint: int, /) -> bool:
         """Note and compare an even call; False where Python is to do it, and nothing was done."""
@@ -250,11 +248,8 @@ class Surroundings:
     """The state that public verbs ask before each call.
 
     ``profiler`` and ``forward_ad`` are the names of torch's modules; ``context`` and ``process``
-    have the world in force; ``under_way`` is a list of the main thread's verb, or None.
+    have the world in force.
     """
-
-    main_thread: int
-    """The thread's number, another one in a forked child."""
 
     def __init__(
         self,
@@ -264,9 +259,10 @@ class Surroundings:
         context: Any,
         process: list[Any],
         group_type: type,
-        under_way: list[str | None],
-        main_thread: int,
     ) -> None: ...
+
+def note_verbs_in(under_way: list[str | None], number: int | None) -> None:
+    """Note in this list which verb the main thread, of this number, is in, or None."""
 
 def knows_torch() -> bool:
     """Whether the core reads what torch knows of a tensor where it lies; else it asks Python."""
@@ -448,6 +444,13 @@ class Started:
         """The status. On timeout a collective ends the communicator for all members; a message is
         given up, and its memory not touched again.
         """
+
+    def wait_plainly(self) -> bool:
+        """Wait for a fast path's collective within its group's timeout; False where it has not
+        ended well, or this is a verb inside a verb: then ``Work`` waits."""
+
+    def leave_work(self) -> bool:
+        """Let the Work tell that it was dropped; whether ``wait_plainly`` has waited."""
 
     def is_done(self) -> bool: ...
     def failure(self) -> Failure:

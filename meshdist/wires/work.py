@@ -23,7 +23,15 @@ from .futures import WorkFuture, find_deferral, get_watcher
 from .operations import Operation, WireFailure, WireTimeout
 from .simulated.scheduler import find_rank_here
 
-__all__ = ["Work", "bound", "is_ready", "joined", "may_be_dropped"]
+__all__ = [
+    "StartedWork",
+    "WatchedWork",
+    "Work",
+    "bound",
+    "is_ready",
+    "joined",
+    "may_be_dropped",
+]
 
 _Step: TypeAlias = Callable[[timedelta], "bool | None"]
 
@@ -77,6 +85,8 @@ class Work:
         default_factory=list, init=False
     )
     _deadline: Deadline | None = field(default=None, init=False)
+    _started: Any = field(default=None, init=False)
+    _fields: tuple[Any, ...] | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         """The verb and its state, without a poll of the wire."""
@@ -85,10 +95,6 @@ class Work:
             error = self._error
             state = "finished" if error is None else f"failed with {type(error).__name__}"
         return f"<Work: {self._verb} on {self._group}, {state}>"
-
-    def __del__(self) -> None:
-        if self._warn_dropped is not None and not self._done:
-            self._warn_dropped(self._note)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Return True when the verb is done; zero means the group's timeout.
@@ -454,6 +460,49 @@ class Work:
         return WorkResult.TIMEOUT if is_late else WorkResult.COMM_ERROR
 
 
+class WatchedWork(Work):
+    """A Work that tells where it was dropped, if nothing has waited for the verb by then."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if self._warn_dropped is not None and not self._done:
+            self._warn_dropped(self._note)
+
+
+class StartedWork(Work):
+    """The Work of a collective that the core has started: few programs do more than to wait for it.
+
+    It has ``_started``, the operation, and ``_fields``, what a Work is made with: where a program
+    asks for more it becomes a Work like others.
+    """
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = _UNSET) -> bool:
+        """See ``Work.wait``."""
+        if timeout is _UNSET and self._started.wait_plainly():
+            return True
+        self._unfold()
+        return self.wait(timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        self._unfold()
+        return getattr(self, name)
+
+    def _unfold(self) -> None:
+        with _unfolding:
+            if type(self) is StartedWork:
+                started, fields = self._started, self._fields
+                assert fields is not None
+                Work.__init__(self, *fields)
+                self._done = started.leave_work()
+                self.__class__ = WatchedWork  # type: ignore[assignment]
+
+
+_unfolding = threading.Lock()
+
+
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
     """The CUDA devices on which arrays, or lists of them, lie."""
     found: dict[torch.device, None] = {}
@@ -475,8 +524,8 @@ def is_ready(work: Work) -> bool:
 
 def bound(work: Work, timeout: timedelta) -> None:
     """Let ``work``, and waits for it that name no timeout, end at this one, not at the group's."""
+    work._operation.bound(timeout)  # first, since it makes the fields of a StartedWork
     work._timeout = timeout
-    work._operation.bound(timeout)
 
 
 def joined(works: Sequence[Work]) -> Work:
@@ -487,12 +536,15 @@ def joined(works: Sequence[Work]) -> Work:
     names = first._verb, first._group
     dropped = first._note, first._warn_dropped
     parts = _SeveralWorks([may_be_dropped(work) for work in works])
-    return Work(parts, first._timeout, first._explain, [], None, *names, False, None, *dropped)
+    return WatchedWork(
+        parts, first._timeout, first._explain, [], None, *names, False, None, *dropped
+    )
 
 
 def may_be_dropped(work: Work) -> Work:
     """``work``, of which nobody need know when it is done."""
-    work._warn_dropped = None
+    if work._warn_dropped is not None:  # asked, since that makes the fields of a StartedWork
+        work._warn_dropped = None
     return work
 
 

@@ -262,7 +262,7 @@ def every_verb_async() -> tuple:
         md.reduce_scatter_tensor(part, torch.arange(2.0), async_op=True),
         md.barrier(async_op=True),
     ]
-    assert all(type(work) is md.Work for work in works)
+    assert all(isinstance(work, md.Work) for work in works)
     assert works[-1].wait() is True
     done = [work.is_completed() for work in works]  # a barrier is behind what came before it
     for work in works:
