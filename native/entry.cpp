@@ -14,7 +14,7 @@ unsigned forks = 0;  // between this process and the one that loaded the module
 const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 namespace names {
-const Name fingerprint{"fingerprint"};
+const Name fingerprint{"fingerprint"}, value{"value"};
 }
 
 nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : whole(value); }
@@ -23,7 +23,8 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-             std::uint64_t member, nb::object calls, nb::object disagree)
+             std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
+             nb::object get_level, std::uint64_t most_level)
     : num_forks_(forks),
       notes_(notes),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
@@ -41,7 +42,10 @@ Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::
       member_(member),
       calls_(std::move(calls)),
       disagree_(std::move(disagree)),
-      empty_(nb::str("")) {}
+      empty_(nb::str("")),
+      compare_(std::move(compare)),
+      get_level_(std::move(get_level)),
+      most_level_(most_level) {}
 
 bool Entry::is_open() const {
   if (num_forks_ != forks) return false;
@@ -55,6 +59,9 @@ bool Entry::is_open() const {
 
 bool Entry::is_quiet(bool is_uneven) {
   if (!is_open()) return false;
+  if (!get_level_.is_none() && number(get(call_with(get_level_), names::value)) > most_level_) {
+    return false;
+  }
   if (!headers_) return true;
   if (static_cast<std::size_t>(PyList_Size(headers_->views.ptr())) != others_.size()) {
     others_.clear();
@@ -88,7 +95,7 @@ bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::ob
 }
 
 bool Entry::read(nb::handle x, Message& message) {
-  if (!is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
+  if (!compare_.is_none() || !is_open() || !PyLong_CheckExact(message.tag.ptr())) return false;
   int overflow = 0;
   message.number = PyLong_AsLongLongAndOverflow(message.tag.ptr(), &overflow);
   if (overflow != 0 || message.number < 0) return false;
@@ -110,14 +117,14 @@ std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* si
   const Known known = find(call, plain, is_uneven);
   const nb::object noted = is_uneven ? sizes_of(*sizes) : nb::object();
   const std::uint64_t sequence = notes_.keep_collective(known.call, noted);
-  if (headers_) compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
+  compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
   return call.title.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
 }
 
 bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
   if (!is_quiet()) return false;
   const std::uint64_t sequence = notes_.keep_collective(call);
-  if (headers_) compare(sequence, fingerprint, nullptr);
+  compare(sequence, fingerprint, nullptr);
   return true;
 }
 
@@ -188,6 +195,11 @@ Entry::Known Entry::find(const Key& key, bool is_kept, Make make) {
 }
 
 void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
+  if (headers_) compare_here(sequence, header, part);
+  if (!compare_.is_none()) call_with(compare_, whole(sequence), whole(header));
+}
+
+void Entry::compare_here(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
   const Words& mine = headers_->mine;
   if (part != nullptr) {
     const std::uint64_t start =

@@ -40,9 +40,13 @@ class Entry {
   // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
   // `calls` has the `Call` of each tuple of its fields, as Python makes it.
   // `disagree(number, message)` makes the error of members whose calls differ.
+  // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
+  // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
+  // before data move, and left to Python.
   Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-        std::uint64_t member, nb::object calls, nb::object disagree);
+        std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
+        nb::object get_level, std::uint64_t most_level);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -146,6 +150,7 @@ class Entry {
   template <class Make>
   Known find(const Key& key, bool is_kept, Make make);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
+  void compare_here(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
                const std::uint64_t* part) const;
   nb::object sizes_of(const Sizes& sizes);
@@ -160,6 +165,8 @@ class Entry {
   const nb::tuple ranks_;
   const std::uint64_t size_, member_;
   const nb::object calls_, disagree_, empty_;
+  const nb::object compare_, get_level_;
+  const std::uint64_t most_level_;
   std::vector<Words> others_;
   std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls
   const std::pair<const Key, Kept>* last_ = nullptr;

@@ -184,11 +184,9 @@ class Channel:
         op, root, title = prepared.noted_op, prepared.root, prepared.title
         call = get_call(verb, tensor, op, root, title, sizes is not None, tuple(layouts))
         prepared.call = call
-        on_stream, recorder = self.communicator.on_stream, self.recorder
+        recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts
-            if on_stream:
-                self._compare_before_data_move(call, tensor)
             return
         sent, taken = sizes or _EVEN
         note = recorder.note(self.group, call, sizes or ())
@@ -203,7 +201,7 @@ class Channel:
                 self._wait_for_the_slowest(header_table, sequence, bool(sent))
             if header_table.enter(sequence, call.fingerprint, sent, taken):
                 raise self.disagree(sequence)
-        if self.spans_hosts or on_stream:
+        if self.spans_hosts or self.communicator.on_stream:
             if self._comparison is not None:
                 self._comparison.enter(sequence, call.fingerprint)
             self._compare_before_data_move(call, tensor, sent, taken)
@@ -396,11 +394,12 @@ class Channel:
     def _native_entry(self) -> Any:
         """The native core's ``enter``, for plain calls; None where there is none."""
         notes = None
-        if core is not None and not self.spans_hosts:
+        if core is not None:
             notes = self.recorder.for_core(core.Notes, self.group)
         if notes is None:
             return None
-        table, matching = self.header_table, self.matching
+        table, matching, comparison = self.header_table, self.matching, self._comparison
+        on_stream = self.communicator.on_stream
         return core.Entry(
             notes,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
@@ -413,6 +412,9 @@ class Channel:
             member=self.group.rank,
             calls=calls,
             disagree=self.disagree,
+            compare=None if comparison is None else comparison.enter,
+            get_level=torch.distributed.get_debug_level if self.spans_hosts or on_stream else None,
+            most_level=self._most_level.value,
         )
 
     def _compares_first(self) -> bool:
@@ -420,10 +422,12 @@ class Channel:
 
         On a wire whose verbs are enqueued nobody waits any more where one that comes late differs.
         """
-        level = get_debug_level()
-        return level == DebugLevel.DETAIL or (
-            self.communicator.on_stream and level != DebugLevel.OFF
-        )
+        return bool(get_debug_level().value > self._most_level.value)
+
+    @property
+    def _most_level(self) -> DebugLevel:
+        """Up to this debug level data may move before all members have come."""
+        return DebugLevel.OFF if self.communicator.on_stream else DebugLevel.INFO
 
     def _compare_before_data_move(
         self,

@@ -112,7 +112,8 @@ class Entry:
     ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
     broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
     ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
-    the error where calls differ.
+    the error where calls differ. ``compare(sequence, fingerprint)`` compares with other hosts.
+    Where the level that ``get_level`` gives is above ``most_level``, calls are left to Python.
     """
 
     def __init__(
@@ -128,6 +129,9 @@ class Entry:
         member: int,
         calls: Mapping[tuple[Any, ...], Any],
         disagree: Callable[[int, tuple[bool, int, int] | None], BaseException],
+        compare: Callable[[int, int], object] | None,
+        get_level: Callable[[], Any] | None,
+        most_level: int,
     ) -> None: ...
     def enter(self, call: Any, fingerprint: int, /) -> bool:
         """Note and compare an even call; False where Python is to do it, and nothing was done."""

@@ -321,3 +321,54 @@ def left_alone() -> tuple[list[str], int]:
 
 def test_it_leaves_alone_what_the_class_does_otherwise(pool: Pool) -> None:
     assert pool.run(left_alone, 2) == [([], 0)] * 2
+
+
+def compared_across_hosts() -> tuple[bool, int, bool]:
+    """Whether calls are compared, how many, and whether none takes the fast path at DETAIL."""
+    group, spy = opened()
+    channel = group.open_channel("cpu")
+    for _ in range(5):
+        md.all_reduce(torch.ones(2))
+    taken = len(spy.answers) == 5 and all(spy.answers)
+    comparison = channel.opened.comparison
+    compared = channel.recorder.sequence - comparison.last
+    before = md.get_debug_level()
+    md.set_debug_level(md.DebugLevel.DETAIL)
+    md.all_reduce(torch.ones(2))
+    md.set_debug_level(before)
+    return taken, compared, spy.answers[5:] == [False]
+
+
+def test_a_group_that_spans_hosts_takes_it_and_compares_its_calls(pool: Pool) -> None:
+    found = pool.run(compared_across_hosts, 3, hosts="ABA")
+    assert found == [(True, 0, True)] * 3
+
+
+def test_members_on_both_paths_meet_across_hosts(pool: Pool) -> None:
+    for rank, (results, num_fast, notes) in enumerate(pool.run(both_paths, 2, (3,), hosts="AB")):
+        assert all(result == results[0] for result in results)
+        assert num_fast == [NUM_CALLS * (turn >> rank & 1) for turn in range(4)]
+        assert all(note == notes[0] for note in notes)
+
+
+def late_difference(is_fast: bool) -> str:
+    """The error of calls that Gloo carries alike and that differ between hosts."""
+    group, _ = opened()
+    group.fast_path = group.fast_path if is_fast else None
+    x = torch.ones(2, dtype=torch.float32 if md.get_rank() else torch.int32)
+
+    def go_on() -> None:
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            md.broadcast(x, 0)
+
+    with pytest.raises(md.AgreementError) as caught:
+        go_on()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_calls_that_differ_between_hosts_are_told(is_fast: bool, pool: Pool) -> None:
+    for text in pool.run(late_difference, 2, is_fast, hosts="AB"):
+        assert text.startswith("the members of a group disagree about")
+        assert "broadcast((2,) int32, root rank 0)" in text
