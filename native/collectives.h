@@ -129,6 +129,7 @@ class Collectives {
   Status reduce_scatter(Job& job);
   Status reduce_scatter_apart(Job& job);
   Status all_to_all(Job& job);
+  bool is_small_and_even(const Job& job) const;
   void lay_lanes();
   void lay_side_by_side(Lane* lanes, std::size_t room) const;
   std::uint64_t find_ends(std::uint64_t first);

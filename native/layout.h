@@ -58,6 +58,7 @@ enum Hint : std::uint32_t {
   kHintStreamLittle = 16,
   kHintOwn = 32,     // the line's bytes are a Place in the member's own memory
   kHintMissed = 64,  // this member could not do what all had to: read another's memory, or reserve
+  kHintEven = 128,   // of an all-to-all: equal parts, which lie in the slot of the round already
 };
 
 // What one member says it is calling; members must agree on all of it.

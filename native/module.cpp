@@ -123,6 +123,7 @@ NB_MODULE(native, m) {
   nb::class_<PyOperation>(m, "Started")
       .def("wait", &PyOperation::wait)
       .def("wait_plainly", &PyOperation::wait_plainly)
+      .def("may_be_dropped", &PyOperation::may_be_dropped)
       .def("leave_work", &PyOperation::leave_work)
       .def("is_done", &PyOperation::is_done)
       .def("failure", &PyOperation::failure)

@@ -101,11 +101,13 @@ class PyOperation {
     return is_waited_for_;
   }
 
-  // The Work has fields of its own from now on; whether it has waited.
-  bool leave_work() {
+  // Nobody need know when it is done.
+  void may_be_dropped() { warn_dropped_ = nb::none(); }
+
+  // The Work has fields of its own from now on: what it calls where it is dropped, and whether it has waited.
+  nb::object leave_work() {
     wait_name_ = nb::handle();
-    warn_dropped_.reset();
-    return is_waited_for_;
+    return tuple_of(nb::object(std::move(warn_dropped_)), nb::bool_(is_waited_for_));
   }
 
   virtual void finish(nb::handle timeout) {

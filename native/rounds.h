@@ -117,6 +117,14 @@ class Rounds {
     return false;
   }
 
+  // Whether all members have published `round`, which all have, with `hint`.
+  bool everyone_hints(std::uint64_t round, std::uint32_t hint) const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if ((line(j, round).hints & hint) == 0) return false;
+    }
+    return true;
+  }
+
   // What the last failing call saw.
   Failure failure;
 

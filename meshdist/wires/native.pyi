@@ -453,8 +453,14 @@ class Started:
         """Wait for a fast path's collective within its group's timeout; False where it has not
         ended well, or this is a verb inside a verb: then ``Work`` waits."""
 
-    def leave_work(self) -> bool:
-        """Let the Work tell that it was dropped; whether ``wait_plainly`` has waited."""
+    def may_be_dropped(self) -> None:
+        """Let nothing be said where its ``Work`` is dropped."""
+
+    def leave_work(self) -> tuple[Callable[[int], None] | None, bool]:
+        """What ``Work`` calls with its note where it is dropped; whether ``wait_plainly`` waited.
+
+        Nothing is said here from then on.
+        """
 
     def is_done(self) -> bool: ...
     def failure(self) -> Failure:

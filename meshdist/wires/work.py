@@ -496,7 +496,7 @@ class StartedWork(Work):
                 started, fields = self._started, self._fields
                 assert fields is not None
                 Work.__init__(self, *fields)
-                self._done = started.leave_work()
+                self._warn_dropped, self._done = started.leave_work()
                 self.__class__ = WatchedWork  # type: ignore[assignment]
 
 
@@ -543,7 +543,9 @@ def joined(works: Sequence[Work]) -> Work:
 
 def may_be_dropped(work: Work) -> Work:
     """``work``, of which nobody need know when it is done."""
-    if work._warn_dropped is not None:  # asked, since that makes the fields of a StartedWork
+    if type(work) is StartedWork:
+        work._started.may_be_dropped()
+    else:
         work._warn_dropped = None
     return work
 
