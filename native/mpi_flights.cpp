@@ -53,7 +53,7 @@ bool MpiFlights::settle(Flight& flight) {
 }
 
 bool MpiFlights::progress() {
-  const auto is_in_flight = [](const FlightPtr& one) { return !one->is_done; };
+  const auto is_in_flight = [](const FlightPtr& flight) { return !flight->is_done; };
   const auto found = std::find_if(flights_.begin(), flights_.end(), is_in_flight);
   if (found == flights_.end()) return false;
   const FlightPtr flight = *found;
@@ -64,7 +64,7 @@ bool MpiFlights::progress() {
 bool MpiFlights::close() {
   static auto* const abandoned = new std::list<FlightPtr>;  // until the process ends
   std::list<FlightPtr> left(flights_);
-  left.remove_if([&](const FlightPtr& one) { return settle(*one); });
+  left.remove_if([&](const FlightPtr& flight) { return settle(*flight); });
   is_closed_ = true;
   flights_.clear();
   const bool are_left = !left.empty();
@@ -84,7 +84,7 @@ nb::object MpiFlights::take(std::uint64_t bytes) {
   return checked(PyByteArray_FromStringAndSize(nullptr, size));
 }
 
-void MpiFlights::give(nb::object&& scratch) {
+void MpiFlights::give(nb::object scratch) {
   if (!scratch.is_valid() || PyByteArray_Size(scratch.ptr()) > kMostScratch) return;
   scratch_ = std::move(scratch);
 }

@@ -46,9 +46,10 @@ class MpiFlights {
   // Write what MPI has reduced to where it belongs, if it is recoded and `to` is not 0.
   void decode(const Collective& call, Address to) const;
 
-  // Memory of at least so many bytes, in a bytearray, which may be given back; `give` takes none, too.
+  // Memory of at least so many bytes: a bytearray, to be given back for later calls. A null object may
+  // be given, too.
   nb::object take(std::uint64_t bytes);
-  void give(nb::object&& scratch);
+  void give(nb::object scratch);
 
  private:
   static constexpr Py_ssize_t kMostScratch = 256 << 20;  // that is kept

@@ -35,9 +35,9 @@ __all__ = [
     "MpiReduction",
     "find_plan",
     "mpi_type",
+    "native_reductions",
     "op_of",
     "packed",
-    "native_reductions",
     "plain_sums",
     "plan_of",
     "unpacked",
@@ -243,7 +243,7 @@ def native_reductions(
 
 
 def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, ...]:
-    """One of them; () where it is not native."""
+    """The entry of a dtype in ``native_reductions``; () where Python reduces it."""
     travelling = plan.in_order or plan.wide or dtype
     handles = mpi_type(MPI, travelling).handle, op_of(MPI, plan).handle
     if plan.is_plain:

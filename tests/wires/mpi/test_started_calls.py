@@ -41,6 +41,30 @@ def test_all_verbs_give_the_same_on_both_ways(
         assert all(found)
 
 
+def kinds_of_operations() -> set[str]:
+    """What Works wait for."""
+    md.all_reduce(torch.ones(1))
+    size = md.get_world_size()
+    x, whole = torch.ones(2), torch.ones(2 * size)
+    works = (
+        md.all_reduce(x, md.ReduceOp.AVG, async_op=True),
+        md.reduce(x, 0, md.ReduceOp.MAX, async_op=True),
+        md.reduce_scatter_tensor(x.int(), whole.int(), md.ReduceOp.AVG, async_op=True),
+        md.broadcast(x, 0, async_op=True),
+        md.all_gather(list(whole.split(2)), x, async_op=True),
+        md.all_to_all_single(torch.empty(2 * size), whole, async_op=True),
+        md.barrier(async_op=True),
+    )
+    for work in works:
+        assert work is not None
+        work.wait()
+    return {type(work._operation).__name__ for work in works if work is not None}
+
+
+def test_works_wait_natively(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(kinds_of_operations) == [{"MpiStarted"}] * 2
+
+
 def test_works_tell_the_same_on_both_ways(pool: Pool) -> None:
     for native, in_python in job_of(pool, 2).run_in_world(works_of_both_ways):
         assert native == in_python
