@@ -172,12 +172,15 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
     Key key{tensor.code | tensor.bits << 8 | std::int64_t{tensor.lanes} << 16 |
             std::int64_t{tensor.num_dims} << 32};
     for (std::int32_t i = 0; i < tensor.num_dims; ++i) key[i + 1] = tensor.shape[i];
-    auto found = kinds_.find(key);
-    if (found == kinds_.end()) {
-      if (kinds_.size() >= kMostKinds) kinds_.clear();
-      found = kinds_.emplace(key, kind_of(x)).first;
+    if (last_kind_ == nullptr || last_kind_->first != key) {
+      auto found = kinds_.find(key);
+      if (found == kinds_.end()) {
+        if (kinds_.size() >= kMostKinds) kinds_.clear();
+        found = kinds_.emplace(key, kind_of(x)).first;
+      }
+      last_kind_ = &*found;
     }
-    kind = &found->second;
+    kind = &last_kind_->second;
   } else {
     unkept = kind_of(x);
   }

@@ -86,6 +86,7 @@ class PlainReader {
   nb::dict codes_;
   int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it
   std::unordered_map<Key, Kind, Hash> kinds_;  // programs repeat their shapes
+  const std::pair<const Key, Kind>* last_kind_ = nullptr;
 };
 
 }  // namespace meshdist
