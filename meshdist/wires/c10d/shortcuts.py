@@ -101,7 +101,9 @@ def find_shortcut(
     if not DTYPES[found].is_in_c10d or (is_empty and verb in ("all_gather", "reduce_scatter")):
         return None
     if call.op is not None:
-        return _find_reduction(wire, call, method, kind, found)
+        shortcut = _find_reduction(wire, call, method, kind, found)
+        is_gathered = shortcut is not None and shortcut[0] == "_allgather_base"
+        return None if is_empty and is_gathered else shortcut
     if is_list and "all_to_all" in wire.lacking:
         return method, wire.options_for(kind, call), _pack, _ANY_SIZE
     return "alltoall" if is_list else method, wire.options_for(kind, call), None, _ANY_SIZE

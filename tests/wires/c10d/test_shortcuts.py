@@ -311,6 +311,7 @@ def left_alone() -> tuple[list[str], int]:
         "bits of floats": lambda: spy.all_reduce(x, md.ReduceOp.BAND),
         "narrow floats, many": lambda: spy.all_reduce(torch.ones(1 << 20).half(), md.ReduceOp.SUM),
         "nothing to gather": lambda: spy.all_gather_single(row[:, :0], x[:0]),
+        "no narrow floats": lambda: spy.all_reduce(x[:0].half(), md.ReduceOp.SUM),
         "a reduction of another dtype": lambda: spy.reduce(x, md.ReduceOp.MAX, 0),
         "a message": lambda: spy.send(x, 1 - group.rank(), 0),
     }
