@@ -109,7 +109,9 @@ def test_peers_are_global_ranks_or_group_ranks_and_recv_returns_the_global_one(o
 def results() -> list:
     x = torch.full((2,), md.get_rank() + 1.0)
     if md.get_rank() == 0:
-        return [md.send(x, dst=1), isinstance(md.isend(x, dst=1), md.Work)]
+        sent, work = md.send(x, dst=1), md.isend(x, dst=1)
+        work.wait()
+        return [sent, isinstance(work, md.Work)]
     source, work = md.recv(x, src=0), md.irecv(x, src=0)
     work.wait()
     return [source, isinstance(work, md.Work)]

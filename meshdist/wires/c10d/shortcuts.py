@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -75,38 +75,47 @@ class ShortCommunicator(BuildingCommunicator, Protocol):
     ) -> Any: ...
 
 
-def find_shortcut(
-    wire: ShortCommunicator,
-    like: PreparedCall,
-    verb: str,
-    op: int,
-    dtype: int,
-    root: int,
-    is_list: bool,
-    is_empty: bool,
-) -> Shortcut | None:
-    """The shortcut of some calls; None where Python does them.
+class _CallsAlike(NamedTuple):
+    """The calls that have one shortcut.
 
     Args:
-        like: has the timeout of each, and whether its caller waits.
         verb, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
         is_list: whether an all-to-all is of lists of tensors.
         is_empty: whether nothing is moved.
     """
-    way, method, kind = _METHODS[verb]
-    call = like.by(way, (), (), _OPS.get(op), None if root < 0 else root)
-    found = _DTYPES[dtype]
+
+    verb: str
+    op: int
+    dtype: int
+    root: int
+    is_list: bool
+    is_empty: bool
+
+
+def find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
+    """The shortcut of the calls of a ``_CallsAlike``, given its fields; None where Python does them.
+
+    ``like`` has the timeout of each, and whether its caller waits.
+    """
+    kind = _CallsAlike(*of)
+    verb = kind.verb
+    way, method, options = _METHODS[verb]
+    call = like.by(way, (), (), _OPS.get(kind.op), None if kind.root < 0 else kind.root)
+    dtype = _DTYPES[kind.dtype]
     if verb == "barrier":
-        return method, wire.options_for(kind, call), None, _ANY_SIZE
-    if not DTYPES[found].is_in_c10d or (is_empty and verb in ("all_gather", "reduce_scatter")):
+        return method, wire.options_for(options, call), None, _ANY_SIZE
+    if not DTYPES[dtype].is_in_c10d:
+        return None
+    if kind.is_empty and verb in ("all_gather", "reduce_scatter"):
         return None
     if call.op is not None:
-        shortcut = _find_reduction(wire, call, method, kind, found)
+        shortcut = _find_reduction(wire, call, method, options, dtype)
         is_gathered = shortcut is not None and shortcut[0] == "_allgather_base"
-        return None if is_empty and is_gathered else shortcut
-    if is_list and "all_to_all" in wire.lacking:
-        return method, wire.options_for(kind, call), _pack, _ANY_SIZE
-    return "alltoall" if is_list else method, wire.options_for(kind, call), None, _ANY_SIZE
+        return None if kind.is_empty and is_gathered else shortcut
+    if kind.is_list and "all_to_all" in wire.lacking:
+        return method, wire.options_for(options, call), _pack, _ANY_SIZE
+    method = "alltoall" if kind.is_list else method
+    return method, wire.options_for(options, call), None, _ANY_SIZE
 
 
 def _find_reduction(
