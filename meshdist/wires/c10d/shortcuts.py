@@ -93,7 +93,7 @@ class _CallsAlike(NamedTuple):
 
 
 def find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
-    """The shortcut of the calls of a ``_CallsAlike``, given its fields; None where Python does them.
+    """The shortcut of the calls of a ``_CallsAlike``, given its fields; None where Python does it.
 
     ``like`` has the timeout of each, and whether its caller waits.
     """
