@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 TESTS = (
+    "tests/native/test_torch_layout.py",
     "tests/torch_process_groups",
     "tests/examples/test_torch_programs.py",
     "tests/mesh/test_torch_interop.py",
