@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.autograd.profiler as profiler
@@ -65,7 +65,7 @@ def run_titled(
         if async_op and path is not None:
             path = path.starting
         if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
-            return cast("Work | None", work)
+            return work  # type: ignore[no-any-return]
         return run_unnested(verb, _run, verb, group, title, given, async_op)
     count = sum(map(num_bytes, given))
     with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):

@@ -167,7 +167,12 @@ def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
         >>> with_kinds("V:dp,tp", {"dp": "I"})
         'V:tp'
     """
-    return type_text({**kinds_in(text), **kinds})
+    return _with_kinds(text, *kinds.items())
+
+
+@lru_cache(maxsize=4096)
+def _with_kinds(text: str, *kinds: tuple[str, str]) -> str:
+    return type_text({**kinds_in(text), **dict(kinds)})
 
 
 def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:

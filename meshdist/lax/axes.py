@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -64,12 +63,13 @@ def on_leaves(
     """
     result: T  # of the form of `x`, which no checker can see
     typed = find_typed_verb(verb, axes, to)
-    if typed is None and isinstance(x, torch.Tensor):  # by far the most frequent; needs no tree
-        plain = as_tensor(x, argument="x", verb=verb, writable=False)
-        result = on_tensor(plain, resolve_group(axes))
+    # One tensor is by far the most frequent, and needs no tree.
+    carry: Callable[..., T] = _on_tensor if isinstance(x, torch.Tensor) else _on_leaves
+    if typed is None:
+        result = carry(verb, on_tensor, x, axes, on_number, check, None)
         return result
-    with nullcontext() if typed is None else HiddenFromModes():
-        result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+    with HiddenFromModes():
+        result = carry(verb, on_tensor, x, axes, on_number, check, typed)
         return result
 
 
@@ -80,6 +80,24 @@ def itself(number: Any) -> Any:
 
 def unsent(number: Any) -> None:
     """The mark of verbs that send nothing, where a number stays as it is."""
+
+
+def _on_tensor(
+    verb: str,
+    on_tensor: OnTensor,
+    x: torch.Tensor,
+    axes: DeviceMesh,
+    on_number: object,
+    check: Callable[[torch.Tensor, ProcessGroup], object] | None,
+    typed: TypedVerb | None,
+) -> Any:
+    plain = as_tensor(x, argument="x", verb=verb, writable=False)
+    group = resolve_group(axes)
+    if typed is None:  # else the kind is checked first, and before that ``check``
+        return on_tensor(plain, group)
+    if check is not None:
+        check(plain, group)
+    return typed.checked(on_tensor, x)(plain, group, leaf="x")
 
 
 def _on_leaves(
@@ -241,8 +259,10 @@ def get_axes(
         return _alone(verb, axis_name, mesh, argument)
     given, mesh = mesh, mesh or find_current_mesh()
     mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+    is_name = isinstance(axis_name, str)
+    names: Any = (axis_name,) if is_name else axis_name
+    is_tuple = isinstance(names, tuple)
+    if not (is_name or (is_tuple and all(isinstance(name, str) for name in names))):
         raise KindError(
             f"{verb} cannot take {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",

@@ -540,7 +540,7 @@ class DeviceMesh:
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
     """This rank's place along the axes of ``mesh``."""
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh._coordinate
     if coordinate is None:
         world, ranks = mesh.world, mesh._root.layout.ranks().ravel().tolist()
         raise NotInGroupError(

@@ -189,6 +189,8 @@ class ContextMode(TorchFunctionMode):
     Attributes:
         casts: what it has cast.
         is_asleep: whether ``md.untyped()`` has paused it.
+        own_axes: by ``id``, the meshes that its verbs have named, and the axes along which they
+            lie.
         owners: by axis, the name of what reduces gradients over it behind the backward, and so
             needs a loss that varies there.
     """
@@ -208,6 +210,7 @@ class ContextMode(TorchFunctionMode):
         self.joins: dict[
             Any, JoinedType
         ] = {}  # by the operands' types, and by linearity where it counts
+        self.own_axes: dict[int, tuple[DeviceMesh, tuple[str, ...]]] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
         """Note what made ``result``, in a context that notes it (``provenance``)."""

@@ -127,7 +127,12 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
     """The verb as the context has it that the call is in; None where there is no context."""
     mode = find_context()
-    return None if mode is None else TypedVerb(mode, verb, _context_axes(mode, axes, verb), to)
+    if mode is None:
+        return None
+    known = mode.own_axes.get(id(axes))
+    if known is None:
+        known = mode.own_axes[id(axes)] = axes, _context_axes(mode, axes, verb)
+    return TypedVerb(mode, verb, known[1], to)
 
 
 class TypedVerb:
