@@ -67,7 +67,7 @@ class PyOperation {
     }
   }
   virtual ~PyOperation() {
-    if (!warn_dropped_.is_valid() || warn_dropped_.is_none() || is_waited_for_) return;
+    if (!warn_dropped_.is_valid() || warn_dropped_.is_none()) return;
     const nb::error_scope scope;  // the program may drop it as an error goes on
     try {
       call_with(warn_dropped_, whole(note_of_work_));
@@ -96,6 +96,7 @@ class PyOperation {
   bool wait_plainly() {
     if (is_waited_for_) return true;
     if (!wait_name_.is_valid() || MainThread::is_nested()) return false;
+    may_be_dropped();  // also where the wait fails, or an error of a signal's handler ends it
     const MainThread::Within within(wait_name_);
     is_waited_for_ = wait(timeout_) == 0;
     return is_waited_for_;
@@ -107,7 +108,7 @@ class PyOperation {
   // The Work has fields of its own from now on: what it calls where it is dropped, and whether it has waited.
   nb::object leave_work() {
     wait_name_ = nb::handle();
-    return tuple_of(nb::object(std::move(warn_dropped_)), nb::bool_(is_waited_for_));
+    return tuple_of(std::exchange(warn_dropped_, nb::none()), nb::bool_(is_waited_for_));
   }
 
   virtual void finish(nb::handle timeout) {

@@ -85,8 +85,9 @@ class Work:
         default_factory=list, init=False
     )
     _deadline: Deadline | None = field(default=None, init=False)
-    _started: Any = field(default=None, init=False)
-    _fields: tuple[Any, ...] | None = field(default=None, init=False)
+    # Of a StartedWork, also once it has become another: a thread may be about to wait for it.
+    _started: Any = field(init=False)
+    _fields: tuple[Any, ...] = field(init=False)
 
     def __repr__(self) -> str:
         """The verb and its state, without a poll of the wire."""
@@ -483,24 +484,29 @@ class StartedWork(Work):
         """See ``Work.wait``."""
         if timeout is _UNSET and self._started.wait_plainly():
             return True
-        self._unfold()
+        _unfold(self)
         return self.wait(timeout)
 
     def __getattr__(self, name: str) -> Any:
-        self._unfold()
+        _unfold(self)
         return getattr(self, name)
 
-    def _unfold(self) -> None:
-        with _unfolding:
-            if type(self) is StartedWork:
-                started, fields = self._started, self._fields
-                assert fields is not None
-                Work.__init__(self, *fields)
-                self._warn_dropped, self._done = started.leave_work()
-                self.__class__ = WatchedWork  # type: ignore[assignment]
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the Work that this becomes: without fields it could not become any."""
+        _unfold(self)
+        return self.__reduce_ex__(protocol)
 
 
-_unfolding = threading.Lock()
+_unfolding = threading.RLock()  # a signal's handler may ask for another Work meanwhile
+
+
+def _unfold(work: StartedWork) -> None:
+    """Make a Work like others of ``work``, unless another thread just has."""
+    with _unfolding:
+        if type(work) is StartedWork:
+            Work.__init__(work, *work._fields)
+            work._warn_dropped, work._done = work._started.leave_work()
+            work.__class__ = WatchedWork  # type: ignore[assignment]
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:

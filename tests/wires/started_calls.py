@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import time
+import warnings
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -167,3 +169,56 @@ def kept_by_works() -> list[bool]:
     del read
     gc.collect()
     return [in_cycle() is not None, is_read() is not None]
+
+
+def waited_for_as_another_asks() -> None:
+    """A thread that is about to wait finds that another thread has asked the Work for more."""
+    x = torch.ones(2)
+    md.all_reduce(x)
+    for asks_late in (False, True):
+        work = md.all_reduce(x, async_op=True)
+        assert work is not None
+        wait = type(work).wait  # as the thread looks it up
+        if asks_late:
+            wait(work)
+        work.is_completed()
+        assert wait(work) and type(work).wait is not wait
+
+
+def copied() -> None:
+    """A copy of a Work waits, too."""
+    x = torch.ones(2)
+    md.all_reduce(x)
+    work = md.all_reduce(x, async_op=True)
+    assert work is not None
+    assert copy.copy(work).wait() and work.wait()
+
+
+def dropped_after_others_know() -> list[str]:
+    """Warnings about Works of which a wait was ended by a handler, or another thread waits."""
+    x = torch.ones(2)
+    md.all_reduce(x)
+    me = md.get_rank()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for is_interrupted in (False, True):
+            md.barrier()
+            if me != 0:
+                time.sleep(0.5)
+            work = md.all_reduce(x, async_op=True)
+            assert work is not None
+            if me != 0:
+                work.wait()
+            elif is_interrupted:
+                seconds_until_interrupted(work.wait)
+            else:
+                thread = threading.Thread(target=work.wait)
+                thread.start()
+                time.sleep(0.1)
+                work.is_completed()
+                thread.join()
+                del thread
+            del work
+            gc.collect()
+        md.all_reduce(x)
+    return [str(one.message) for one in found]

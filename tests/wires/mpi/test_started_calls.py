@@ -18,10 +18,13 @@ from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.started_calls import (
     both_ways,
+    copied,
+    dropped_after_others_know,
     in_any_order,
     kept_by_works,
     late,
     starts_another_when_it_is_done,
+    waited_for_as_another_asks,
     waits_again_after_an_interrupt,
     works_of_both_ways,
 )
@@ -77,6 +80,18 @@ def test_calls_in_flight_end_in_any_order(size: int, pool: Pool) -> None:
 
 def test_an_interrupted_wait_leaves_the_call_in_flight(pool: Pool) -> None:
     assert job_of(pool, 2).run_in_world(waits_again_after_an_interrupt) == [(True, 6.0)] * 2
+
+
+def test_two_threads_may_ask_a_work_at_once(pool: Pool) -> None:
+    job_of(pool, 2).run_in_world(waited_for_as_another_asks)
+
+
+def test_a_work_may_be_copied(pool: Pool) -> None:
+    job_of(pool, 2).run_in_world(copied)
+
+
+def test_a_wait_that_is_known_of_lets_a_work_be_dropped(pool: Pool) -> None:
+    assert job_of(pool, 2).run_in_world(dropped_after_others_know) == [[], []]
 
 
 def test_a_wait_that_is_late_says_who_is_missing(pool: Pool) -> None:

@@ -15,10 +15,13 @@ from tests.load import is_within
 from tests.pool import Pool
 from tests.wires.started_calls import (
     both_ways,
+    copied,
+    dropped_after_others_know,
     in_any_order,
     kept_by_works,
     late,
     starts_another_when_it_is_done,
+    waited_for_as_another_asks,
     waits_again_after_an_interrupt,
     works_of_both_ways,
 )
@@ -53,6 +56,18 @@ def test_calls_in_flight_end_in_any_order(size: int, pool: Pool) -> None:
 
 def test_an_interrupted_wait_leaves_the_call_in_flight(pool: Pool) -> None:
     assert on(pool, waits_again_after_an_interrupt, 2) == [(True, 6.0)] * 2
+
+
+def test_two_threads_may_ask_a_work_at_once(pool: Pool) -> None:
+    on(pool, waited_for_as_another_asks, 2)
+
+
+def test_a_work_may_be_copied(pool: Pool) -> None:
+    on(pool, copied, 2)
+
+
+def test_a_wait_that_is_known_of_lets_a_work_be_dropped(pool: Pool) -> None:
+    assert on(pool, dropped_after_others_know, 2) == [[], []]
 
 
 def test_a_wait_that_is_late_says_who_is_missing(pool: Pool) -> None:
