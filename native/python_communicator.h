@@ -87,7 +87,7 @@ class PyOperation {
   // `warn_dropped(note)` where it is dropped before that.
   void serve(double timeout, nb::handle wait, nb::object warn_dropped, std::uint64_t note) {
     timeout_ = timeout;
-    wait_name_ = wait;
+    wait_name_ = nb::borrow(wait);
     warn_dropped_ = std::move(warn_dropped);
     note_of_work_ = note;
   }
@@ -107,7 +107,7 @@ class PyOperation {
 
   // The Work has fields of its own from now on: what it calls where it is dropped, and whether it has waited.
   nb::object leave_work() {
-    wait_name_ = nb::handle();
+    wait_name_.reset();
     return tuple_of(std::exchange(warn_dropped_, nb::none()), nb::bool_(is_waited_for_));
   }
 
@@ -135,7 +135,7 @@ class PyOperation {
   nb::object note_;
   // Of a Work.
   double timeout_ = 0;
-  nb::handle wait_name_;  // its path's
+  nb::object wait_name_;
   nb::object warn_dropped_;
   std::uint64_t note_of_work_ = 0;
   bool is_waited_for_ = false;

@@ -222,3 +222,23 @@ def dropped_after_others_know() -> list[str]:
             gc.collect()
         md.all_reduce(x)
     return [str(one.message) for one in found]
+
+
+def waited_for_behind_the_end() -> int:
+    """How many Works have failed, of groups that were closed, and dropped, before they were done."""
+    num_failed = 0
+    for _ in range(20):
+        group, works = md.new_group([0, 1]), []
+        md.all_reduce(torch.ones(2), group=group)
+        if md.get_rank() == 0:
+            works = [md.all_reduce(torch.ones(n), group=group, async_op=True) for n in (2, 90_000)]
+        md.destroy_process_group(group)
+        del group
+        gc.collect()
+        for work in works:
+            assert work is not None
+            try:
+                work.wait()
+            except md.BackendError:
+                num_failed += 1
+    return num_failed

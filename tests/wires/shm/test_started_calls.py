@@ -22,6 +22,7 @@ from tests.wires.started_calls import (
     late,
     starts_another_when_it_is_done,
     waited_for_as_another_asks,
+    waited_for_behind_the_end,
     waits_again_after_an_interrupt,
     works_of_both_ways,
 )
@@ -60,6 +61,10 @@ def test_an_interrupted_wait_leaves_the_call_in_flight(pool: Pool) -> None:
 
 def test_two_threads_may_ask_a_work_at_once(pool: Pool) -> None:
     on(pool, waited_for_as_another_asks, 2)
+
+
+def test_a_work_fails_that_is_waited_for_behind_the_end_of_its_group(pool: Pool) -> None:
+    assert on(pool, waited_for_behind_the_end, 2) == [40, 0]
 
 
 def test_a_work_may_be_copied(pool: Pool) -> None:
