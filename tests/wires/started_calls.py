@@ -225,7 +225,7 @@ def dropped_after_others_know() -> list[str]:
 
 
 def waited_for_behind_the_end() -> int:
-    """How many Works have failed, of groups that were closed, and dropped, before they were done."""
+    """How many Works have failed, of groups that were closed and dropped before."""
     num_failed = 0
     for _ in range(20):
         group, works = md.new_group([0, 1]), []
