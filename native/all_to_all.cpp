@@ -25,7 +25,7 @@ Status Collectives::all_to_all(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
   const std::uint64_t announced = rounds_.next();
-  const std::size_t part = job.ins[0].count * item_;  // of even ones
+  const std::size_t part = job.ins[0].count * item_;  // where parts are even
   if (is_small_and_even(job)) {
     for (unsigned j = 0; j < n; ++j) {
       if (j != me) copy_in(slots_.at(me, announced) + j * part, job.ins[j].data, part);

@@ -129,6 +129,7 @@ bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size
 }
 
 PlainReader::PlainReader() : tensor_type_(nb::module_::import_("torch").attr("Tensor")) {
+  TorchTensor::look();
   const nb::object torch = nb::module_::import_("torch");
   for (std::size_t code = 0; code < kNumDtypes; ++code) {
     const nb::object dtype = nb::getattr(torch, kDtypeNames[code], nb::none());  // none in an older one
@@ -178,7 +179,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
         if (kinds_.size() >= kMostKinds) kinds_.clear();
         found = kinds_.emplace(key, kind_of(x)).first;
       }
-      last_kind_ = &*found;
+      last_kind_ = &*found;  // also behind `clear`
     }
     kind = &last_kind_->second;
   } else {

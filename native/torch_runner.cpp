@@ -22,15 +22,15 @@ nb::object flats(const nb::object& tensors) {
   if (!PyTuple_Check(tensors.ptr())) {
     list.append(flat(tensors));
   } else {
-    for (nb::handle one : tensors) list.append(flat(one));
+    for (nb::handle tensor : tensors) list.append(flat(tensor));
   }
   return list;
 }
 
 // As c10d takes the lists of several devices.
-nb::object listed(const nb::object& one) {
+nb::object listed(const nb::object& tensors) {
   nb::list list;
-  if (nb::len(one) != 0) list.append(one);
+  if (nb::len(tensors) != 0) list.append(tensors);
   return list;
 }
 
@@ -52,7 +52,6 @@ Arguments arguments_of(const Collective& call) {
     case Verb::reduce_scatter:
       return {first(call.written), flat(call.read)};
     case Verb::all_gather_v:
-      return {listed(flats(call.written)), flats(call.read)};
     case Verb::gather:
       return {listed(flats(call.written)), flats(call.read)};
     case Verb::scatter:
@@ -74,7 +73,7 @@ Arguments arguments_of(const Collective& call) {
 // Calls `function`, or the method of that name of the first argument where it is a name.
 nb::object call_by_list(nb::handle function, const Arguments& given) {
   std::vector<PyObject*> pointers;
-  for (const nb::object& one : given) pointers.push_back(one.ptr());
+  for (const nb::object& argument : given) pointers.push_back(argument.ptr());
   const auto call = PyUnicode_Check(function.ptr()) ? PyObject_VectorcallMethod : PyObject_Vectorcall;
   return checked(call(function.ptr(), pointers.data(), pointers.size(), nullptr));
 }
@@ -113,7 +112,7 @@ TorchRunner::Begun TorchRunner::begin(const Collective& call) const {
   if (!shortcut.prepare.is_none()) {
     const nb::object prepared = call_by_list(shortcut.prepare, given);
     given.clear();
-    for (nb::handle one : nb::object(prepared[0])) given.push_back(nb::borrow(one));
+    for (nb::handle argument : nb::object(prepared[0])) given.push_back(nb::borrow(argument));
     begun.then = prepared[1];
   }
   given.insert(given.begin(), get(communicator_, names::group));

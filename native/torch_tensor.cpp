@@ -45,24 +45,39 @@ void* find_symbol(const char* library, std::initializer_list<const char*> mangle
   return found;
 }
 
+// A context of Python's, entered as long as this lives.
+class Entered {
+ public:
+  explicit Entered(nb::object context) : context_(std::move(context)) { context_.attr("__enter__")(); }
+  ~Entered() { context_.attr("__exit__")(nb::none(), nb::none(), nb::none()); }
+  Entered(const Entered&) = delete;
+  Entered& operator=(const Entered&) = delete;
+
+ private:
+  const nb::object context_;
+};
+
 }  // namespace
 
-const TorchTensor& TorchTensor::here() {
-  static const TorchTensor found = [] {
-    TorchTensor made;
-    const char* const choice = std::getenv("MESHDIST_TORCH_LAYOUT");
-    if (choice != nullptr && std::strcmp(choice, "0") == 0) return made;
-    try {
-      made.find(nb::module_::import_("torch"));
-    } catch (nb::python_error&) {  // this torch lacks a name
-    }
-    return made;
-  }();
+TorchTensor& TorchTensor::found() {
+  static TorchTensor found;
   return found;
 }
 
+void TorchTensor::look() {
+  const char* const choice = std::getenv("MESHDIST_TORCH_LAYOUT");
+  if (found().is_known_ || (choice != nullptr && std::strcmp(choice, "0") == 0)) return;
+  const nb::error_scope scope;
+  try {
+    const nb::object torch = nb::module_::import_("torch");
+    const Entered usual(torch.attr("inference_mode")(false)), with_gradients(torch.attr("enable_grad")());
+    found().find(torch);
+  } catch (nb::python_error&) {  // this torch lacks a name
+  }
+}
+
 void TorchTensor::find(nb::handle torch) {
-  const nb::object x = torch.attr("ones")(3);
+  const nb::object x = torch.attr("ones")(3, nb::arg("device") = "cpu");
   const auto impl = nb::cast<Address>(x.attr("_cdata"));
   const auto tensor_at = offset_of(words_at<kWordsOfTensor>(reinterpret_cast<Address>(x.ptr())), impl);
   plain_keys_ = nb::cast<Address>(torch.attr("_C").attr("_dispatch_keys")(x).attr("raw_repr")());
@@ -92,12 +107,15 @@ void TorchTensor::find(nb::handle torch) {
 }
 
 bool TorchTensor::is_right(nb::handle torch) const {
-  const nb::object plain = torch.attr("zeros")(nb::make_tuple(2, 2)), view = plain.attr("view")(4);
-  const nb::object leaf = torch.attr("ones")(2).attr("requires_grad_")();
-  const nb::object complex = torch.attr("ones")(2, nb::arg("dtype") = torch.attr("complex64"));
+  const auto make = [&](const char* device, const char* dtype) {
+    return nb::object(
+        torch.attr("ones")(4, nb::arg("device") = device, nb::arg("dtype") = torch.attr(dtype)));
+  };
+  const nb::object plain = make("cpu", "float32"), view = plain.attr("view")(2, 2);
+  const nb::object leaf = make("cpu", "float32").attr("requires_grad_")();
   for (const nb::object& other :
-       {torch.attr("_neg_view")(torch.attr("ones")(3)), leaf, leaf.attr("mul")(2), complex.attr("conj")(),
-        plain.attr("to_sparse")(), torch.attr("ones")(2, nb::arg("device") = "meta")}) {
+       {torch.attr("_neg_view")(make("cpu", "float64")), leaf, leaf.attr("mul")(2),
+        make("cpu", "complex64").attr("conj")(), plain.attr("to_sparse")(), make("meta", "float32")}) {
     if (is_plain(other)) return false;
   }
   const auto version = [](nb::handle x) { return nb::cast<long>(x.attr("_version")); };

@@ -18,8 +18,12 @@ namespace meshdist {
 
 class TorchTensor {
  public:
-  // Of the torch that is loaded; looked for at the first use. MESHDIST_TORCH_LAYOUT=0 lets it find nothing.
-  static const TorchTensor& here();
+  // Of the torch that is loaded.
+  static const TorchTensor& here() { return found(); }
+
+  // Look for it, unless it is known: a mode of the program's may hide it for a while. MESHDIST_TORCH_LAYOUT=0
+  // lets nothing be found.
+  static void look();
 
   bool is_known() const { return is_known_; }
 
@@ -40,6 +44,7 @@ class TorchTensor {
   static Address word(Address at, std::size_t offset) {
     return *reinterpret_cast<const Address*>(at + offset);
   }
+  static TorchTensor& found();
   void find(nb::handle torch);
   bool is_right(nb::handle torch) const;
 

@@ -1,7 +1,8 @@
 // A call of a public verb, from its arguments to the fast path of its group.
 //
-// A plain call is one step here: its group is found, and the group's fast path is asked. Where anything is not plain, or the fast path declines, the function in Python gets the
-// arguments as they came, and nothing has happened. It refuses wrong arguments, too.
+// A plain call is one step here: its group is found, and the group's fast path is asked. Where anything is
+// not plain, or the fast path declines, the function in Python gets the arguments as they came, and nothing
+// has happened. It refuses wrong arguments, too.
 #include "verb_calls.h"
 
 #include <algorithm>
@@ -61,16 +62,17 @@ struct Surroundings {
   }
 
  private:
-  bool is_group(nb::handle one) const { return one.type().is(group_type); }
+  bool is_group(nb::handle given) const { return given.type().is(group_type); }
 };
 
 class VerbCall {
  public:
-  // `parameters` has the verb's own, as (name, default): a call gives an argument for each. `taken` names those that the method of the fast path is given, and `root` the one among them that
-  // names a member by its rank in the world, as `group_root` does by its place in the group; `missing` is
-  // a tuple of the rank that is meant where neither does, or empty. `stays_off_streams`: not where the
-  // group has a wire on a stream. Where `watchers`, a list, is not empty, `watched` takes the call;
-  // where the fast path is not taken, `function` as the verb that the main thread is in, or `slow`.
+  // `parameters` has the verb's own, as (name, default): a call gives an argument for each. `taken` names
+  // those that the method of the fast path is given, and `root` that among them which names a member by
+  // its rank in the world, as `group_root` does by its place in the group; `missing` is a tuple of the
+  // rank that is meant where neither does, or empty. `stays_off_streams`: not where the group has a wire
+  // on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast path is
+  // not taken, `function` as the verb that the main thread is in, or `slow`.
   VerbCall(const Surroundings& around, const std::string& name, const nb::list& parameters,
            const std::vector<std::string>& taken, const std::string& root, nb::tuple missing,
            bool stays_off_streams, nb::list watchers, nb::object watched, nb::object function,
@@ -84,9 +86,9 @@ class VerbCall {
         function_(std::move(function)),
         slow_(std::move(slow)) {
     std::vector<std::string> names;
-    for (nb::handle one : parameters) {
-      names.push_back(nb::cast<std::string>(one[0]));
-      defaults_.push_back(nb::object(one[1]));
+    for (nb::handle parameter : parameters) {
+      names.push_back(nb::cast<std::string>(parameter[0]));
+      defaults_.push_back(nb::object(parameter[1]));
     }
     if (names.size() > kMostParameters) throw std::invalid_argument("too many parameters");
     const auto place_of = [&](const std::string& name) {
@@ -97,7 +99,7 @@ class VerbCall {
     async_op_ = place_of("async_op");
     root_ = place_of(root);
     group_root_ = place_of("group_" + root);
-    for (const std::string& one : taken) taken_.push_back(place_of(one));
+    for (const std::string& name : taken) taken_.push_back(place_of(name));
     for (int i = 0; i < static_cast<int>(names.size()); ++i) {
       const bool is_taken = std::find(taken_.begin(), taken_.end(), i) != taken_.end();
       if (!is_taken && i != group_ && i != async_op_ && i != group_root_) others_.push_back(i);
@@ -105,8 +107,8 @@ class VerbCall {
   }
 
   PyObject* run(PyObject* const* given, std::size_t num_given) const {
-    const auto call = [&](const nb::object& one) {
-      return PyObject_Vectorcall(one.ptr(), given, num_given, nullptr);
+    const auto call = [&](const nb::object& function) {
+      return PyObject_Vectorcall(function.ptr(), given, num_given, nullptr);
     };
     if (num_given != defaults_.size()) throw std::invalid_argument("an argument for each parameter");
     if (PyList_Size(watchers_.ptr()) != 0) return call(watched_);

@@ -72,9 +72,9 @@ def verb(
                 core.verb_call,
                 _surroundings(),
                 name,
-                parameters=[(one.name, one.default) for one in parameters],
-                taken=[one.name for one in given],
-                root=next((one.name for one in given if one.role in (Role.ROOT, Role.PEER)), ""),
+                parameters=[(parameter.name, parameter.default) for parameter in parameters],
+                taken=[parameter.name for parameter in given],
+                root=next((each.name for each in given if each.role in (Role.ROOT, Role.PEER)), ""),
                 missing=missing,
                 stays_off_streams=stays_off_streams,
                 function=function,
@@ -112,7 +112,7 @@ def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
     positional or by name.
     """
     name, signature = function.__name__, inspect.signature(function)
-    parts = [one.name for one in signature.parameters.values()]
+    parts = list(signature.parameters)
     text = _CALL.format(name=name, parameters=", ".join(parts), arguments=", ".join(parts))
     # A file of this package, so that the frame is none of the program's.
     file = os.path.join(os.path.dirname(__file__), f"<call of {name}>")

@@ -95,3 +95,23 @@ def test_what_is_written_is_told_to_autograd_once(answers: dict[str, list[str]])
         "detached": "1",
     }
     assert answers[""][-1] == "True"
+
+
+FIRST_CALL = """
+import sys, torch, meshdist as md
+from meshdist.wires.core import core
+
+md.init_process_group("shm", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+with eval(sys.argv[2]):
+    md.all_reduce(torch.ones(2, device="cpu"))
+print(core.knows_torch())
+"""
+
+
+@pytest.mark.parametrize(
+    "context", ["torch.no_grad()", "torch.inference_mode()", "torch.device('meta')"]
+)
+def test_it_is_found_whatever_the_first_call_is_in(context: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FIRST_CALL, str(tmp_path / "store"), context]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.stdout.strip() == "True", run.stderr
