@@ -47,19 +47,39 @@ REDUCTIONS = [
 _OPS = {op.value: op for op in PLAIN_OPS}
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
-_METHODS = {
-    "broadcast": ("broadcast", "broadcast", c10d.BroadcastOptions),
-    "all_gather": ("all_gather", "_allgather_base", c10d.AllgatherOptions),
-    "all_gather_v": ("all_gather_list", "allgather", c10d.AllgatherOptions),
-    "gather": ("gather", "gather", c10d.GatherOptions),
-    "scatter": ("scatter", "scatter", c10d.ScatterOptions),
-    "all_to_all": ("all_to_all_single", "alltoall_base", c10d.AllToAllOptions),
-    "barrier": ("barrier", "barrier", c10d.BarrierOptions),
-    "all_reduce": ("all_reduce", "allreduce", c10d.AllreduceOptions),
-    "reduce": ("reduce", "reduce", c10d.ReduceOptions),
-    "reduce_scatter": ("reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions),
+
+class _Carried(NamedTuple):
+    """How a verb of the core travels.
+
+    Args:
+        way, method: the verb of a communicator, and the method of the class.
+        options: c10d's.
+        needs_data: whether some classes refuse it where nothing is moved.
+        is_substituted: whether a reduction that the class lacks is built of others here.
+    """
+
+    way: str
+    method: str
+    options: Any
+    needs_data: bool = False
+    is_substituted: bool = False
+
+
+_CARRIED = {
+    "broadcast": _Carried("broadcast", "broadcast", c10d.BroadcastOptions),
+    "all_gather": _Carried("all_gather", "_allgather_base", c10d.AllgatherOptions, needs_data=True),
+    "all_gather_v": _Carried("all_gather_list", "allgather", c10d.AllgatherOptions),
+    "gather": _Carried("gather", "gather", c10d.GatherOptions),
+    "scatter": _Carried("scatter", "scatter", c10d.ScatterOptions),
+    "all_to_all": _Carried("all_to_all_single", "alltoall_base", c10d.AllToAllOptions),
+    "barrier": _Carried("barrier", "barrier", c10d.BarrierOptions),
+    "all_reduce": _Carried("all_reduce", "allreduce", c10d.AllreduceOptions, is_substituted=True),
+    "reduce": _Carried("reduce", "reduce", c10d.ReduceOptions),
+    "reduce_scatter": _Carried(
+        "reduce_scatter", "_reduce_scatter_base", c10d.ReduceScatterOptions, needs_data=True
+    ),
 }
-"""Of the core's verbs the way, the method, and its options."""
+"""By the core's verb."""
 
 
 class ShortCommunicator(BuildingCommunicator, Protocol):
@@ -98,40 +118,36 @@ def find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shor
     ``like`` has the timeout of each, and whether its caller waits.
     """
     kind = _CallsAlike(*of)
-    verb = kind.verb
-    way, method, options = _METHODS[verb]
-    call = like.by(way, (), (), _OPS.get(kind.op), None if kind.root < 0 else kind.root)
-    dtype = _DTYPES[kind.dtype]
-    if verb == "barrier":
-        return method, wire.options_for(options, call), None, _ANY_SIZE
-    if not DTYPES[dtype].is_in_c10d:
-        return None
-    if kind.is_empty and verb in ("all_gather", "reduce_scatter"):
+    row, dtype = _CARRIED[kind.verb], _DTYPES[kind.dtype]
+    call = like.by(row.way, (), (), _OPS.get(kind.op), None if kind.root < 0 else kind.root)
+    if not DTYPES[dtype].is_in_c10d or (kind.is_empty and row.needs_data):
         return None
     if call.op is not None:
-        shortcut = _find_reduction(wire, call, method, options, dtype)
+        shortcut = _find_reduction(wire, call, row, dtype)
         is_gathered = shortcut is not None and shortcut[0] == "_allgather_base"
         return None if kind.is_empty and is_gathered else shortcut
-    if kind.is_list and "all_to_all" in wire.lacking:
-        return method, wire.options_for(options, call), _pack, _ANY_SIZE
-    method = "alltoall" if kind.is_list else method
-    return method, wire.options_for(options, call), None, _ANY_SIZE
+    options = wire.options_for(row.options, call)
+    if not kind.is_list:
+        return row.method, options, None, _ANY_SIZE
+    if "all_to_all" in wire.lacking:
+        return row.method, options, _pack, _ANY_SIZE
+    return "alltoall", options, None, _ANY_SIZE
 
 
 def _find_reduction(
-    wire: ShortCommunicator, call: PreparedCall, method: str, kind: Any, dtype: torch.dtype
+    wire: ShortCommunicator, call: PreparedCall, row: _Carried, dtype: torch.dtype
 ) -> Shortcut | None:
-    op, prepare = call.op, None
+    op, method, kind, prepare = call.op, row.method, row.options, None
     assert op is not None
     if call.way in wire.lacking:  # the reduce-scatter
         options = wire.options_for(c10d.AllToAllOptions, call)
         return "alltoall_base", options, partial(_exchange, wire, op), _ANY_SIZE
     substitute = wire.find_substitute(op, dtype)
     if substitute is not None and substitute.dtype is dtype:
-        if call.way == "reduce" and wire.spoils_others and call.root != wire.rank:
+        if call.root is not None and wire.spoils_others and call.root != wire.rank:
             prepare = partial(_aside, wire)
         return method, wire.options_for(kind, call, substitute.op), prepare, _ANY_SIZE
-    if call.way != "all_reduce":
+    if not row.is_substituted:
         return None
     if substitute is None:
         total = wire.find_substitute(ReduceOp.SUM, dtype)
