@@ -8,7 +8,7 @@ namespace meshdist {
 
 class MainThread {
  public:
-  // Notes go into `under_way`, a list of one: the verb, or None. `number` is the thread's.
+  // Notes go into `under_way`, a list of the verb, or of None. `number` is the thread's.
   static void note_in(const nb::list& under_way, unsigned long number);
 
   static bool is_here() { return PyThread_get_thread_ident() == number_; }

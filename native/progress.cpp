@@ -22,7 +22,7 @@ constexpr int kLooks = 64;
 
 }  // namespace
 
-// With `lock`, begin a call of one round that the program waits for; false, where it cannot be begun.
+// With `lock`, begin a call of one round that the program waits for; false where it cannot be begun.
 bool Progress::begin(Job& job, std::unique_lock<std::mutex>& lock) {
   if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) return false;
   if (begun_ == nullptr && collectives_.begin(job)) return true;

@@ -88,7 +88,7 @@ class Rounds {
     return true;
   }
 
-  // Whether they have, or it is clear that one never will.
+  // Whether they have, or it is clear that a member never will.
   bool is_settled(std::uint64_t round) const {
     for (unsigned j = 0; j < end_.size; ++j) {
       if (j == end_.rank || has_published(j, round)) continue;

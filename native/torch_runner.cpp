@@ -15,7 +15,7 @@ nb::object flat(nb::handle x) {
                                                        : call(x, names::view, whole(-1));
 }
 
-// The tensors of a call, which are one or a tuple, as a list of flat ones.
+// The tensors of a call, a tensor or a tuple, as a list of flat tensors.
 nb::object flats(const nb::object& tensors) {
   nb::list list;
   if (!tensors.is_valid()) return list;

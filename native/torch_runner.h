@@ -1,7 +1,7 @@
 // The fast path over torch's own classes.
 //
 // Python says once of each kind of call how the class does it: its *shortcut*. From then on a call is
-// one of the class's method, and Python waits for its work.
+// a call of the class's method, and Python waits for its work.
 #pragma once
 
 #include <map>

@@ -93,9 +93,9 @@ def _on_tensor(
 ) -> Any:
     plain = as_tensor(x, argument="x", verb=verb, writable=False)
     group = resolve_group(axes)
-    if typed is None:  # else the kind is checked first, and before that ``check``
+    if typed is None:
         return on_tensor(plain, group)
-    if check is not None:
+    if check is not None:  # before its type is looked at
         check(plain, group)
     return typed.checked(on_tensor, x)(plain, group, leaf="x")
 

@@ -69,7 +69,7 @@ _EXACT = (torch.float32, torch.float64)
 _PIECE = 1 << 15  # elements: they stay in a core's cache, and torch starts no threads for them
 
 _SMALL_BYTES = 1 << 16
-"""What the native core reduces; of more torch's operations use several cores."""
+"""The most that the native core reduces; of more torch's operations use several cores."""
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 

@@ -492,7 +492,7 @@ class StartedWork(Work):
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is one of the Work that this becomes: without fields it could not become any."""
+        """A copy is of the Work that this becomes: without fields a copy could not become it."""
         _unfold(self)
         return self.__reduce_ex__(protocol)
 
