@@ -411,7 +411,7 @@ class C10dCommunicator(Communicator):
 
     @classmethod
     def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """The reduction that the class is asked for in place of that which it lacks; None for none."""
+        """The reduction that the class is asked for in place of another, if there is such."""
         if cls.arithmetic is None:
             return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
