@@ -32,11 +32,15 @@ _SAMPLE_S = 0.03
 _MOST_CALLS = 2000
 _START_S = 60.0
 # NumPy asks for huge pages for large arrays by itself, torch only where it is told to: a copy to or
-# from them takes up to a third less time, whichever library makes it.
+# from them takes up to a third less time, whichever library makes it. glibc gives the end of the
+# heap back with each step, and faults it in again, or does not: that hangs on which small object
+# lies last, so a step of DDP became 20 % slower by changes of code that it never ran.
 _ALIKE = {
     "OMP_NUM_THREADS": "1",
     "NUMPY_MADVISE_HUGEPAGE": "0",
     "THP_MEM_ALLOC_ENABLE": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),  # the most that glibc would choose by itself
 }
 _LOOK_S = 0.2
 _GREETING_S = 1.0  # a rank sends its greeting as soon as it has connected
