@@ -48,7 +48,7 @@ class DtypeFacts:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it holds whole numbers or bool."""
+        """Return whether it holds whole numbers or bool."""
         return self.group in ("integers", "unsigned", "bool")
 
 

@@ -168,7 +168,7 @@ REDUCIBLE = frozenset(
 
 
 def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
-    """Whether it is a mean of whole numbers: their sum, divided, and rounded toward zero."""
+    """Return whether it is a mean of whole numbers: their sum, divided, and rounded toward zero."""
     return op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex)
 
 

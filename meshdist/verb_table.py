@@ -151,7 +151,7 @@ class Verb:
 
     @property
     def reduces(self) -> bool:
-        """Whether it takes an op."""
+        """Return whether it takes an op."""
         return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
 
     @property

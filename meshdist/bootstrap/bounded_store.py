@@ -166,7 +166,7 @@ class BoundedStore(Store):
         return int(self.ask(lambda raw: raw.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are set."""
+        """Return whether all ``keys`` are set."""
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -279,7 +279,7 @@ class BoundedStore(Store):
         return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether the server closes this process's watch within so many ``seconds``."""
+        """Return whether the server closes this process's watch within so many ``seconds``."""
         for alarm in self._alarms:  # an answer that no wait has read would hide the end
             with suppress(AlarmLost):
                 alarm.rings_beside()
@@ -287,7 +287,7 @@ class BoundedStore(Store):
 
     @property
     def is_served(self) -> bool:
-        """Whether the server still lives; True where no process serves the store."""
+        """Return whether the server still lives; True where no process serves the store."""
         return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
@@ -474,7 +474,7 @@ class KeyAlarm:
             self.connection.sendall(text)
 
     def has_rung(self, key: str) -> bool:
-        """Whether ``key``, for which it was set, is set; says so once."""
+        """Return whether ``key``, for which it was set, is set; says so once."""
         with self._watched():
             with suppress(BlockingIOError):
                 answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)

@@ -242,7 +242,7 @@ def library_version(MPI: Any) -> str:
 
 
 def is_cuda_aware(MPI: Any) -> bool:
-    """Whether the library says of itself that it takes addresses of CUDA memory."""
+    """Return whether the library says of itself that it takes addresses of CUDA memory."""
     with suppress(OSError, AttributeError), open("/proc/self/maps", encoding="utf-8") as file:
         paths = (line.split(maxsplit=5)[-1].strip() for line in file if "/libmpi" in line)
         # Without such a file: by this process's own names.

@@ -79,7 +79,7 @@ class ServerWatch:
             raise
 
     def is_served(self) -> bool:
-        """Whether the process that serves the store lives; its connections may end later."""
+        """Return whether the process that serves the store lives; its connections may end later."""
         now = time.monotonic()
         if self.server is not None and now > self._next_look:
             self._next_look = now + _LOOK_S
@@ -88,7 +88,7 @@ class ServerWatch:
         return True
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether the connection ends within so many ``seconds``; answers are no end."""
+        """Return whether the connection ends within so many ``seconds``; answers are no end."""
         if self.connection is None:
             return False
         try:

@@ -117,14 +117,14 @@ class World:
     handle: BoundedStore | None = None
     server: int | None = None
     chooses_wires: bool = False
-    """Whether no wire was named, so that another one may serve where the best cannot."""
+    """Return whether no wire was named, so that another one may serve where the best cannot."""
     compared: Caches | None = None
     """The notes of simulated ranks, which share them, of gradients to compare; else None."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)
     is_adopted: bool = field(default=False, init=False)
-    """Whether init_process_group was called in this world of simulated ranks."""
+    """Return whether init_process_group was called in this world of simulated ranks."""
     first_touch: str = field(default="", init=False)
     """The site of the verb or mesh that made this world; "" where init_process_group did, or has
     taken it over."""
@@ -157,17 +157,17 @@ class World:
 
     @property
     def is_one_host(self) -> bool:
-        """Whether all ranks run on one host."""
+        """Return whether all ranks run on one host."""
         return len(set(self.hosts)) == 1
 
     @property
     def has_processes(self) -> bool:
-        """Whether other ranks are other processes."""
+        """Return whether other ranks are other processes."""
         return self.size > 1 and not self.is_simulated
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its ranks are simulated, all in this process."""
+        """Return whether its ranks are simulated, all in this process."""
         return self.origin == "simulated"
 
     def make_torch_store(self) -> Store:
@@ -179,7 +179,7 @@ class World:
         return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
-        """Whether some of ``ranks`` run on different hosts."""
+        """Return whether some of ``ranks`` run on different hosts."""
         return len({self.hosts[rank] for rank in ranks}) > 1
 
     def next_number(self, call: Hashable) -> int:

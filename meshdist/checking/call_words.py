@@ -71,7 +71,7 @@ class CallWords:
         """Of what this member has shown last."""
 
     def sees_all(self) -> bool:
-        """Whether the words of all members are seen; one that was in no context has none."""
+        """Return whether the words of all members are seen; one that was in no context has none."""
         for member in tuple(self._missing):
             view = self._regions.find(member, _NUM_WORDS)
             if view is not None:
@@ -80,7 +80,7 @@ class CallWords:
         return not self._missing
 
     def reaches_all(self) -> bool:
-        """Whether the words of each member would be seen if it had some."""
+        """Return whether the words of each member would be seen if it had some."""
         return self.sees_all() or all(map(self._regions.reaches, self._missing))
 
     def close(self) -> None:

@@ -143,7 +143,7 @@ class Call:
 
     @property
     def is_send(self) -> bool:
-        """Whether it is a message that leaves this member."""
+        """Return whether it is a message that leaves this member."""
         return self.verb in SENDING_VERBS
 
     @property
@@ -201,7 +201,7 @@ class Note(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Whether it is of a send or receive."""
+        """Return whether it is of a send or receive."""
         return self.call.tag is not None
 
     @property
@@ -327,7 +327,7 @@ def from_fields(
 
 
 def is_list(data: Data) -> bool:
-    """Whether ``data`` is of a list of tensors."""
+    """Return whether ``data`` is of a list of tensors."""
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 

@@ -136,7 +136,7 @@ class HeaderTable:
         self._release()
 
     def sees_all(self) -> bool:
-        """Whether it sees the words of all members, so that every call is compared."""
+        """Return whether it sees the words of all members, so that every call is compared."""
         if self._missing:
             self._find_missing()
         return self._sees_all and not self._missing
@@ -274,7 +274,7 @@ class HeaderTable:
             return None if log is None else log.note(kind, header) or None
 
     def can_find_sender(self, tag: int) -> bool:
-        """Whether ``find_sender`` sees every message under ``tag`` that a member sends."""
+        """Return whether ``find_sender`` sees every message under ``tag`` that a member sends."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()

@@ -191,7 +191,7 @@ _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
-    """Whether this thread is in a verb."""
+    """Return whether this thread is in a verb."""
     return under_way[0] is not None and get_ident() == _main_thread
 
 

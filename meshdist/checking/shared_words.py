@@ -149,7 +149,7 @@ class SharedWordsView:
             raise OSError(f"{path} is the memory of another process")
 
     def is_kept(self) -> bool:
-        """Whether the process lives, and has not closed its shared words."""
+        """Return whether the process lives, and has not closed its shared words."""
         try:
             return self._is_there()
         except PermissionError:  # it lives, and has changed its user
@@ -170,11 +170,11 @@ class SharedWordsView:
         return words if len(words) == num_words and self._entry(key) == entry else None
 
     def is_full(self) -> bool:
-        """Whether the process had no room for a region, so that it may lack others."""
+        """Return whether the process had no room for a region, so that it may lack others."""
         return bool(self._words[_IS_FULL])
 
     def has(self, key: int) -> bool:
-        """Whether there is a region under ``key`` still."""
+        """Return whether there is a region under ``key`` still."""
         return self._entry(key) is not None
 
     def _entry(self, key: int) -> int | None:
@@ -201,7 +201,7 @@ class Regions:
         return None if view is None else view.find(key, num_words)
 
     def reaches(self, member: int) -> bool:
-        """Whether a member's region is found as soon as the member asks for one."""
+        """Return whether a member's region is found as soon as the member asks for one."""
         view, _ = self._look(member)
         return view is not None and not view.is_full()
 
@@ -214,12 +214,12 @@ class Regions:
         return self._found[member]
 
     def is_current(self, member: int) -> bool:
-        """Whether the words of a member, which were found, are still this group's."""
+        """Return whether the words of a member, which were found, are still this group's."""
         view, key = self._found.get(member, (None, 0))
         return view is not None and view.has(key)
 
     def is_alive(self, member: int) -> bool:
-        """Whether a member may write more."""
+        """Return whether a member may write more."""
         view, _ = self._found.get(member, (None, 0))
         return view is not None and view.is_kept() and self.is_current(member)
 

@@ -66,7 +66,7 @@ def torch_wheel() -> str:
 
 
 def has_core() -> bool:
-    """Whether the native core is installed; loads neither it nor torch."""
+    """Return whether the native core is installed; loads neither it nor torch."""
     return importlib.util.find_spec("meshdist.wires.native") is not None
 
 

@@ -88,7 +88,7 @@ class Collective(VerbCall):
 
     @property
     def is_root(self) -> bool:
-        """Whether this member is the root."""
+        """Return whether this member is the root."""
         return self.root == self.group.rank()
 
     @property

@@ -183,7 +183,7 @@ class ReductionOptions:
 
     @property
     def may_lack(self) -> bool:
-        """Whether missing gradients are no error by themselves."""
+        """Return whether missing gradients are no error by themselves."""
         return self.finds_unused or self.is_static
 
     @property
@@ -230,7 +230,7 @@ class BucketLayout:
     is_tail_in_bucket: bool
 
     def fits(self, history: History) -> bool:
-        """Whether nothing has been learned that changes it; equal on every rank."""
+        """Return whether nothing has been learned that changes it; equal on every rank."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
 
     def with_all_hooks(self) -> BucketLayout:

@@ -404,7 +404,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self._step_in_backward(InBackward(marked, keeps_gradients=False))
 
     def takes_buffers(self, *, is_before: bool) -> bool:
-        """Whether buffers are made equal at this forward, before it or behind it."""
+        """Return whether buffers are made equal at this forward, before it or behind it."""
         buffers = self._buffers_of_model
         return (
             self.forward_sync_buffers

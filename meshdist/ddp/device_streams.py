@@ -74,7 +74,7 @@ class TailReader(ABC):
     """Reads the numbers of one backward at a time."""
 
     is_deferred: ClassVar[bool]
-    """Whether reading right after ``note`` would make the CPU wait for the device."""
+    """Return whether reading right after ``note`` would make the CPU wait for the device."""
 
     @abstractmethod
     def note(self, reduced: torch.Tensor) -> bool:

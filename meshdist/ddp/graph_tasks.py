@@ -23,7 +23,7 @@ current_task = torch._C._current_graph_task_id
 
 
 def is_in_task(leaf: torch.Tensor) -> bool:
-    """Whether the current task brings ``leaf`` a gradient, now, before or later."""
+    """Return whether the current task brings ``leaf`` a gradient, now, before or later."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # it requires no gradient, or autograd.grad returns the gradient

@@ -114,7 +114,7 @@ class Reducer:
 
     @property
     def has_final_buckets(self) -> bool:
-        """Whether the buckets were laid as gradients came; equal on every rank."""
+        """Return whether the buckets were laid as gradients came; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.sending.history)
 
     def close(self) -> None:

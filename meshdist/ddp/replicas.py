@@ -51,7 +51,7 @@ class ModelBuffers:
         self._hook = (state, hook, is_before)
 
     def is_synchronised_now(self, *, is_before: bool) -> bool:
-        """Whether buffers are made equal before the forward, or behind it."""
+        """Return whether buffers are made equal before the forward, or behind it."""
         runs_before = self._hook is None or self._hook[2]
         return bool(self._places) and runs_before is is_before
 

@@ -325,7 +325,7 @@ class _Normalization(torch.autograd.Function):
 
 
 def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
-    """Whether the ranks add up their parts of this backward; equal on all that have one.
+    """Return whether the ranks add up their parts of this backward; equal on all that have one.
 
     The flags are unknown while a graph is captured, on every rank.
     """

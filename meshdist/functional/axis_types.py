@@ -208,7 +208,7 @@ class JoinedType:
 
     @cached_property
     def is_missing(self) -> bool:
-        """Whether any operand lacks anything."""
+        """Return whether any operand lacks anything."""
         return any(self.missing)
 
 

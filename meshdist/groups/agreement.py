@@ -246,7 +246,7 @@ class _PendingAgreement:
         return number
 
     def _is_first_to(self, end: str) -> bool:
-        """Whether this rank is the one that writes the outcome, which may take a while."""
+        """Return whether this rank is the one that writes the outcome, which may take a while."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
@@ -506,7 +506,7 @@ def _notice_key(rank: int) -> str:
 
 
 def _has_other_threads() -> bool:
-    """Whether another thread of this process might open a group of its own."""
+    """Return whether another thread of this process might open a group of its own."""
     return any(
         thread is not threading.current_thread() and not thread.name.startswith("meshdist-")
         for thread in threading.enumerate()

@@ -133,7 +133,7 @@ class Channel:
 
     @property
     def demands_layouts(self) -> bool:
-        """Whether members whose tensors lie otherwise in memory are found to disagree."""
+        """Return whether members whose tensors lie otherwise in memory are found to disagree."""
         # In a join context are members that know only how much is sent.
         return self.opened.sees_all_calls and self.guard is None
 
@@ -145,7 +145,7 @@ class Channel:
 
     @property
     def shows_calls(self) -> bool:
-        """Whether ``is_awaited`` sees the calls of all members."""
+        """Return whether ``is_awaited`` sees the calls of all members."""
         table = self.header_table
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
@@ -352,7 +352,7 @@ class Channel:
         return error if stays else self.failed(error)
 
     def is_broken(self) -> bool:
-        """Whether the group failed or was aborted, so that every call on it is refused."""
+        """Return whether the group failed or was aborted, so that every call on it is refused."""
         return self.opened.label in self.aborts
 
     def refuse_broken(self) -> None:
@@ -418,7 +418,7 @@ class Channel:
         )
 
     def _compares_first(self) -> bool:
-        """Whether no data move before all members have come, and their calls are compared.
+        """Return whether no data move before all members have come, and their calls are compared.
 
         On a wire whose verbs are enqueued nobody waits any more where one that comes late differs.
         """

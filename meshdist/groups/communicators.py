@@ -93,7 +93,7 @@ class OpenCommunicator:
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a group uses it that the program has not dropped."""
+        """Return whether a group uses it that the program has not dropped."""
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
 
     def groups(self) -> list[Any]:

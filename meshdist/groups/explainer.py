@@ -80,11 +80,11 @@ class OtherMembers(ABC):
     """
 
     compare_misfits = True
-    """Whether a sender raises, too, where its message does not fit what receives it."""
+    """Return whether a sender raises, too, where its message does not fit what receives it."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether this member has closed the communicator."""
+        """Return whether this member has closed the communicator."""
         return False
 
     def compare_again(  # noqa: B027 (most compare nothing while they wait)

@@ -359,7 +359,7 @@ def wait_notice(after_s: float | None) -> Iterator[None]:
 
 
 def _is_in_a_verb() -> bool:
-    """Whether the main thread is in code of this package, or of torch.distributed."""
+    """Return whether the main thread is in code of this package, or of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back

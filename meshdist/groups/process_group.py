@@ -119,9 +119,9 @@ class ProcessGroup(VerbMethods):
         self.fast_path: FastPath | None = None
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
         self.is_on_stream = False
-        """Whether a wire is open whose verbs are enqueued on a device."""
+        """Return whether a wire is open whose verbs are enqueued on a device."""
         self.has_devices = True
-        """Whether all members have chosen their devices, as far as that is known."""
+        """Return whether all members have chosen their devices, as far as that is known."""
 
     def __del__(self) -> None:
         """Stay with the registry, which needs it as long as a member uses what it has open.
@@ -166,7 +166,7 @@ class ProcessGroup(VerbMethods):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the group, or its world, was closed."""
+        """Return whether the group, or its world, was closed."""
         return self._closed or self.world.is_closed
 
     def __repr__(self) -> str:
@@ -263,7 +263,7 @@ class ProcessGroup(VerbMethods):
 
     @property
     def is_open(self) -> bool:
-        """Whether one of its wires is open."""
+        """Return whether one of its wires is open."""
         return bool(self._channels)
 
     def channels_at_rest(self, device_type: str) -> list[Channel]:

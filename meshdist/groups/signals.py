@@ -441,7 +441,7 @@ class Endings:
         return found
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether a rank of this host is seen to be stopped, so that it answers nothing."""
+        """Return whether a rank of this host is seen to be stopped, so that it answers nothing."""
         card = self._find_card(rank) if self._world.has_processes else None
         return card is not None and is_stopped(card)
 

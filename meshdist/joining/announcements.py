@@ -109,13 +109,13 @@ class JoinedCommunicator:
     begun: Statement | None = field(default=None, init=False)
     """Of this member, as long as it waits for the others'."""
     is_over: bool = field(default=False, init=False)
-    """Whether all members have joined."""
+    """Return whether all members have joined."""
     uses_words: bool = field(default=False, init=False)
     """Whether all members see what the others show in shared words; the same on all of them."""
     is_ahead: bool = field(default=False, init=False)
     """Whether a member is in a context that this rank has yet to enter, and waits for that."""
     is_settled: bool = field(default=True, init=False)
-    """Whether this rank has made the calls of all that it has said."""
+    """Return whether this rank has made the calls of all that it has said."""
     _gather: PreparedCall | None = field(default=None, init=False)
     """The round that is under way."""
 
@@ -134,13 +134,13 @@ class JoinedCommunicator:
         return self.channel.opened.label
 
     def is_held(self) -> bool:
-        """Whether a call of this rank waits for what the others say."""
+        """Return whether a call of this rank waits for what the others say."""
         return self.begun is not None and bool(self.begun.call.verb)
 
     # -- what is said -----------------------------------------------------------------------------
 
     def has_room(self, mine: Statement) -> bool:
-        """Whether ``mine`` can be said now, over nothing that a member has yet to read."""
+        """Return whether ``mine`` can be said now, over nothing that a member has yet to read."""
         return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
 
     def timeout_of(self, mine: Statement) -> timedelta:
@@ -166,17 +166,17 @@ class JoinedCommunicator:
         self.begun = mine
 
     def is_in_round(self) -> bool:
-        """Whether a round is under way, which fails as members end."""
+        """Return whether a round is under way, which fails as members end."""
         return self._gather is not None
 
     def is_ready(self) -> bool:
-        """Whether all have said theirs, or this has failed."""
+        """Return whether all have said theirs, or this has failed."""
         if self._gather is not None:
             return self._gather.operation.is_ready()
         return self.words is not None and self.words.find_all() is not None
 
     def is_due(self) -> bool:
-        """Whether it is ready, or a member that is missed in it has left."""
+        """Return whether it is ready, or a member that is missed in it has left."""
         return self.is_ready() or self.find_left() is not None
 
     def read(self) -> list[Statement]:
@@ -228,12 +228,12 @@ class JoinedCommunicator:
     # -- where it is needed -----------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Whether members may call there still."""
+        """Return whether members may call there still."""
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
     def is_awaited(self) -> bool:
-        """Whether a member has come to a call in a context after this member's last one.
+        """Return whether a member has come to a call in a context after this member's last one.
 
         A call outside of contexts is told from these by words, or by the wire if it can.
         """
@@ -242,7 +242,7 @@ class JoinedCommunicator:
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:
-        """Whether a member may be at a call that this one, which has left, does not make."""
+        """Return whether a member may be at a call that this one, which has left, does not make."""
         return not self.is_settled or (self.uses_words and self.is_awaited())
 
     def find_left(self) -> int | None:

@@ -84,7 +84,7 @@ class ReplicaHook(JoinHook, ABC):
 
 
 def is_sharded_optimizer(joinable: object) -> bool:
-    """Whether it is torch's ``ZeroRedundancyOptimizer``, or the like."""
+    """Return whether it is torch's ``ZeroRedundancyOptimizer``, or the like."""
     return isinstance(joinable, TorchJoinable) and isinstance(joinable, torch.optim.Optimizer)
 
 
@@ -263,17 +263,17 @@ class _JoinConfig:
 
     @property
     def enable(self) -> bool:
-        """Whether it is in a context."""
+        """Return whether it is in a context."""
         return self.context is not None
 
     @property
     def throw_on_early_termination(self) -> bool:
-        """Whether all ranks raise as soon as one has no data left."""
+        """Return whether all ranks raise as soon as one has no data left."""
         return self.context is not None and self.context.is_strict
 
     @property
     def is_first_joinable(self) -> bool:
-        """Whether it is the one that says when a step begins."""
+        """Return whether it is the one that says when a step begins."""
         is_first = self.context is not None and self.index == 0
         return is_first and not isinstance(self.hook, ReplicaHook)
 

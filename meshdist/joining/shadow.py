@@ -363,11 +363,11 @@ class Shadow(CallGuard):
     # -- where it is needed -----------------------------------------------------------------------
 
     def _reaches(self, place: JoinedCommunicator) -> bool:
-        """Whether all members of a communicator leave the context with this rank."""
+        """Return whether all members of a communicator leave the context with this rank."""
         return {*self.group.ranks}.issuperset(place.group.ranks)
 
     def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Whether it is announced there always, since calls of others cannot be seen."""
+        """Return whether it is announced there always, since calls of others cannot be seen."""
         is_seen = place.uses_words or place.channel.shows_calls
         return not is_seen and self._reaches(place) and place.is_open()
 
@@ -382,7 +382,7 @@ class Shadow(CallGuard):
         return None
 
     def _is_ahead(self, place: JoinedCommunicator) -> bool:
-        """Whether what is awaited there is none of this context; it is looked up once."""
+        """Return whether what is awaited there is none of this context; it is looked up once."""
         if not (place.uses_words or place.is_ahead):
             labels = [one.label for one in self._places.values()]
             place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)

@@ -47,7 +47,7 @@ class Whereabouts:
         self._say(_key_of(world.rank), json.dumps({"context": self._inside}), is_new=False)
 
     def is_ahead(self, ranks: Sequence[int], labels: Iterable[str]) -> bool:
-        """Whether one of ``ranks`` is in a context that this rank has yet to enter.
+        """Return whether one of ``ranks`` is in a context that this rank has yet to enter.
 
         That is the next one of a group of this rank's, one of those with ``labels``. Rank 4, whose
         own loop is over, waits in that of the world; ranks 0 to 3, in loops of theirs, come later:
@@ -66,7 +66,7 @@ class Whereabouts:
             self._say(f"{context}/joined/{self._world.rank}", "")
 
     def has_joined(self, rank: int) -> bool:
-        """Whether a rank has no data left."""
+        """Return whether a rank has no data left."""
         context = self._inside if rank in self._members else self._beyond
         return self._find(f"{context}/joined/{rank}") is not None
 
@@ -138,7 +138,7 @@ _SOURCED_VERBS = frozenset(
 
 
 def has_source(call: Call) -> bool:
-    """Whether one member gives what the others take, so that it must have data."""
+    """Return whether one member gives what the others take, so that it must have data."""
     return call.verb in _SOURCED_VERBS and call.root is not None
 
 

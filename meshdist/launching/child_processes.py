@@ -57,7 +57,7 @@ class ProcessExit:
 
 
 def _is_dying(pid: int) -> bool:
-    """Whether a child has not ended, but its first thread has, or SIGKILL is pending."""
+    """Return whether a child has not ended, but its first thread has, or SIGKILL is pending."""
     try:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             return False

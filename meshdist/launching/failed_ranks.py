@@ -74,7 +74,7 @@ class Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether its report says that another rank failed before it.
+    """Return whether its report says that another rank failed before it.
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
@@ -88,7 +88,7 @@ def is_consequence(failure: Failure) -> bool:
 
 
 def quotes_another(text: bytes) -> bool:
-    """Whether the last report in ``text`` says that another rank failed before."""
+    """Return whether the last report in ``text`` says that another rank failed before."""
     return _OF_ANOTHER.search(_last_report(text)) is not None
 
 
@@ -122,7 +122,7 @@ class Report:
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Whether it adds nothing to the interrupt by Ctrl-C, when ranks were at ``places``.
+        """Return whether it adds nothing to the interrupt by Ctrl-C, when ranks were at ``places``.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -134,7 +134,7 @@ class Report:
 
 
 def are_equal(one: Report, other: Report) -> bool:
-    """Whether two ranks report the same.
+    """Return whether two ranks report the same.
 
     Example:
         >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))

@@ -323,7 +323,7 @@ class Stream:
 
     @property
     def is_shown(self) -> bool:
-        """Whether it goes to the console."""
+        """Return whether it goes to the console."""
         return self._screen is not None
 
     def is_holding(self) -> bool:

@@ -157,7 +157,7 @@ def _sent(
 
 
 def _has_plain_text(key: Any) -> bool:
-    """Whether the repr of a key is the same on every rank, as that of an object is not."""
+    """Return whether the repr of a key is the same on every rank, as that of an object is not."""
     return all(map(_has_plain_text, key)) if isinstance(key, tuple) else isinstance(key, _KEYS)
 
 

@@ -45,12 +45,12 @@ class Dim:
 
     @property
     def is_rest(self) -> bool:
-        """Whether it is "...", which stands for any number of dims that are not cut."""
+        """Return whether it is "...", which stands for any number of dims that are not cut."""
         return self.names == ("...",)
 
     @property
     def is_one(self) -> bool:
-        """Whether it is "1", a dim of size 1 without a name."""
+        """Return whether it is "1", a dim of size 1 without a name."""
         return self.names == ("1",)
 
     def __str__(self) -> str:

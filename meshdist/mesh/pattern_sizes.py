@@ -332,7 +332,7 @@ class Regrouping:
 
     @property
     def is_reordered(self) -> bool:
-        """Whether parts change places, or dims are grouped anew."""
+        """Return whether parts change places, or dims are grouped anew."""
         return [*self.order] != sorted(self.order) or self.source.counts != self.target.counts
 
 

@@ -100,7 +100,7 @@ class DimSplit(_CacheKey):
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all cells have one size."""
+        """Return whether all cells have one size."""
         return self.cell_sizes is None and self.size % self.num_cells == 0
 
     @cached_property

@@ -58,7 +58,7 @@ class Clock:
         return (time.monotonic() if paused_since is None else paused_since) - paused
 
     def is_paused(self) -> bool:
-        """Whether some holder has paused it."""
+        """Return whether some holder has paused it."""
         return self._state[0] is not None
 
     def pause(self, holder: Hashable) -> None:
@@ -124,7 +124,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return self._now() >= self._end
 
     def slice_s(self, longest_s: float) -> float:

@@ -325,7 +325,7 @@ def call_at_end(function: Callable[[], None]) -> None:
 
 
 def is_ending_by_exception() -> bool:
-    """Whether an exception that nobody caught ends this process."""
+    """Return whether an exception that nobody caught ends this process."""
     return _find_exception() is not None
 
 

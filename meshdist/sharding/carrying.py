@@ -137,7 +137,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Whether the elements of a box follow one another in a contiguous array.
+    """Return whether the elements of a box follow one another in a contiguous array.
 
     Example:
         >>> _is_run(((1, 3), (0, 4)), (5, 4)), _is_run(((1, 3), (0, 2)), (5, 4))

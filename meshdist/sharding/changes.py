@@ -47,12 +47,12 @@ class DimChange:
 
     @cached_property
     def is_source_even(self) -> bool:
-        """Whether the cells of the source are equal within each common cell."""
+        """Return whether the cells of the source are equal within each common cell."""
         return _is_even_beyond(self.source, self.num_common)
 
     @cached_property
     def is_target_even(self) -> bool:
-        """Whether the cells of the target are equal within each common cell."""
+        """Return whether the cells of the target are equal within each common cell."""
         return _is_even_beyond(self.target, self.num_common)
 
 
@@ -114,7 +114,7 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Whether equal parts move between all members of a group, so that verbs do it.
+        """Return whether equal parts move between all members of a group, so that verbs do it.
 
         Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
         loses padded axes alone.

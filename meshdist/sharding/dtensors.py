@@ -351,7 +351,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
 
 def _is_same(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
-    """Whether both have the same ranks at the same coordinates, and no names that differ."""
+    """Return whether both have the same ranks at the same coordinates, and no names that differ."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
         names is None or tuple(names) == mesh.layout.names

@@ -414,7 +414,7 @@ def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool
 
 @lru_cache(maxsize=1024)
 def _is_pointwise(name: str) -> bool:
-    """Whether torch says of an operator that it works element by element."""
+    """Return whether torch says of an operator that it works element by element."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(
         torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads()

@@ -398,7 +398,7 @@ def _local_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _holds_values(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether this rank's summand is the value; else it is zero."""
+    """Return whether this rank's summand is the value; else it is zero."""
     coordinate = sharding.mesh.get_coordinate() or ()
     return sharding.placement(shape).has_values(coordinate)
 

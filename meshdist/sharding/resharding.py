@@ -88,7 +88,7 @@ def typed_operand(
 
 
 def _is_said(x: torch.Tensor) -> bool:
-    """Whether the program has said of ``x`` itself that it is equal: ``md.annotate(w)``.
+    """Return whether the program has said of ``x`` itself that it is equal: ``md.annotate(w)``.
 
     A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
     """

@@ -143,7 +143,7 @@ class ShardedArray(ElementwiseArray):
 
     @property
     def is_fully_replicated(self) -> bool:
-        """Whether every rank holds the whole array."""
+        """Return whether every rank holds the whole array."""
         return holds_whole(self.sharding.placement(self.shape))
 
     def __repr__(self) -> str:

@@ -88,7 +88,7 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def holds_whole(placement: Placement) -> bool:
-    """Whether every rank holds the whole array, and not a summand of it."""
+    """Return whether every rank holds the whole array, and not a summand of it."""
     sizes = placement.mesh_sizes
     return all(sizes[axis] == 1 for axis in (*placement.cut_axes, *placement.unreduced))
 

@@ -57,7 +57,7 @@ class Arrangement:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it keeps all elements in their order, so that a reshape alone does it."""
+        """Return whether it keeps all elements in their order, so that a reshape alone does it."""
         sizes = self.view
         if any(index is not None and sizes[dim] != 1 for dim, index in enumerate(self.taken)):
             return False

@@ -89,7 +89,7 @@ class InnerGroup(ProcessGroup):
 
     @property
     def is_over(self) -> bool:
-        """Whether it was closed, or belongs to the process that this one was forked from."""
+        """Return whether it was closed, or belongs to the process that this one was forked from."""
         return self._closed or self._num_forks != forks[0]
 
     def check_unbroken(self) -> None:

@@ -152,7 +152,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         return Backend.Options(self._wire.name, self.inner.timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether tensors for it come from memory of its own: they do not."""
+        """Return whether tensors for it come from memory of its own: they do not."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:

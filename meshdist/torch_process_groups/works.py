@@ -97,11 +97,11 @@ class TorchWork(torch_distributed.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all is done, or has failed, without waiting."""
+        """Return whether all is done, or has failed, without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all is done and nothing has failed."""
+        """Return whether all is done and nothing has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:

@@ -75,7 +75,7 @@ class LeafSlot:
         self.num_unused = 0
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Whether ``leaf``, which has this place, can still be cast at it."""
+        """Return whether ``leaf``, which has this place, can still be cast at it."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -304,7 +304,7 @@ class _Kept:
         self._was_leaf = x.is_leaf
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Whether it still is: ``.data =`` and ``detach_`` leave the version as it was."""
+        """Return whether it still is: ``.data =`` and ``detach_`` leave the version as it was."""
         if x._version != self._was_at or x.is_leaf is not self._was_leaf:
             return False
         return x.layout is not torch.strided or self.alias.is_set_to(x)

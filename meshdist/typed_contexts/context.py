@@ -120,7 +120,7 @@ class Backwards:
     running: ContextMode | None = None
     """The context whose backward runs."""
     has_passed: bool = False
-    """Whether some context's backward was reached: later contexts note nothing."""
+    """Return whether some context's backward was reached: later contexts note nothing."""
 
 
 class TypedHook:
@@ -219,7 +219,7 @@ class ContextMode(TorchFunctionMode):
         """Note no more: here, and in the mesh's later contexts."""
 
     def note_next_time(self) -> bool:
-        """Whether this context has notes; if not, the mesh's next one has."""
+        """Return whether this context has notes; if not, the mesh's next one has."""
         self.mesh.caches.of(Backwards).has_passed = False
         return False
 

@@ -21,7 +21,7 @@ __all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
 
 
 def is_checked() -> bool:
-    """Whether values are compared."""
+    """Return whether values are compared."""
     return get_debug_level() == DebugLevel.DETAIL
 
 

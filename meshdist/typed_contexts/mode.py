@@ -463,7 +463,7 @@ class NotingMode(TypedMode):
 
 
 def _is_clipping() -> bool:
-    """Whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
+    """Return whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
     frame = sys._getframe(1)
     while is_between[frame.f_code.co_filename] and frame.f_back is not None:
         if frame.f_code.co_name == "clip_grad_norm_":
@@ -475,7 +475,7 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
+    """Return whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
     return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
 
 

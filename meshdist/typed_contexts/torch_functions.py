@@ -299,7 +299,7 @@ def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a name can be trusted to mean what torch means by it."""
+    """Return whether a name can be trusted to mean what torch means by it."""
     namespace = getattr(function, "namespace", None) or getattr(function, "_qualified_op_name", "")
     if namespace:
         return str(namespace).partition("::")[0] in ("aten", "prims")
@@ -352,7 +352,7 @@ def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 
 
 def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether this call of a function that may draw does: dropout of nothing does not."""
+    """Return whether this call of a function that may draw does: dropout of nothing does not."""
     switches = _DRAWS_IF.get(operation.name, ())
     if kwargs and "train" in kwargs:  # torch.dropout's name for it
         kwargs = {**kwargs, "training": kwargs["train"]}

@@ -64,16 +64,16 @@ class Communicator(ABC):
     unless the class says otherwise. All but the rows of ``built_verbs`` are there."""
 
     wants_senders: ClassVar[bool] = False
-    """Whether a receive should name its sender, where members note what they send."""
+    """Return whether a receive should name its sender, where members note what they send."""
 
     on_stream: ClassVar[bool] = False
-    """Whether its verbs are enqueued on a device, so that only streams wait for them."""
+    """Return whether its verbs are enqueued on a device, so that only streams wait for them."""
 
     posts_at_once = False
-    """Whether starting a receive neither waits nor needs the terms' number."""
+    """Return whether starting a receive neither waits nor needs the terms' number."""
 
     shows_calls: ClassVar[bool] = False
-    """Whether ``is_awaited`` can tell; else a header table does, where there is one."""
+    """Return whether ``is_awaited`` can tell; else a header table does, where there is one."""
 
     averages_at_once: ClassVar[bool] = False
     """Whether an average costs no more than a sum; else a division over all of the result."""
@@ -137,7 +137,7 @@ class Communicator(ABC):
         """Announce to the others that this process exits normally."""
 
     def has_sent_itself(self, tag: int) -> bool:
-        """Whether a message of this member to itself waits under ``tag``."""
+        """Return whether a message of this member to itself waits under ``tag``."""
         return False
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:

@@ -124,7 +124,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
     def done(self) -> bool:
-        """Whether the value, or the error, is there, without waiting."""
+        """Return whether the value, or the error, is there, without waiting."""
         if not super().done():
             self._poll()
         return super().done()

@@ -82,7 +82,7 @@ class Mailbox:
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
-        """Whether a message under ``tag`` waits to be received."""
+        """Return whether a message under ``tag`` waits to be received."""
         return bool(self._waiting.get((True, tag)))
 
     def _start(self, transfer: SelfTransfer, tag: int) -> SelfTransfer:

@@ -147,7 +147,7 @@ class Operation(ABC):
 
     @property
     def on_stream(self) -> bool:
-        """Whether ``finish`` lets the current stream wait for it, and not the host.
+        """Return whether ``finish`` lets the current stream wait for it, and not the host.
 
         It is done once ``poll`` says so, and may be finished again, on another stream.
         """
@@ -355,7 +355,7 @@ class WorkerQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way; for the thread that starts operations."""
+        """Return whether nothing is under way; for the thread that starts operations."""
         return self._last is None or self._last.poll()
 
     def start(

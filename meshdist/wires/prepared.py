@@ -198,14 +198,14 @@ class PreparedCall:
     shows_all: bool = True
     """Whether way and tensors show a wire all of the call that must be equal on all members."""
     is_message: bool = False
-    """Whether it is a send or a receive that is compared and noted as such."""
+    """Return whether it is a send or a receive that is compared and noted as such."""
 
     # A channel fills these in.
     call: Call | None = None
     """The call that members compare; None for a call of a wire's own."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
-    """Whether its caller waits for it at once."""
+    """Return whether its caller waits for it at once."""
     sequence: int = 0
     """Its number among the group's collectives, or a message's in the recorder."""
     number: int | None = None
@@ -214,7 +214,7 @@ class PreparedCall:
     operation: Operation = DONE
     """The operation that the wire has started."""
     is_elsewhere: bool = False
-    """Whether something that it writes travels as another tensor than the caller's array."""
+    """Return whether something that it writes travels as another tensor than the caller's array."""
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ class Wire(ABC):
     across_hosts = ""
     """The wire to take in its place for a group that spans hosts, where the program named none."""
     compares_calls = False
-    """Whether it compares every call with the other members' by itself."""
+    """Return whether it compares every call with the other members' by itself."""
     descriptors_per_peer = 0
     """How many files and sockets an opening takes for each other member."""
     num_threads = 0
@@ -150,7 +150,7 @@ class Wire(ABC):
 
     @abstractmethod
     def is_available(self) -> bool:
-        """Whether this machine can use the wire now."""
+        """Return whether this machine can use the wire now."""
 
     def why_unavailable(self) -> tuple[str, str]:
         """Why this machine cannot use the wire, and the fix."""

@@ -141,7 +141,7 @@ class Work:
                 under_way[0] = None
 
     def is_completed(self) -> bool:
-        """Whether the verb is done, without waiting.
+        """Return whether the verb is done, without waiting.
 
         Its results are in place then, as after ``wait``. A verb that is not done a timeout after it
         was first asked has failed, and so is done too. On NCCL this asks the device.
@@ -154,7 +154,7 @@ class Work:
         return self._done
 
     def is_success(self) -> bool:
-        """Whether the verb is done and did not fail."""
+        """Return whether the verb is done and did not fail."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -346,7 +346,7 @@ class Work:
         return future
 
     def _has_ended(self) -> bool:
-        """Whether the verb is done or has failed, without asking a device."""
+        """Return whether the verb is done or has failed, without asking a device."""
         found = not self._done and self._ask(lambda _: self._operation.has_ended())
         return self._done or bool(found)
 
@@ -524,7 +524,7 @@ def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def is_ready(work: Work) -> bool:
-    """Whether a wait would end at once. On simulated ranks no other rank runs meanwhile."""
+    """Return whether a wait would end at once. On simulated ranks no other rank runs meanwhile."""
     return work._done or work._operation.is_ready()
 
 

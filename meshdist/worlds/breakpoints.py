@@ -299,7 +299,7 @@ def _find_console() -> _PausedConsole:
 
 
 def _is_input(fd: int) -> bool:
-    """Whether something may come from ``fd``."""
+    """Return whether something may come from ``fd``."""
     try:
         return not os.path.samestat(os.fstat(fd), os.stat(os.devnull))
     except OSError:  # closed

@@ -199,12 +199,12 @@ def destroy_process_group(group: GroupLike = None) -> None:
 
 
 def is_available() -> bool:
-    """Whether this package can be used: always."""
+    """Return whether this package can be used: always."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether there is a world: made by ``init_process_group``, or of simulated ranks."""
+    """Return whether there is a world: made by ``init_process_group``, or of simulated ranks."""
     world = find_world()
     return world is not None and not world.is_closed
 
@@ -319,38 +319,38 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether every wire that ``backend`` names is there and can be used on this machine."""
+    """Return whether every wire that ``backend`` names is there and can be used on this machine."""
     wires = [find_wire(name) for name in set(parse_backends(backend).values())]
     return all(wire is not None and wire.is_available() for wire in wires)
 
 
 def is_gloo_available() -> bool:
-    """Whether the wire "gloo" can be used on this machine."""
+    """Return whether the wire "gloo" can be used on this machine."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Whether the wire "nccl" can be used on this machine."""
+    """Return whether the wire "nccl" can be used on this machine."""
     return is_backend_available("nccl")
 
 
 def is_mpi_available() -> bool:
-    """Whether the wire "mpi" can be used on this machine."""
+    """Return whether the wire "mpi" can be used on this machine."""
     return is_backend_available("mpi")
 
 
 def is_ucc_available() -> bool:
-    """Whether the wire "ucc" can be used on this machine."""
+    """Return whether the wire "ucc" can be used on this machine."""
     return is_backend_available("ucc")
 
 
 def is_xccl_available() -> bool:
-    """Whether the wire "xccl" can be used on this machine."""
+    """Return whether the wire "xccl" can be used on this machine."""
     return is_backend_available("xccl")
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -225,7 +225,7 @@ class _RankResult:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the rank can send no answer any more."""
+        """Return whether the rank can send no answer any more."""
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:

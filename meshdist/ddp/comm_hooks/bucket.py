@@ -133,7 +133,7 @@ class GradBucket:
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last one of its backward."""
+        """Return whether it is the last one of its backward."""
         return self._is_last
 
     def group(self) -> ProcessGroup:
@@ -150,7 +150,7 @@ def group_for(given: Any, bucket: GradBucket) -> ProcessGroup:
 
 
 def is_mesh(given: object) -> bool:
-    """Whether this is a mesh of ours, and so stands for a group."""
+    """Return whether this is a mesh of ours, and so stands for a group."""
     return hasattr(given, "open_group")
 
 

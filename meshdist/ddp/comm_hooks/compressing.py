@@ -125,7 +125,7 @@ def _compressed(
 
 
 def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether ``buffer`` is to be converted inside its own memory."""
+    """Return whether ``buffer`` is to be converted inside its own memory."""
     is_large = buffer.layout is torch.strided and buffer.numel() > _PIECE
     has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
     return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()

@@ -93,7 +93,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 
 def _names_no_group(state: Any) -> bool:
-    """Whether torch's hooks would find no group of ours in the state."""
+    """Return whether torch's hooks would find no group of ours in the state."""
     if state is None or is_mesh(state):
         return True
     return any(

@@ -97,7 +97,7 @@ def plain_text(error: Exception) -> str:
 
 
 def is_timeout(text: str) -> bool:
-    """Whether an error from c10d is a timeout."""
+    """Return whether an error from c10d is a timeout."""
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
@@ -147,9 +147,9 @@ class C10dCommunicator(Communicator):
     lacking: ClassVar[frozenset[str]] = frozenset()
     """Verbs that the class lacks, or that are better built from its others."""
     gathers_uneven: ClassVar[bool] = False
-    """Whether its all-gather takes tensors of several sizes."""
+    """Return whether its all-gather takes tensors of several sizes."""
     spoils_others: ClassVar[bool] = False
-    """Whether its reduce writes over the tensors of members that get no result."""
+    """Return whether its reduce writes over the tensors of members that get no result."""
     most_gathered_bytes: ClassVar[int] = 0
     """Narrow floats of all members that are gathered as a whole to be reduced."""
     operation_kind: ClassVar[type[C10dOperation] | None] = None
@@ -386,7 +386,7 @@ class C10dCommunicator(Communicator):
         """Let a work be late after ``timeout``, where the communicator counts."""
 
     def has_ended(self, work: Any) -> bool:
-        """Whether it is known, without asking a device, that it is done or has failed."""
+        """Return whether it is known, without asking a device, that it is done or has failed."""
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
@@ -472,7 +472,7 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: PreparedCall) -> bool:
-        """Whether c10d shall return a work."""
+        """Return whether c10d shall return a work."""
         return True
 
     def _start_if_there(

@@ -164,7 +164,7 @@ class EnqueuedWork:
     communicator: EnqueueingCommunicator
 
     def is_completed(self) -> bool:
-        """Whether the device has done it, or it has failed; asks the device."""
+        """Return whether the device has done it, or it has failed; asks the device."""
         return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
 
     def _source_rank(self) -> int:
@@ -318,7 +318,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 outcome.is_good = outcome.look() is None
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
-        """Whether it has ended well in time."""
+        """Return whether it has ended well in time."""
         call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
         try:
             if call is not None:
@@ -412,7 +412,7 @@ class _PolledResult:
 
 
 def _tells_errors(group: Any) -> bool:
-    """Whether c10d's own watchdog tells what it has found."""
+    """Return whether c10d's own watchdog tells what it has found."""
     try:
         group.get_error()
     except (AttributeError, RuntimeError):  # XCCL, or an older torch

@@ -236,7 +236,7 @@ class GlooCommunicator(C10dCommunicator):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has come to its end."""
+        """Return whether it has come to its end."""
         return self._group is CLOSED
 
     def disconnect(self) -> None:

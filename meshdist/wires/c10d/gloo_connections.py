@@ -114,7 +114,7 @@ def _socket_of(descriptor: int) -> socket.socket:
 
 
 def connects_late() -> bool:
-    """Whether TORCH_GLOO_LAZY_INIT makes groups connect on demand."""
+    """Return whether TORCH_GLOO_LAZY_INIT makes groups connect on demand."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES
 
 

@@ -55,7 +55,7 @@ class Arithmetic:
         self.find = cache(self._find)
 
     def has(self, op: ReduceKind, dtype: torch.dtype) -> bool:
-        """Whether the wire reduces ``dtype`` by ``op`` as it is."""
+        """Return whether the wire reduces ``dtype`` by ``op`` as it is."""
         return op in self._ops.get(dtype, ())
 
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:

@@ -176,7 +176,7 @@ class HierarchicalWire(Wire):
     communicator_kind = HierarchicalCommunicator
 
     def is_available(self) -> bool:
-        """Whether shared memory is available."""
+        """Return whether shared memory is available."""
         return ShmWire().is_available()
 
     def why_unavailable(self) -> tuple[str, str]:

@@ -420,7 +420,7 @@ class MpiWire(Wire):
         return "built" if found and device_type != "cpu" else found
 
     def is_available(self) -> bool:
-        """Whether mpi4py and an MPI library load."""
+        """Return whether mpi4py and an MPI library load."""
         return find_mpi_problem() is None
 
     def why_unavailable(self) -> tuple[str, str]:

@@ -138,7 +138,7 @@ class MpiConnection:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked child's copy."""
+        """Return whether this is a forked child's copy."""
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:

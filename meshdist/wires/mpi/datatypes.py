@@ -159,7 +159,7 @@ class MpiReduction:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether MPI reduces the very memory of the tensor, and that is all."""
+        """Return whether MPI reduces the very memory of the tensor, and that is all."""
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -172,7 +172,7 @@ class MpiReduction:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether ``encode`` gives the tensor's own memory."""
+        """Return whether ``encode`` gives the tensor's own memory."""
         return self.wide is None and self.in_order is None
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:

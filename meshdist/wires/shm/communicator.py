@@ -211,7 +211,7 @@ class ShmWire(Wire):
     descriptors_per_peer = 2  # its process's handle, and while members meet a connection
 
     def is_available(self) -> bool:
-        """Whether its native core was built."""
+        """Return whether its native core was built."""
         return _core is not None
 
     def why_unavailable(self) -> tuple[str, str]:

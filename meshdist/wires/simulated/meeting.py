@@ -162,13 +162,13 @@ class PendingCall(Operation):
             raise copy.copy(self.failure)
 
     def poll(self) -> bool:
-        """Whether it is done, or has failed; if not, other ranks have run before."""
+        """Return whether it is done, or has failed; if not, other ranks have run before."""
         if not self.is_done and find_rank_here() is self.rank:
             self.rank.poll(self)
         return self.is_done
 
     def is_ready(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Return whether it is done, or has failed."""
         return self.is_done
 
     @abstractmethod
@@ -227,7 +227,7 @@ class PendingReceive(PendingCall):
         return super().source() if self._source is None else self._source
 
     def takes(self, message: SentMessage) -> bool:
-        """Whether a message is meant."""
+        """Return whether a message is meant."""
         return self.tag == message.tag and self.peer in (None, message.source)
 
     def accept(self, message: SentMessage) -> None:

@@ -46,7 +46,7 @@ class Waiting(Protocol):
     """An event that a rank waits for."""
 
     def is_ready(self) -> bool:
-        """Whether the rank can run again; quick, and without effect."""
+        """Return whether the rank can run again; quick, and without effect."""
 
     def describe(self) -> str:
         """The wait in words: completes the sentence "rank 0 waits in"."""
@@ -169,7 +169,7 @@ class Scheduler(Generic[T]):
         self._is_all_over = False
         self._asked: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self.is_profiled = torch.autograd._profiler_enabled()
-        """Whether a profiler of torch's watches the caller's thread, and no rank's."""
+        """Return whether a profiler of torch's watches the caller's thread, and no rank's."""
 
     def run(
         self, body: Callable[[int], T], interrupted: Callable[[], object] = lambda: None
