@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
+.PHONY: help demo lint test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -34,10 +34,12 @@ help: ## show this list
 demo: $(VENV)/.installed-demo ## train a small transformer on four processes, mesh (dp=2, tp=2)
 	$(BIN)/meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --check
 
-test: $(VENV)/.installed-test ## format, lint, types, and every test but the soak
+lint: $(VENV)/.installed-test ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+test: lint ## format, lint, types, and every test but the soak
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests

@@ -116,6 +116,7 @@ def main() -> int:
         folder = Path(name)
         shutil.copytree(ROOT / "examples", folder / "examples")
         person = Newcomer(folder, wheel)
+        person.type("python3 -m venv venv")
         for page in PAGES:
             print(f"newcomer: {page}", flush=True)
             for command in commands(page):
