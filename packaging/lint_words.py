@@ -8,9 +8,9 @@ is any.
 * No variable, parameter or attribute is called ``one`` or ``ones``; no docstring begins with "What"
   or has ``one`` or ``ones`` as a pronoun.
 * An internal docstring is one sentence of at most 100 characters that begins with a verb or a noun
-  and says more than the name. After it may stand ``Args:``, of names that need more than their
-  type, and a case that the tests execute. Reasons stand in comments, protocols in the module's
-  docstring.
+  and says more than the name. After it may stand ``Args:`` and ``Attributes:``, of names that need
+  more than their type, ``Raises:``, and a case that the tests execute. Reasons stand in comments,
+  protocols in the docstring of the module.
 * It has no inner word that the glossary of ``docs/architecture.md`` has dropped.
 
 Public are the names that the front door offers (``DOORS``), and the methods of such classes and of
@@ -59,7 +59,7 @@ _EXECUTED = re.compile(
     r"^\s*(?:>>>|\.\.\.).*(?:\n(?!\s*\n)(?!\s*>>>).*)*|^ {4,}[\w., ]+ = .*$", re.MULTILINE
 )
 _SENTENCE_ENDS = re.compile(r"[.!?](?=\s+[A-Z`\"])")
-_MORE = re.compile(r"\n\s*(?:Args:|Example:|Examples:|>>> )")
+_MORE = re.compile(r"\n\s*(?:Args:|Attributes:|Raises:|Example:|Examples:|>>> )")
 
 Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
