@@ -4,6 +4,30 @@ A ``DimSplit`` cuts one dim into cells, one for each combination of coordinates 
 first axis is the major one. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and says
 along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here knows
 names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
+
+Drawn case: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
+
+    element     0   1   2   3   4   5   6   7   8   9
+    axis 0    |---------- 0 ------|---------- 1 ------|      10 = 5 + 5
+    axis 1    |-- 0 --|-- 1 --| 2 |-- 0 --|-- 1 --| 2 |       5 = 2 + 2 + 1, twice
+    cell          0       1     2     3       4     5
+
+``balanced_boundaries`` cuts all cells, axis after axis. ``interval`` walks to one cell alone. At
+coordinate (1, 2):
+
+    along axis 0    divmod(10, 2) = 5, 0    the start moves by 1 * 5 to 5, the size is 5
+    along axis 1    divmod(5, 3)  = 1, 2    2 larger parts come before: the start moves by 2 * 1 + 2
+                                            to 9, and part 2 is a smaller one: the size is 1
+
+    >>> split_dim(10, (0, 1), (2, 3)).boundaries
+    (0, 2, 4, 5, 7, 9, 10)
+    >>> split_dim(10, (0, 1), (2, 3)).interval((1, 2))
+    (9, 10)
+
+Were axis 1 the major axis, 10 = 4 + 3 + 3 would be cut. A dim of size 3 has empty cells.
+
+    >>> split_dim(10, (1, 0), (3, 2)).boundaries, split_dim(3, (0, 1), (2, 3)).boundaries
+    ((0, 2, 4, 6, 7, 9, 10), (0, 1, 2, 2, 3, 3, 3))
 """
 
 from __future__ import annotations

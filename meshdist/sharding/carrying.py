@@ -3,6 +3,29 @@
 Parts of local arrays go to flat buffers and back, each by one strided copy, or by none. What is
 made here is made once for a plan; its methods then take few steps of Python. A method that returns
 a view of what it is given says so.
+
+Drawn case: two boxes of a 3 x 4 array, A for one member and B for another, are packed.
+
+                                         x in memory    0 1 2 3 4 5 6 7 8 9 10 11
+     0   1  [ 2   3 ]  A: rows 0:2,                         A A     A A B B B
+     4   5  [ 6   7 ]     columns 2:4    the buffer     2 3 6 7 | 8 9 10
+    [8   9  10]  11    B: row 2:3,                         A         B
+                          columns 0:3
+
+          sizes    begins in x       strides in x    begins in the buffer    strides there
+    A     2 x 2    0 * 4 + 2 = 2     4, 1            0                       2, 1
+    B     1 x 3    2 * 4 + 0 = 8     4, 1            2 * 2 = 4               3, 1
+
+So each box is one strided copy, into the buffer and out of it. Boxes that follow one another in
+memory, as whole rows do, need none: the buffer is then a view of the array.
+
+    >>> x = torch.arange(12).view(3, 4)
+    >>> a_and_b = Boxes((3, 4), [((0, 2), (2, 4)), ((2, 3), (0, 3))])
+    >>> a_and_b.pack(x).tolist()
+    [2, 3, 6, 7, 8, 9, 10]
+    >>> rows = Boxes((3, 4), [((0, 1), (0, 4)), ((1, 3), (0, 4))])
+    >>> rows.pack(x).data_ptr() == x.data_ptr()
+    True
 """
 
 from __future__ import annotations

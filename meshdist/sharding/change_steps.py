@@ -9,6 +9,32 @@ One rank's part of an exchange is the boxes that it receives, sends and keeps. I
 interval of the target meets some cells of the source; their products are the boxes that I receive.
 The sender of a box is the rank that holds its cell and has my own coordinates along all other axes.
 What I send is the same walk seen from the source. The cost is that of the peers.
+
+Drawn case: rows on 2 ranks become columns. A 4 x 4 array is cut evenly, so one verb does it:
+
+              before     packed: a part for each    received: from rank 0, from rank 1
+    rank 0    a b c d    for 0: a b   for 1: c d    a b           i j
+              e f g h           e f          g h    e f           m n
+    rank 1    i j k l    for 0: i j   for 1: k l    c d           k l
+              m n o p           m n          o p    g h           o p    (stacked: its columns)
+
+    >>> from ..mesh.placement import Placement, split_dim; from .changes import change_between
+    >>> def change(n):
+    ...     rows = Placement((2,), (n, n), (split_dim(n, (0,), (2,)), split_dim(n, (), ())))
+    ...     return change_between(rows, rows.permuted((1, 0)))
+    >>> [step] = verb_steps(change(4), (0,))  # 2 rows of 2 x 2 columns are packed as 2 x (2 x 2)
+    >>> step.verb, step.pack.view, step.pack.order, step.unpack.shape
+    ('all_to_all_single', (2, 2, 2), (1, 0, 2), (4, 2))
+
+A 3 x 3 array needs boxes. Rank 0 has rows 0:2, above the dashes, and gets columns 0:2:
+
+    a b | c    Its rows-to-be 0:3 meet two cells of the source: of 0:2 it has a b d e itself, of 2:3
+    d e | f    it receives g h, as row 2 of its new array. Its columns 0:3 meet two cells of the
+    ----+--    target: 0:2, which it keeps, and 2:3. So it sends c f, column 2 of its old array.
+    g h | i
+    >>> [step] = exchange_steps(change(3), (0,))
+    >>> step.kept, step.receives, step.sends
+    ((((0, 2), (0, 2)), ((0, 2), (0, 2))), ((1, ((2, 3), (0, 2))),), ((1, ((0, 2), (2, 3))),))
 """
 
 from __future__ import annotations

@@ -11,6 +11,32 @@ all ranks choose alike.
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the wire of
 the axis and from whether some group along it spans hosts.
+
+Drawn case: each of 4 ranks holds a summand of 8 numbers, and all shall have the sum.
+
+    rank 0    aaaaaaaa      AA......      AAAAAAAA    A: a sum; each rank makes 2 of the 8
+    rank 1    bbbbbbbb      ..AA....      AAAAAAAA    first arrow: a reduce-scatter
+    rank 2    cccccccc  ->  ....AA..  ->  AAAAAAAA    second arrow: an all-gather
+    rank 3    dddddddd      ......AA      AAAAAAAA    both at once: an all-reduce
+
+    candidate                               all ranks receive    waits for messages    verbs
+    each takes all other summands           4 * 3 * 8   = 96     3 * 5 us = 15 us      1, of boxes
+    an all-reduce                           2 * 4 * 3*2 = 48     6 * 5 us = 30 us      1
+    a reduce-scatter, then an all-gather    24 + 24     = 48     6 * 5 us = 30 us      2
+
+The first receives more, though it waits less. The others are even, but for the number of verbs. If
+each rank shall have its 2 sums alone, the reduce-scatter does it, and the ranks receive 24 in all.
+
+    >>> from ..mesh.placement import split_dim
+    >>> source = Placement((4,), (8,), (split_dim(8, (), ()),), unreduced=(0,))
+    >>> sums, links = replace(source, unreduced=()), (DEFAULT_LINK,)
+    >>> [price for price, _ in _candidates(change_between(source, sums))]  # two are scatter, gather
+    [96, 48, 48, 48]
+    >>> [step.name for it in find_route(source, sums, links) for step in stage_steps(it, (0,))]
+    ['all-reduce']
+    >>> two_each = replace(sums, dims=(split_dim(8, (0,), (4,)),))
+    >>> [stage.num_received for stage in find_route(source, two_each, links)]
+    [24]
 """
 
 from __future__ import annotations
