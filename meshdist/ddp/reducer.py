@@ -23,6 +23,32 @@ What the reducer guarantees:
 
 Where no backward reaches the model on a rank, since its forward or its loss raised, the rank stands
 in for one when the program checks the gradients; else it is out of step from then on.
+
+Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
+
+    first backward, watched    on rank 0 come d b a, on rank 1 c d b a: c trails, as rank 0 lacks it
+    buckets are laid anew      in rank 0's order, behind it what did not come there: d b a c
+    later backwards            [..]: the rank starts the all-reduce of a bucket
+
+    time      ------------------------------------------>
+    rank 0    d   b [d b]   a [a]             end [0]         zeros stand in for c
+    rank 1      c   d   b [d b]   a [a]         end [c]
+
+``[d b]`` has one hook, on b: as b comes, d is looked for. Had it not come yet, ``[d b]`` would wait
+for the end, and ``[a]`` behind it, since all ranks send in one order. ``[c]`` is trailing: it waits
+for the end always, until c has come everywhere in 16 backwards in a row.
+
+    >>> from .bucket_layout import lay_out
+    >>> a, b, c, d, history = 0, 1, 2, 3, History(4)
+    >>> for index in (d, b, a):  # on rank 0
+    ...     history.note_first(index, 1)
+    >>> history.settle([c], may_move=True)
+    >>> order, items = history.laid_order([d, c, b, a]), [(4, "float32")] * 4
+    >>> [bucket.indices for bucket in lay_out(items, order, (8,), trailing=history.trailing)]
+    [(3, 1), (0,), (2,)]
+    >>> for _ in range(16): history.settle([], may_move=True)
+    >>> history.trailing
+    frozenset()
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The numbers that travel after the gradients of the last bucket: what each rank says of its end.
 
 They are one flag for each way in which a backward may end, and a map with one number for each
-parameter, 1 where this rank has its gradient. Of two ranks and two parameters, where rank 1 lacks
-the second gradient, and may:
-
-    rank 0: whole 1 0 0 0 0 0, map 1 1     rank 1: partial 0 1 0 0 0 0, map 1 0
-    the average on both: flags 0.5 0.5 0 0 0 0, map 1 0.5
+parameter, 1 where this rank has its gradient. ``verdict`` has a drawn case of both.
 """
 
 from __future__ import annotations

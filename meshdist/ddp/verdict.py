@@ -4,6 +4,32 @@ The averages of the tail say on every rank whether any rank set a flag, and whic
 some ranks or all ranks had. So all ranks raise the same error: on the CPU as soon as the reduction
 has ended; on an accelerator, where reading then would make the CPU wait for the device, at the next
 forward.
+
+Drawn case: a model has parameters v and w; rank 1 of 2 lacks the gradient of w, and may.
+
+              flags: whole, partial, lacking, interrupted, absent, unexpected    map: v   w
+    rank 0           1      0        0        0            0       0                  1   1
+    rank 1           0      1        0        0            0       0                  1   0
+    average          0.5    0.5      0        0            0       0                  1   0.5
+
+Both ranks read the average. No flag above 0 means an error; but "partial" does say: read the map.
+Both gradients had a rank, so both ranks' ``.grad`` get both averages. And w had 0.5 * 2 ranks, not
+2: it trails from now on. Had rank 1 raised midway, "whole" and "interrupted" would be 0.5, and both
+ranks would raise the same error.
+
+    >>> from types import SimpleNamespace as Stand
+    >>> from .bucket_layout import ReductionOptions; from .tail import Tail
+    >>> tail, other = Tail(torch.empty(8), unit=1 / 2), Tail(torch.empty(8), unit=1 / 2)
+    >>> tail.write(Ending.WHOLE, None); other.write(Ending.PARTIAL, [True, False])
+    >>> tail.numbers.add_(other.numbers).tolist()
+    [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
+    >>> options, pair = ReductionOptions((8,), finds_unused=True), Stand(size=lambda: 2)
+    >>> layout = Stand(tail=tail, terms=Stand(options=options, group=pair))
+    >>> verdict, history = Verdict(layout, num_at_work=2), History(2)
+    >>> verdict.note_tail(), verdict.find_used(is_complete=True)
+    (True, [True, True])
+    >>> verdict._teach(history, stays=False); history.trailing
+    frozenset({1})
 """
 
 from __future__ import annotations

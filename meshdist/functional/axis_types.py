@@ -16,6 +16,31 @@ Over each axis a value is of one kind:
     R  reduced      equal on every rank, with a gradient that is unreduced
 
 The gradient of a value is of the value's kind, but for U and R, which are each other's.
+
+Drawn case: operands meet over axis 'tp' of 2 ranks. u is unreduced: 1 on rank 0 and 2 on rank 1,
+which means 3. i is invariant: 10. v varies. An operation takes u if the sum of what the ranks
+compute is what it computes of 3:
+
+             rank 0    rank 1    sum    of 3    linearity     result over 'tp'
+    u * i    10        20        30     30      "multiply"    U; i lacks R: its gradients 1 and 2
+    u + i    11        12        23     13      "add"         refused          are summands of 3
+    u + u    2         4         6      6       "add"         U
+    u * u    1         4         5      9       "multiply"    refused
+    v * i    each its own                       "multiply"    V; i lacks V: gradients get summed
+
+    >>> join_types(["U:tp", ""], "multiply")
+    JoinedType(text='U:tp', missing=('', 'R:tp'))
+    >>> join_types(["U:tp", ""], "add"), join_types(["U:tp", "U:tp"], "multiply")
+    (Refusal(axis='tp', operand=0), Refusal(axis='tp', operand=0))
+
+Each axis is joined by itself. Of ``x @ w + b`` on a mesh (dp, tp) each operand lacks what it is
+invariant over and the result is not:
+
+    over 'dp'    x: V   w: I   b: I    the result: V    w and b lack V
+    over 'tp'    x: I   w: R   b: I    the result: R    x and b lack R
+
+    >>> join_types(["V:dp", "R:tp", ""], "multiply add")
+    JoinedType(text='V:dp R:tp', missing=('R:tp', 'V:dp', 'V:dp R:tp'))
 """
 
 from __future__ import annotations
