@@ -9,6 +9,32 @@ pair by pair. Where there is a native core, messages are compared in the order o
 with receiver, and a receive from any member takes the first that has noted a message for it.
 
 A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
+
+Drawn case: member 0 has come to call 1026, member 1 to call 300. A word is a call's number, here
+before the colon, and its fingerprint; call n stands at place n % 1024 of a member's table.
+
+    place       0         1         2         3    ...  300      ...  1023
+    member 0    1024:7    1025:7    1026:7    3:7       300:7         1023:7
+    member 1    -         1:7       2:7       3:7       300:9         -
+
+Member 1 reads 300:7 as it writes 300:9, and sees that they differ. Member 0 read "-" at its call
+300, and at call 1026 reads 2:7, of another number: it compares neither. At every 256th call it
+looks 768 back: at 1024 it found 256:7, at 1280 it finds no 512:7, and waits. So it is at most 1023
+ahead, and no unread word is lost. Call 2**32 + 5 is noted as 5, and not behind call 2**32 + 3.
+
+    >>> from types import SimpleNamespace as Stand
+    >>> words = [memoryview(bytearray(8 * HeaderTable.num_words(2))).cast("Q") for _ in range(2)]
+    >>> others = Stand(find=lambda n, _: words[n], is_current=lambda _: 1, is_alive=lambda _: 1)
+    >>> def table(n):
+    ...     mine = Stand(reserve=lambda *_: words[n], release=id)
+    ...     return HeaderTable(mine, 1, (0, 0), n, others)
+    >>> table_0, table_1 = table(0), table(1)
+    >>> member_0 = [table_0.enter(call, 7) for call in range(1, 1027)]
+    >>> member_1 = [table_1.enter(call, 7) for call in range(1, 300)]
+    >>> any(member_0 + member_1), table_1.enter(300, 9)
+    (False, [0])
+    >>> table_0.find_behind(1024, False), table_0.find_behind(1280, False), _is_behind(5, 2**32 + 3)
+    (None, 1, False)
 """
 
 from __future__ import annotations
