@@ -7,6 +7,32 @@ for those that are missing, more and more seldom: one that has ended, or that wa
 another agreement, can never come, and the outcome says so. A member makes equally many requests
 whatever the number of members, but for the few that look, and the last, which reads what differs.
 Three agreements whose members wait for each other in a cycle end by their timeouts.
+
+Drawn case: ranks 0 and 2 make a mesh of size 3, rank 1 by mistake one of size 4. Their definitions
+have the digests A and B. Keys stand below the agreement's name; time goes down:
+
+    rank 0                     rank 1                     rank 2
+    A/0.0 += 0b001: 001
+    first with A: A/about
+    came += 1: 1               B/0.0 += 0b010: 010
+    waits for outcome          first with B: B/about
+         |                     came += 1: 2               A/0.0 += 0b100: 101, so not the first
+         |                     waits for outcome          came += 1: 3 of 3, so the last
+         |                          |                     digests: A and B: reads all below both
+    outcome, raises            outcome, raises       <--  writes outcome: differ; raises
+
+With one digest the outcome is "agreed", and nothing below it is read. Were rank 1 missing, 101
+would show that to ranks 0 and 2, which wait, and the first of them looks why it does not come.
+
+    >>> import meshdist as md; from ..bootstrap.world import find_world
+    >>> def program():
+    ...     world, mesh = find_world(), {"text": "a mesh", "size": 4 if md.get_rank() == 1 else 3}
+    ...     with suppress(AgreementError):
+    ...         Agreements(world, Endings(world)).agree((0, 1, 2), "mesh", mesh, timedelta(1))
+    ...     found = {key: world.store.peek(key) for key in world.store.list_keys()}
+    ...     return [found[key] for key in found if key.endswith(("/0.0", "/came", "/outcome"))]
+    >>> md.simulate(program, 3)[0]  # 5 is 0b101
+    [b'5', b'3', b'2', b'{"how": "differ", ... 0, 2: a mesh (size 3)...rank 1: a mesh (size 4)"}']
 """
 
 from __future__ import annotations
