@@ -41,6 +41,25 @@ Status Collectives::all_reduce(Job& job) {
 }
 
 Status Collectives::reduce_whole(Job& job) {
+  // Drawn case: 3 members sum 2 numbers of 4 bytes in round g, then 12 numbers in round g + 1.
+  //
+  //   round g      line g % 4 of the member       as soon as it sees all flags, each member
+  //   member 0     flag g + 1, bytes 1 2          adds up its own tensor and the others' bytes,
+  //   member 1     flag g + 1, bytes 10 20        in group order: 1 + 10 + 100, 2 + 20 + 200
+  //   member 2     flag g + 1, bytes 100 200
+  //
+  // 8 bytes fit into the 32 of a line, so a call is one cache line of each member. 48 bytes do not:
+  // in round g + 1 they lie in slot (g + 1) % 4 of each member, and the line has flag and header.
+  //
+  // Why four lines and four slots suffice, with member 2 as late as it may be:
+  //
+  //   member 0     publish g   publish g+1   publish g+2 ...............   publish g+3   write g+4
+  //   member 2     publish g   publish g+1 .....   read g   publish g+2
+  //   time         --------------------------------------------------------------------------->
+  //
+  // Member 0 publishes g + 3 once it has seen g + 2 of all, and member 2 has read g by then. So
+  // g + 4 may lie where g lay. Of three lines g + 3 would lie there; a member writes that once it has
+  // published g + 2, for which it has seen g + 1 of all, and member 2 may still read g.
   const Part single{job.out, job.count()};
   const bool is_list = job.verb() == Verb::all_reduce_list;
   const Part* parts = is_list ? job.outs.data() : &single;
@@ -120,6 +139,24 @@ bool Collectives::is_halved(const Job& job) const {
 // Each fetches its half of the other's data and reduces it into its own; then it fetches the half
 // that the other has reduced.
 Status Collectives::reduce_by_halves(Job& job) {
+  // Drawn case: 2 members sum 48 floats, a and b: 3 cache lines, of which member 0 reduces two and
+  // member 1 the last. A block that is fetched has 16 floats.
+  //
+  //                0:16    16:32    32:48
+  //   member 0     a       a        a          round g: the place of a is published,
+  //   member 1     b       b        b          and that of b
+  //
+  //   member 0     a+b     a+b      a          it has fetched b 0:16, b 16:32; round g + 1: "to 32"
+  //   member 1     b       b        a+b        it has fetched a 32:48;         round g + 1: "to 48"
+  //
+  //   member 0     a+b     a+b      a+b        it has fetched a+b 32:48;       round g + 2: "read"
+  //   member 1     a+b     a+b      a+b        it has fetched a+b 0:32;        round g + 2: "read"
+  //
+  // No call returns before round g + 2 is complete: until then the other reads its memory.
+  //
+  // Where member 0 cannot read b 16:32 it says "to 16" and "missed" in round g + 1. Then both go on
+  // by slots, in rounds of their own: for 0:16 member 0 gives a+b, which member 1 copies; for 16:32
+  // both give what they have and both reduce; for 32:48 member 1 gives a+b, which member 0 copies.
   const std::uint64_t first = rounds_.next();
   Input input = reduce_input(job);
   input.is_fetched = true;
