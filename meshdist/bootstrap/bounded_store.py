@@ -14,8 +14,6 @@ import atexit
 import fcntl
 import json
 import os
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,13 +30,11 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import ProcessCard, name_locker
-from .server_watch import ServerWatch, find_readable
+from .server_watch import AlarmLost, KeyAlarm, ServerWatch, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
 __all__ = [
-    "AlarmLost",
     "BoundedStore",
-    "KeyAlarm",
     "await_key",
     "find_value",
     "parse_value",
@@ -57,11 +53,6 @@ _ANSWER_S = 5.0
 _END_S = 20.0
 _POLL_S = 0.2
 _CLOSING_S = 1.0
-# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that;
-# what calls a wait off, and the answer.
-_VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
-_CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
-_MOST_ANSWERS = 64
 _LONGEST_KEY = 2000  # letters, of which each takes up to four of 8,192 bytes
 _CHECK_S = 1.0  # in a wait that asks nothing else: a server may fall silent meanwhile
 _TURN_S = 0.1  # for which a wait is kept from the alarm by one that will soon end
@@ -79,7 +70,7 @@ _look: ContextVar[Callable[[], object] | None] = ContextVar("meshdist_store_look
 
 
 class _NotInTime(StoreError):
-    """No process has set a key in time."""
+    """Error of a wait: no process has set the key in time."""
 
 
 @contextmanager
@@ -93,19 +84,15 @@ def within(deadline: Deadline) -> Iterator[None]:
 
 
 class BoundedStore(Store):
-    """A client of ``raw``, for all threads of this process.
-
-    Keep a reference while a PrefixStore is in use: it holds the C++ half only.
+    """A client of ``raw`` for all threads of this process, whose requests end in time.
 
     Args:
         raw: what serves the requests, on a connection that nothing else uses.
         timeout: how long to wait for a key where no deadline is in force.
-        is_served_here: whether this process serves it.
         server: what messages call the process that serves it.
-
-    To make one, and every method, raise StoreError where the server has ended, has closed the
-    connection, or does not answer in time.
     """
+
+    # Keep a reference while a PrefixStore is in use: it holds the C++ half only.
 
     def __init__(
         self,
@@ -132,7 +119,7 @@ class BoundedStore(Store):
         self._busy_since: float | None = None
         root = root_of(raw)
         self._address = (root.host, root.port) if isinstance(root, TCPStore) else None
-        # The last is in use; kept, since to accept one may make a server ask for names.
+        # All waits use the last one in turn: a server may ask for names as it accepts another.
         self._alarms: list[KeyAlarm] = []
         self._knows_prefix = isinstance(raw, (TCPStore, NamedPrefixStore))
         self._prefix = f"{raw.prefix}/" if isinstance(raw, NamedPrefixStore) else ""
@@ -170,10 +157,8 @@ class BoundedStore(Store):
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set: until the deadline in force, if one is.
-
-        That counts for C++ as well, which hands over a limit of its own.
-        """
+        """Wait until all ``keys`` are set: until the deadline in force, or for ``timeout``."""
+        # The deadline in force also wins over the limit that C++ hands over.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
         next_check = Grace(_CHECK_S)
 
@@ -198,9 +183,10 @@ class BoundedStore(Store):
             )
 
     def _await_alarm(self, key: str, slice_s: Callable[[], float]) -> bool | None:
-        """Whether ``key`` was set while ``slice_s`` gave time; None where the server does not tell.
+        """Return whether ``key`` was set in time; None where the server can ring no alarm.
 
-        ``slice_s`` gives the seconds until it is asked again, 0 for an end of the wait.
+        Args:
+            slice_s: gives the seconds until it is asked again, 0 for an end of the wait.
         """
         self._check_usable()
         key, kept, alarm = self._prefix + key, self.alarm, None
@@ -229,10 +215,9 @@ class BoundedStore(Store):
                     alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
-
-        Returns:  what the key holds afterwards.
-        """
+        """Set ``key`` to ``desired`` if it holds ``expected``; return the value that it then
+        holds."""
+        # An absent key equals an empty ``expected``.
         return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -245,31 +230,31 @@ class BoundedStore(Store):
         return values
 
     def delete_key(self, key: str) -> bool:
-        """Forget ``key``; whether it was there."""
+        """Forget ``key``; return whether it was there."""
         return bool(self.ask(lambda raw: raw.delete_key(key)))
 
     deleteKey = delete_key  # the name under which torch's PrefixStore looks for it
 
     def has_extended_api(self) -> bool:
-        """False: torch's classes need no more than these."""
+        """Return False: torch's classes need no more methods than these."""
         return False
 
     def clone(self) -> BoundedStore:
-        """This store itself: a thread that waits on it keeps no other one waiting."""
+        """Return this store: a thread that waits on it keeps no other thread waiting."""
         return self
 
     # -- the server --------------------------------------------------------------------------------
 
     @property
     def alarm(self) -> KeyAlarm | None:
-        """This process's alarm, for waits in turn; None where no server is reached."""
+        """The alarm of this process, which waits use in turn; None where no server is reached."""
         if self._address is not None and (not self._alarms or self._alarms[-1].is_lost):
             with suppress(AlarmLost):
                 self._alarms.append(KeyAlarm(self._address))
         return self._alarms[-1] if self._alarms else None
 
     def watch(self, server: ProcessCard) -> None:
-        """See that ``server``, which serves the store, has ended or is stopped, on this host."""
+        """Let this client see that ``server``, a process of this host, has ended or is stopped."""
         if self._watch is not None:
             self._watch.server = server
 
@@ -282,32 +267,32 @@ class BoundedStore(Store):
         """Return whether the server closes this process's watch within so many ``seconds``."""
         for alarm in self._alarms:  # an answer that no wait has read would hide the end
             with suppress(AlarmLost):
-                alarm.rings_beside()
+                alarm.poll()
         return self._watch is not None and self._watch.has_ended(seconds)
 
     @property
     def is_served(self) -> bool:
-        """Return whether the server still lives; True where no process serves the store."""
+        """Return whether the server lives; True where no process serves the store."""
         return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
-        """A connection of its own, for torch's classes that use a store in threads of theirs."""
+        """Return the store on a connection of its own, for the threads of torch's classes."""
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
-        """Set ``key`` under no prefix; returns where the server listens, None where none does."""
+        """Set ``key`` under no prefix; return the server's host and port, or None."""
         if self._address is not None:
             self.ask(lambda raw: root_of(raw).set(key, ""))
         return self._address
 
     def let_server_end(self) -> None:
-        """Close the watch, for which a server waits that ends, once no request is under way."""
+        """Close the watch behind the requests under way: a server that ends waits for that."""
         if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))
 
     def close(self) -> None:
-        """End the thread; in a forked child, where it does not run, do nothing."""
+        """End the thread and close all connections; do nothing in a forked child."""
         atexit.unregister(self.close)
         if self._process_id != os.getpid() or self._is_closed:
             return
@@ -327,7 +312,8 @@ class BoundedStore(Store):
     # -- the requests ------------------------------------------------------------------------------
 
     def ask(self, request: Callable[[Store], T]) -> T:
-        """Return what ``request`` returns, given the store that serves it, or of another client."""
+        """Return the answer to ``request``, a function of the raw store; raise StoreError if none
+        comes."""
         raw = self._check_usable()
         self._check_served()
         if self._thread is None:
@@ -360,10 +346,11 @@ class BoundedStore(Store):
             raise self._lost("has ended")
 
     def _await_unlocked(self) -> None:
-        """Return when no process keeps the store's file locked."""
+        """Wait until no process keeps the store's file locked."""
         if self._file is None or _is_unlocked(self._file):
             return
-        limit = max(_deadline.get() or Deadline(0), Grace(_ANSWER_S), key=lambda one: one.left_s)
+        limits = _deadline.get() or Deadline(0), Grace(_ANSWER_S)
+        limit = max(limits, key=lambda limit: limit.left_s)
         if not wait_until(partial(_is_unlocked, self._file), limit):
             raise self._lost("keeps its file locked", name_locker(self._path))
 
@@ -390,7 +377,7 @@ class BoundedStore(Store):
                 _silent_since.pop(self._address, None)
 
     def _silent_s(self) -> float:
-        """How long the server has not answered this process, or was seen to be stopped."""
+        """Return for how many seconds the server has left a request unanswered, or was stopped."""
         stopped = None if self._watch is None else self._watch.stopped_since
         since = (_silent_since.get(self._address, self._busy_since), stopped)
         return max(0.0 if moment is None else time.monotonic() - moment for moment in since)
@@ -401,9 +388,9 @@ class BoundedStore(Store):
             watch.close()
         return watch
 
-    def _lost(self, what: str, server: str = "") -> StoreError:
+    def _lost(self, problem: str, server: str = "") -> StoreError:
         return StoreError(
-            f"{server or self.server} {what}",
+            f"{server or self.server} {problem}",
             where=self.client,
             expected="it to live, and to answer, as long as other ranks need it",
             fix="look at what that process wrote last, and whether it is stopped",
@@ -419,92 +406,6 @@ class BoundedStore(Store):
         )
 
 
-class AlarmLost(ConnectionError):
-    """The server has closed an alarm's connection, or does not know the request."""
-
-
-class KeyAlarm:
-    """A connection to a TCPStore's server that becomes readable when the key of ``reset`` is set.
-
-    torch's own wait cannot be called off, and its expiry is reported on stderr: here its request
-    travels over a socket that can be polled. Where the server does not know it no alarm rings.
-    Every method raises AlarmLost where the connection is lost.
-
-    Example: the requests "wait for a", "call it off", "wait for b" have the answers 1 0, or 0 1 0
-    where "a" was set before it was called off: only a 0 behind as many 1 as calls rings for "b".
-
-    Attributes:
-        turn: held while a wait has the alarm.
-        is_lost: whether it cannot ring any more.
-    """
-
-    def __init__(self, to: tuple[str, int] | socket.socket) -> None:
-        self.turn, self._lock = threading.Lock(), threading.RLock()
-        self.is_lost = self._has_rung = False
-        self._greeting, self._key, self._num_canceled = _VALIDATE, "", 0
-        with self._watched():
-            if not isinstance(to, socket.socket):
-                to = socket.create_connection(to, timeout=_CLOSING_S)
-            to.settimeout(None)  # else MSG_DONTWAIT waits, too
-            self.connection = to
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        with self._lock:
-            try:
-                yield
-            except OSError:
-                self.is_lost = True
-                raise AlarmLost from None
-            except BaseException:  # a handler's, in the middle: nobody knows which answers come
-                self.is_lost = True
-                raise
-
-    def reset(self, key: str) -> None:
-        """Ring when ``key`` is set, and for no other key any more; "" for none at all."""
-        name = f"/{key}".encode()  # torch begins each key with "/"
-        with self._watched():
-            text = b""
-            if self._key and not self._has_rung:
-                text, self._num_canceled = _CANCEL, self._num_canceled + 1
-            self._key, self._has_rung = key, False
-            if key:
-                text += self._greeting + _WAIT + struct.pack("=Q", len(name)) + name
-                self._greeting = b""
-            self.connection.sendall(text)
-
-    def has_rung(self, key: str) -> bool:
-        """Return whether ``key``, for which it was set, is set; says so once."""
-        with self._watched():
-            with suppress(BlockingIOError):
-                answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)
-                for answer in answers or b"?":
-                    if answer == _IS_SET:
-                        self._has_rung |= not self._num_canceled
-                    elif answer == _IS_CANCELED and self._num_canceled:
-                        self._num_canceled -= 1
-                    else:
-                        raise ConnectionError
-            if not key or self._key != key or not self._has_rung:
-                return False
-            self._key = ""
-            return True
-
-    def rings_beside(self, key: str | None = None) -> bool | None:
-        """Let it ring for ``key`` while no wait has it, as now (None); whether it has rung.
-
-        Without a key only read what is there.
-        """
-        if not self.turn.acquire(blocking=False):
-            return None
-        try:
-            if key is not None and self._key != key:
-                self.reset(key)
-            return self.has_rung(key or "")
-        finally:
-            self.turn.release()
-
-
 def _is_unlocked(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -515,22 +416,18 @@ def _is_unlocked(file: int) -> bool:
 
 
 def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
-    """Return what ``parse`` makes of the JSON value under ``key``, which is there.
-
-    Raises:
-        StoreError: it is not what a rank of this job writes there.
-    """
+    """Return ``parse`` of the JSON value under ``key``; raise StoreError for any other value."""
     return read_jsons(store, [key], parse)[0]
 
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
-    """``read_json`` of several keys, in one request."""
+    """Return ``parse`` of the JSON values under several keys, by one request."""
     values = zip(keys, store.multi_get(list(keys)), strict=True)
     return [parse_value(key, value, parse) for key, value in values]
 
 
 def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
-    """Return what ``parse`` makes of the JSON ``value`` of ``key``; raises as ``read_json``."""
+    """Return ``parse`` of a JSON value of ``key``; raise StoreError where no rank wrote it."""
     try:
         return parse(json.loads(value))
     except _NOT_PARSED:
@@ -548,10 +445,8 @@ def read_number(store: Store, key: str) -> int:
 
 
 def find_value(store: Store, key: str) -> bytes | None:
-    """Return the value of ``key``, None where it is not set; one request, unlike check and get.
-
-    Of a key that others wait for ask ``check``: torch's server wakes them, though it is not set.
-    """
+    """Return the value of ``key`` by one request; None where it is not set."""
+    # Not for a key that others wait for: torch's server wakes them, though it is not set.
     value = store.compare_set(key, _NO_VALUE.decode(), _NO_VALUE.decode())
     return None if value == _NO_VALUE else value
 
@@ -559,7 +454,8 @@ def find_value(store: Store, key: str) -> bytes | None:
 def await_key(
     store: Store, key: str, deadline: Deadline, look: Callable[[], object] | None = None
 ) -> bool:
-    """Wait for ``key`` until ``deadline``; whether it is set. ``look`` is called now and then."""
+    """Wait for ``key`` until ``deadline``, with a ``look`` now and then; return whether it is
+    set."""
     if not isinstance(root_of(store), BoundedStore):
         return bool(wait_until(lambda: store.check([key]), deadline, look))
     token = _look.set(look)

@@ -1,4 +1,4 @@
-"""The launcher's word on this process's place in the job, read from the environment.
+"""The place of this process in its job, as its launcher wrote it into the environment.
 
 Pure: a mapping of variables goes in, a ``Surroundings`` or one error that lists everything comes
 out. The launchers: ``meshdist run``, torchrun (both by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MOST_RANKS = 1 << 20
-"""Of one world: a greater size is a mistake, and would take minutes and memory to try."""
+"""In one world: a greater size is a mistake, and would take minutes and memory to try."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,14 @@ class Surroundings:
     Args:
         launcher: what started it: "meshdist run", "torchrun", "Open MPI", "Hydra", "Slurm", or
             "env" where variables were set by hand.
-        rank: this process's rank.
-        size: how many ranks the job has.
         address: where rank 0 serves the store; None where the launcher does not say.
         port: its port there; None where the launcher does not say.
         local_rank: its number among the ranks of its host, where the launcher numbers them.
         is_one_host: whether the launcher says that all ranks run on one host.
         has_agent_store: whether torchrun's agent serves the store.
         directory: where the ranks of this job meet, which its launcher made for it alone.
-        job: a name that only processes of this job share, where the launcher gives one.
-        attempt: distinguishes this start of the job from an earlier one that used the same store.
+        job: a name that only processes of this job share; None where the launcher gives no name.
+        attempt: distinguishes this start of the job from an earlier start with the same store.
     """
 
     launcher: str
@@ -87,10 +85,10 @@ def read_surroundings(
     world_size: int = -1,
     is_mpi_asked: bool = False,
 ) -> Surroundings:
-    """Return what ``environment`` says; ``rank`` and ``world_size``, where given, win over it.
+    """Return this process's place; raise RendezvousError with all that is missing or wrong.
 
-    Raises:
-        RendezvousError: variables are missing or wrong; the text lists all of them.
+    Args:
+        rank: wins over the environment where it is given; ``world_size`` likewise.
     """
     reader = _Reader(environment)
     kind = _launcher(environment, is_mpi_asked)
@@ -137,10 +135,7 @@ def read_surroundings(
 
 
 def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and the size that a launcher has set; None where none has.
-
-    Raises:
-        RendezvousError: one of the two is missing or wrong.
+    """Return the rank and the size that a launcher has set, None where none has.
 
     Example:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
@@ -161,7 +156,7 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 def _place_of_store(
     reader: _Reader, environment: Mapping[str, str], kind: str, rank: int, is_one_host: bool
 ) -> tuple[str | None, int | None]:
-    """The address and the port of rank 0's store, as far as the launcher names them."""
+    """Return the address and the port of rank 0's store, as far as the launcher names them."""
     address = environment.get("MASTER_ADDR") or None
     port = reader.port("MASTER_PORT") if environment.get("MASTER_PORT") else None
     if kind == "env":
@@ -186,7 +181,7 @@ def _place_of_store(
 
 
 def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
-    """The text that distinguishes this start of the job from an earlier one, or ""."""
+    """Return a text that distinguishes this start of the job from an earlier start, or ""."""
     if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
         # Agents of several hosts count their restarts each for itself.
         return environment.get("TORCHELASTIC_RESTART_COUNT", "")
@@ -246,7 +241,7 @@ def _first_of(environment: Mapping[str, str], *names: str) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm node list; raises ValueError if there is none.
+    """Return the first host of a Slurm node list; raise ValueError if there is none.
 
     Example:
         >>> first_host("gpu[007-010,12],login1")
@@ -259,7 +254,7 @@ def first_host(nodes: str) -> str:
 
 
 class _Reader:
-    """Reads variables, and gathers what is missing and what is wrong for one error."""
+    """Reader of variables that gathers all that is missing or wrong for one error."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.missing: list[str] = []
@@ -344,13 +339,15 @@ class _Reader:
 
 
 def _shown(value: str, *, plain: bool = False) -> str:
-    """A variable's value for a message: quoted, where it is not plain, and not endless."""
+    """Return a variable's value for a message: quoted where it is not plain, and cut where it is
+    long."""
     text = value if plain and value.isascii() and value.isprintable() else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
-    """The commands to type: ``commands``, of a launcher half recognised, or what works here."""
+    """Return the commands to type: ``commands`` of a launcher half recognised, or those that work
+    here."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
     is_script = name.endswith(".py") and not name.endswith("__main__.py")

@@ -3,7 +3,7 @@
 The file that the program names holds a record, never keys: for each generation of a world that
 meets there, its members (process, start time, host) and the file beside it that holds the
 generation's store. So a file that a crashed job left behind is known for what it is, a new world
-never reads keys of an old one, and the last member that leaves removes both files.
+never reads keys of an old world, and the last member that leaves removes both files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Entry", "enter", "leave", "parse"]
 
 _MARK = "meshdist rendezvous"
 _LEAVE = timedelta(seconds=5)
-"""How long one that leaves waits for the lock, before it leaves the file as it is."""
+"""How long a leaving member waits for the lock; then the file stays as it is."""
 
 _Record = list[dict[str, Any]]
 """The generations that the file lists, oldest first."""
@@ -41,7 +41,7 @@ _Record = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One process's membership in one generation, randomly named, of the file at ``path``."""
+    """Membership of one process in one generation, randomly named, of the file at ``path``."""
 
     path: str
     generation: str
@@ -50,7 +50,7 @@ class Entry:
 
     @property
     def store_path(self) -> str:
-        """The file of the generation's store."""
+        """The path of the file with the generation's store."""
         return f"{self.path}.{self.generation}"
 
 
@@ -61,14 +61,9 @@ def enter(
     job: str = "",
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Entry:
-    """Enter the generation that gathers at ``path``, or begin one.
-
-    Raises:
-        RendezvousError: the file holds something else, was left by a crashed job, cannot be made,
-            or is locked.
-    """
+    """Join the generation that gathers at ``path``, or begin a new generation there."""
     with _locked(path, timeout) as record:
-        generations = [one for one in record if one["job"] == job]
+        generations = [generation for generation in record if generation["job"] == job]
         for generation in generations:
             _refuse_leftover(path, record, generation)
         current = generations[-1] if generations else None
@@ -85,10 +80,8 @@ def enter(
 
 
 def leave(entry: Entry) -> None:
-    """Leave the generation; the last member removes its store, and the file with the last one.
-
-    Members that have ended without leaving, as can be seen on this host, count as gone.
-    """
+    """Leave the generation; the last member removes its store, and the file with the last
+    generation."""
     with (
         suppress(RendezvousError),  # it is not that file any more, or stays locked
         _locked(entry.path, _LEAVE, may_create=False) as record,
@@ -97,6 +90,7 @@ def leave(entry: Entry) -> None:
             if generation["name"] != entry.generation or entry.member not in generation["members"]:
                 continue
             generation["members"][entry.member]["has_left"] = True
+            # Members that this host shows to have ended without leaving count as gone.
             if not any(map(_may_live, generation["members"].values())):
                 record.remove(generation)
                 Path(entry.store_path).unlink(missing_ok=True)
@@ -109,7 +103,7 @@ def _may_live(member: dict[str, Any]) -> bool:
 
 def _is_gathering(generation: dict[str, Any]) -> bool:
     members = generation["members"].values()
-    return len(members) < generation["size"] and not any(one["has_left"] for one in members)
+    return len(members) < generation["size"] and not any(member["has_left"] for member in members)
 
 
 def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> None:
@@ -117,7 +111,7 @@ def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> 
         card = ProcessCard.from_json(member)
         if member["has_left"] or is_alive(card) is not False:
             continue
-        files = [path, *(f"{path}.{one['name']}" for one in record)]
+        files = [path, *(f"{path}.{other['name']}" for other in record)]
         raise RendezvousError(
             f"{path} was left behind by a job that crashed",
             where=f"file://{path}; {my_card()}",
@@ -130,7 +124,7 @@ def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> 
 
 @contextmanager
 def _locked(path: str, timeout: timedelta, *, may_create: bool = True) -> Iterator[_Record]:
-    """Hold the file's lock; give its generations; write them back, or remove the file."""
+    """Lock the file and yield its generations; then write them back, or remove the file."""
     try:
         descriptor = _open_locked(path, may_create, Deadline(timeout))
     except (OSError, ValueError) as error:
@@ -189,7 +183,7 @@ def _take_lock(descriptor: int) -> bool:
 
 
 def parse(text: bytes) -> _Record:
-    """Return the generations that a file's text lists; raises ValueError where it is no record."""
+    """Return the generations that a file's text lists; raise ValueError where it is no record."""
     values = json.loads(text)
     if not isinstance(values, dict) or _MARK not in values:
         raise ValueError("it has no mark")

@@ -1,13 +1,13 @@
 """How the ranks of one world find each other in a store that may have served worlds before.
 
-A store counts generations: ``open`` holds the number of the open one, and the size of its world. In
+A store counts generations: ``open`` holds the number of the last, and the size of its world. In
 each, every rank claims its number with its card and is counted. When all have come, each confirms
-that it is still there; the last one closes the generation as complete, and says on which hosts the
+that it is still there; the last rank closes the generation as complete, and says on which hosts the
 ranks are and which wires all of them can use. (Without the second step a world could begin with the
 claim of a process that has died.) A generation that cannot become complete (a rank is missing at
 the timeout, two processes claim one rank, ranks disagree about the size) is closed as failed, and
 every rank in it raises the same error. What comes later begins the next generation, so that a world
-can be made again and again at one address, and nothing of an earlier one is taken for its own.
+can be made again and again at one address, and nothing of an earlier world is taken for its own.
 
 Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined/...`` and
 ``confirmed/...``, which count heads; ``full``, ``gave up``, ``state``; the world's own keys lie
@@ -59,8 +59,6 @@ class Rendezvous:
     """A world in which every rank has joined.
 
     Args:
-        rank: this process's rank.
-        size: how many ranks there are.
         generation: how many generations the store had before.
         store: a store for this world alone, on ``handle``.
         make_torch_store: returns the same keys on a connection of its own, for torch's classes,
@@ -90,18 +88,17 @@ class Rendezvous:
 
     @property
     def local_size(self) -> int:
-        """How many ranks this process's host has."""
+        """The number of ranks on this process's host."""
         return self.hosts.count(self.hosts[self.rank])
 
 
 @dataclass
 class Attempt:
-    """One process's way into the world of ``size`` ranks that meets in a store.
+    """The way of one process into the world of ``size`` ranks that meets in a store.
 
     Args:
         handle: makes the requests to what all ranks share.
-        rank: this process's rank, or None to be given one in the order of arrival.
-        size: how many ranks there are.
+        rank: this process's rank; None lets it follow the order of arrival.
         timeout: how long to wait for the others.
         origin: how the ranks came here, for messages.
         wires: the names of what this process could use to communicate.
@@ -130,12 +127,8 @@ class Attempt:
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Rendezvous:
-        """Return the world, once every rank has joined.
-
-        Raises:
-            RendezvousError: a rank did not join in time, a rank was claimed twice, or ranks
-                disagree about the size. Every rank that waits raises the same text.
-        """
+        """Return the world once every rank has joined; ranks that wait in vain raise the same
+        error."""
         try:
             with within(self._deadline):
                 while (joined := self.try_generation(generation := self._enter())) is None:
@@ -147,7 +140,8 @@ class Attempt:
         return joined
 
     def _enter(self) -> int:
-        """Return the number of the open generation, which has its size from the first rank."""
+        """Return the number of the open generation; raise where its first rank gave it another
+        size."""
         held, terms = b"", [0]
         for _ in range(_MOST_TRIES):
             opened = f"[{terms[0]}, {self.size}]"
@@ -178,7 +172,7 @@ class Attempt:
         self.store.compare_set("open", self._terms, f"[{generation + 1}]")
 
     def try_generation(self, generation: int) -> Rendezvous | None:
-        """Return the world of this generation; None where the next one has to be tried."""
+        """Return the world of this generation; None where the next generation has to be tried."""
         keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         mine = self._claim(keys, generation)
         if mine is None:
@@ -191,7 +185,7 @@ class Attempt:
             if not is_last and not self._wait_for(keys, "full"):
                 outcome = self._give_up(keys, self._missing)
             elif self._heads.count(keys.add, "confirmed", mine)[1]:
-                outcome = self._layout(keys)
+                outcome = self._complete(keys)
             elif not self._wait_for(keys, "state"):
                 outcome = self._give_up(keys, self._silent)
             return self._conclude(keys, generation, mine, outcome)
@@ -201,7 +195,8 @@ class Attempt:
             raise
 
     def _claim(self, keys: Store, generation: int) -> int | None:
-        """Claim this process's rank, or the next one, with its card; None where all is decided."""
+        """Return the rank under which this process's card stands now; None if the generation is
+        closed."""
         about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
         about["is_server"] = self.handle.is_served_here
         text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
@@ -235,16 +230,14 @@ class Attempt:
         return None
 
     def _wait_for(self, keys: Store, key: str) -> bool:
-        """Wait until the key is there; return whether it came in time.
-
-        After half a minute one rank tells which others are missing.
-        """
+        """Wait until the key is there; return whether it came in time."""
         notice = Grace(_NOTICE_S)
 
         def look() -> None:
             nonlocal notice
             if notice.is_over:
                 notice = Grace(float("inf"))
+                # The first of the ranks that wait tells which others are missing.
                 if key == "full" and keys.add("noticed", 1) == 1:
                     absent = ranks_text(self._absent(keys, "joined"))
                     limit_s = f"{self.timeout.total_seconds():g} s"
@@ -254,11 +247,11 @@ class Attempt:
         return await_key(keys, key, self._deadline, look)
 
     def _give_up(
-        self, keys: Store, story: Callable[[Store], dict[str, Any]]
+        self, keys: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """The outcome where this is the first rank that gives up; None where another told it."""
+        """Return the outcome where this rank gives up first; None where another has told it."""
         is_told = keys.add("gave up", 1) > 1 and await_key(keys, "state", Grace(_TELLING_S))
-        return None if is_told else story(keys)
+        return None if is_told else make_outcome(keys)
 
     def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
@@ -320,7 +313,7 @@ class Attempt:
             return None
         return parse_value(f"card/{rank}", value, ProcessCard.from_json)
 
-    def _layout(self, keys: Store) -> dict[str, Any]:
+    def _complete(self, keys: Store) -> dict[str, Any]:
         """Return the outcome of a generation in which every rank has left its card."""
         seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _seen)
         cards = [card for card, _ in seen]
@@ -400,7 +393,7 @@ class Attempt:
 
 
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
-    """The error of a rank that comes to the store, by ``origin``, and finds none that answers."""
+    """Return the error of a rank whose store stops answering while the ranks are joining."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_card()}",
@@ -410,7 +403,7 @@ def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
 
 
 def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
-    """A rank's card, and what it says besides."""
+    """Return a rank's card, and the other facts that stand beside it."""
     return ProcessCard.from_json(value), {
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
         "wires": [str(wire) for wire in value["wires"]],
@@ -420,7 +413,7 @@ def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
 
 
 def _state(keys: Store, size: int) -> dict[str, Any]:
-    """How a generation was closed."""
+    """Return the outcome with which a generation was closed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
         kind, server, served_by = value["kind"], value.get("server"), value.get("served_by")

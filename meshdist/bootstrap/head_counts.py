@@ -22,11 +22,10 @@ _MOST = 60  # bits that any store can add
 
 @dataclass(frozen=True, eq=False)
 class HeadCount:
-    """Some members that are counted in one number of the store.
+    """Members that are counted in one number of the store.
 
     Args:
-        name: of the number, below a key.
-        ranks: the members.
+        name: the number's, below a key.
         parts: their head counts, each of which sets a bit of the number once all of its members
             have come; none in a block, where each member sets a bit.
     """
@@ -36,9 +35,10 @@ class HeadCount:
     parts: tuple[HeadCount, ...] = ()
 
     def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
-        """Count ``rank`` under ``key``; the members of its block that came; whether all have.
+        """Count ``rank`` under ``key``; return how many of its block came, and whether all have.
 
-        ``add`` adds to a number in the store.
+        Args:
+            add: adds to a number in the store, and returns the sum.
         """
         place, num_come = 0, 0
         if self.parts:
@@ -58,9 +58,11 @@ class HeadCount:
         among: Collection[int] | None = None,
         most: float = math.inf,
     ) -> list[int]:
-        """Those that have come under none of ``keys``; ``read`` reads a number in the store.
+        """Return the members, among those asked for, that have come under none of ``keys``.
 
-        Where ``among`` is given, only those in it. Once ``most`` are found no more blocks are read.
+        Args:
+            read: returns a number in the store.
+            most: once so many are found no more blocks are read.
         """
         asked = self.ranks if among is None else set(among).intersection(self.ranks)
         if not asked:
@@ -77,19 +79,19 @@ class HeadCount:
         return sorted(absent)
 
     def block_of(self, rank: int) -> HeadCount:
-        """The block in which ``rank`` sets a bit."""
+        """Return the block in which ``rank`` sets a bit."""
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """The names of all numbers."""
+        """Yield the names of this number and of those below it."""
         yield self.name
         for part in self.parts:
             yield from part.names()
 
 
-@lru_cache(16)
+@lru_cache(16)  # programs repeat groups
 def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount:
-    """How ``members`` are counted; ``hosts`` is each rank's. Kept, since programs repeat groups."""
+    """Return the head count of ``members`` in blocks by host; ``hosts`` gives each rank's."""
     by_host: dict[int, list[int]] = {}
     for rank in members:
         by_host.setdefault(hosts[rank], []).append(rank)

@@ -62,12 +62,11 @@ class Terms:
 
     Args:
         init_method: the URL; None is ``env://``, unless there is a store.
-        rank: this process's rank; -1 where the URL or the environment has it, or where it is to
-            be given one in the order of arrival (tcp:// and file://).
-        world_size: how many ranks there are; -1 where the URL or the environment has it.
+        rank: this process's rank; -1 where the URL or the environment has it, or where ranks
+            follow the order of arrival (tcp:// and file://).
+        world_size: -1 where the URL or the environment has it.
         store: a store that all ranks share, in place of a URL; needs rank and world_size.
         group_name: worlds of different names may meet at one address.
-        timeout: how long to wait for the others.
         wires: what this process could use, for the ranks to learn what all of them can.
     """
 
@@ -93,10 +92,6 @@ def meet(
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
         handler_arguments: what the handler of a scheme of your own is called with besides.
-
-    Raises:
-        ArgumentError: the arguments contradict each other.
-        RendezvousError: the ranks did not find each other; the text says which and why.
     """
     init_method, store = terms.init_method, terms.store
     rank, world_size = terms.rank, terms.world_size
@@ -237,7 +232,7 @@ def _split(init_method: str) -> SplitResult:
 
 
 def _with_query(url: SplitResult, rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and size, from the call or from the URL, but not one of them from both."""
+    """Return rank and size from the call or from the URL; raise where both give the same."""
     given = dict(zip(_IN_QUERY, (rank, world_size), strict=True))
     for name, text in parse_qsl(url.query, keep_blank_values=True):
         if name not in given:
@@ -377,10 +372,8 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a listening socket for loopback or a number; None where only "everywhere" is safe.
-
-    A host's name may mean loopback to itself and another interface to other hosts.
-    """
+    """Return a listening socket for loopback or a number; None where only "everywhere" is safe."""
+    # A host's name may mean loopback to itself and another interface to other hosts.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None
 

@@ -52,10 +52,7 @@ _LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydr
 
 
 def directory_of_mpiexec(surroundings: Surroundings) -> str:
-    """Return the directory in which the processes meet that one mpiexec has started on this host.
-
-    The first to come makes it; it is removed when mpiexec has ended, however that happens.
-    """
+    """Return the directory where the processes meet that one mpiexec started on this host."""
     launcher = _launching_process()
     start = (process_start(launcher) or "").replace(" ", "-")
     job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
@@ -66,7 +63,7 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
     except FileExistsError:
         _check_private(folder)
     else:
-        remove_after(launcher, folder)
+        remove_after(launcher, folder)  # however mpiexec ends
     return folder
 
 
@@ -134,7 +131,7 @@ _SIZES = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or its kin": "PMI_SIZE"}
 
 
 def find_mpi_problem() -> tuple[str, str] | None:
-    """Why this process cannot use MPI, and what mends it; None where it can."""
+    """Return why this process cannot use MPI, and what mends it; None where it can."""
     python = sys.executable or "python"
     if find_spec("mpi4py") is None:
         launcher, size = _size_by_mpiexec(os.environ)
@@ -155,7 +152,7 @@ def find_mpi_problem() -> tuple[str, str] | None:
 
 
 def load_mpi() -> Any:
-    """The module ``mpi4py.MPI``, which may not be started yet."""
+    """Return the module ``mpi4py.MPI``, which may not be started yet."""
     if "mpi4py.MPI" not in sys.modules:
         import mpi4py
 
@@ -185,12 +182,7 @@ def _end_mpi() -> None:
 
 
 def start_mpi() -> Any:
-    """Return ``mpi4py.MPI``, started; other threads of this process may use it too.
-
-    Raises:
-        BackendError: it does not let threads call it at once, or is not the MPI whose mpiexec has
-            started this process.
-    """
+    """Return ``mpi4py.MPI``, started; other threads of this process may use it, too."""
     MPI = load_mpi()
     with _starting:
         if not MPI.Is_initialized():
@@ -203,7 +195,7 @@ def start_mpi() -> Any:
 
 
 def _initialize(MPI: Any) -> None:
-    """Start MPI, which may wait for other ranks: without the GIL, that mpi4py would hold."""
+    """Start MPI without the GIL, which mpi4py would hold while MPI waits for other ranks."""
     import mpi4py
 
     found = find_functions(MPI, "MPI_Init_thread")
@@ -221,7 +213,7 @@ def _initialize(MPI: Any) -> None:
 
 
 def describe_mpi() -> dict[str, Any]:
-    """The facts and abilities of this MPI, as plain values; it is started for that."""
+    """Return the facts and abilities of this MPI as plain values; start MPI for that."""
     MPI = load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -235,7 +227,7 @@ def describe_mpi() -> dict[str, Any]:
 
 
 def library_version(MPI: Any) -> str:
-    """The library's name and version, in one line."""
+    """Return the library's name and version in one line."""
     text: str = MPI.Get_library_version().strip("\0 \n")
     first = text.splitlines()[0].split(", package")[0]
     return " ".join(first.replace("Version:", "").split())
@@ -251,7 +243,7 @@ def is_cuda_aware(MPI: Any) -> bool:
 
 
 def find_functions(MPI: Any, *names: str) -> list[int]:
-    """Where the C functions are that mpi4py calls under these names; [] if one is unknown."""
+    """Return the addresses of the C functions that mpi4py calls so; [] if any name is unknown."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(MPI.__file__)
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
@@ -261,7 +253,8 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
 
 
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Which MPI's mpiexec started this process, and how many ranks; ("", 0) if none did."""
+    """Return the MPI whose mpiexec started this process, and how many ranks; ("", 0) if none
+    did."""
     for launcher, name in _SIZES.items():
         if size := find_whole_number(environment.get(name, "")):
             return launcher, size

@@ -1,4 +1,4 @@
-"""How clients of a store see its server end, and how a server of ours waits for its clients.
+"""Connections beside a store's requests: a server's end is seen, a key rings, clients are awaited.
 
 torch reports on stderr that a server is lost as soon as a client asks it something. So a client
 looks first at a second connection of its own to the store, and whether the server's process lives
@@ -6,6 +6,11 @@ where it can see that; and it writes the address of that connection into the sto
 ends in good order finds the connections among its own sockets, and waits until the clients have
 closed them. Then it closes its side of those that are left, and waits shortly until clients whose
 requests may be under way have closed theirs.
+
+Torch's own wait for a key cannot be called off, and its expiry is reported on stderr: a KeyAlarm
+sends torch's request over a socket that can be polled. The requests "wait for a", "call it off",
+"wait for b" have the answers 1 0, or 0 1 0 where "a" was set before it was called off: only a 0
+behind as many 1 as calls off rings for "b". Where the server does not know it no alarm rings.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ import ipaddress
 import os
 import select
 import socket
+import struct
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -34,33 +41,34 @@ from ..runtime.hosts import (
     own_sockets,
 )
 
-__all__ = ["ServerWatch", "find_readable", "wait_for_clients_at_end"]
+__all__ = ["AlarmLost", "KeyAlarm", "ServerWatch", "find_readable", "wait_for_clients_at_end"]
 
 _CLIENTS = "meshdist/clients"
 _NO_VALUE = "?"  # that no client writes
 _CONNECT_S = 5.0
+_CONNECT_ALARM_S = 1.0
 # A client that is stopped, or whose threads get no time, must not keep the server from ending.
 _CLOSING_S = 1.0
 # A rank that fails ends soon, but lets the others read what it has left for them.
 _FAILING_S = 2.0
 _SLICE_S = 0.25
 _LOOK_S = 0.01  # a look costs more than a request on this host
+# Of torch's protocol: the first message, the head of a wait for one key, and the answer to that;
+# what calls a wait off, and the answer.
+_VALIDATE, _WAIT, _IS_SET = struct.pack("=BI", 0, 0x3C85F7CE), struct.pack("=BQ", 6, 1), 0
+_CANCEL, _IS_CANCELED = struct.pack("=B", 12), 1
+_MOST_ANSWERS = 64
 _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class ServerWatch:
-    """A connection to the process that serves ``store``, free for requests; none where none does.
-
-    Attributes:
-        connection: ends with the server, which closes it first where it ends in good order.
-        server: the process that serves the store, once that is known.
-        stopped_since: when the server's process was first seen stopped, where it still is.
-    """
+    """A connection to the server of ``store``, if it has any, that only shows when the server
+    ends."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
-        self.server: ProcessCard | None = None
-        self.stopped_since: float | None = None
+        self.server: ProcessCard | None = None  # the process that serves, once that is known
+        self.stopped_since: float | None = None  # when it was first seen stopped, if it still is
         self._next_look = 0.0
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -88,7 +96,8 @@ class ServerWatch:
         return True
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Return whether the connection ends within so many ``seconds``; answers are no end."""
+        """Return whether the server closes the connection within ``seconds``; answers do not
+        count."""
         if self.connection is None:
             return False
         try:
@@ -102,7 +111,7 @@ class ServerWatch:
             return True
 
     def close(self) -> None:
-        """Close the connection, also for the server where a forked child has a copy of it."""
+        """Close the connection, for the server even where a forked child has a copy of it."""
         if self.connection is not None:
             with suppress(OSError):
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -110,7 +119,7 @@ class ServerWatch:
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
-    """The numbers of the files that can be read, or have ended, within so many seconds."""
+    """Return the numbers of the files that can be read, or have ended, within so many seconds."""
     return _polled(files, select.POLLIN, seconds)
 
 
@@ -121,17 +130,94 @@ def _polled(files: Iterable[Any], events: int, seconds: float) -> set[int]:
     return {number for number, _ in poll.poll(1000 * seconds)}
 
 
+class AlarmLost(ConnectionError):
+    """Error of an alarm: the server has closed its connection, or does not know the request."""
+
+
+class KeyAlarm:
+    """A connection to a TCPStore's server, which becomes readable when a key is set."""
+
+    # Every method raises AlarmLost where the connection is lost.
+
+    def __init__(self, to: tuple[str, int] | socket.socket) -> None:
+        self.turn = threading.Lock()  # held while a wait has the alarm
+        self.is_lost = False  # True once it cannot ring any more
+        self._lock = threading.RLock()
+        self._has_rung = False
+        self._greeting, self._key, self._num_canceled = _VALIDATE, "", 0
+        with self._watched():
+            if not isinstance(to, socket.socket):
+                to = socket.create_connection(to, timeout=_CONNECT_ALARM_S)
+            to.settimeout(None)  # else MSG_DONTWAIT waits, too
+            self.connection = to
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except OSError:
+                self.is_lost = True
+                raise AlarmLost from None
+            except BaseException:  # a handler's, in the middle: nobody knows which answers come
+                self.is_lost = True
+                raise
+
+    def reset(self, key: str) -> None:
+        """Let the alarm ring when ``key`` is set, and for no other key; "" for none at all."""
+        name = f"/{key}".encode()  # torch begins each key with "/"
+        with self._watched():
+            text = b""
+            if self._key and not self._has_rung:
+                text, self._num_canceled = _CANCEL, self._num_canceled + 1
+            self._key, self._has_rung = key, False
+            if key:
+                text += self._greeting + _WAIT + struct.pack("=Q", len(name)) + name
+                self._greeting = b""
+            self.connection.sendall(text)
+
+    def has_rung(self, key: str) -> bool:
+        """Return whether the alarm has rung for ``key``; True is returned once."""
+        with self._watched():
+            with suppress(BlockingIOError):
+                answers = self.connection.recv(_MOST_ANSWERS, socket.MSG_DONTWAIT)
+                for answer in answers or b"?":
+                    if answer == _IS_SET:
+                        self._has_rung |= not self._num_canceled
+                    elif answer == _IS_CANCELED and self._num_canceled:
+                        self._num_canceled -= 1
+                    else:
+                        raise ConnectionError
+            if not key or self._key != key or not self._has_rung:
+                return False
+            self._key = ""
+            return True
+
+    def poll(self, key: str | None = None) -> bool | None:
+        """Return whether the alarm, set for ``key`` if it was not, has rung; None while a wait has
+        it."""
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            # Without a key only read the answers that are there.
+            if key is not None and self._key != key:
+                self.reset(key)
+            return self.has_rung(key or "")
+        finally:
+            self.turn.release()
+
+
 def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
-    """At the end of this process, which serves ``store``, wait for clients up to ``timeout``."""
+    """Let this process, which serves ``store``, wait for clients as it ends, up to ``timeout``."""
     call_at_end(_Clients(store, timeout).close)
 
 
 class _Clients:
-    """The clients of a store that this process serves, by the connections that they watch.
+    """Connections by which clients watch a store that this process serves.
 
     Args:
         store: served as long as there is another reference to it.
-        timeout: how long to wait for them at the end.
+        timeout: how long to wait for the clients at the end.
     """
 
     def __init__(self, store: TCPStore, timeout: timedelta) -> None:
@@ -142,7 +228,8 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Find new clients' connections, and drop those that clients close in ``seconds``."""
+        """Find the connections of new clients, and drop those that clients close within
+        ``seconds``."""
         store = self._store()
         told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
         if store is not None and told != self._told:
@@ -151,17 +238,15 @@ class _Clients:
             self._told = told
             self._connections += _connections_of(clients, store.port)
         closed = _polled(self._connections, _HAS_LEFT, seconds)
-        for connection in [one for one in self._connections if one.fileno() in closed]:
-            self._connections.remove(connection)
-            connection.close()
+        for connection in tuple(self._connections):
+            if connection.fileno() in closed:
+                self._connections.remove(connection)
+                connection.close()
 
     def close(self) -> None:
-        """Wait until no client needs the store; close this side, and see the clients close theirs.
-
-        Where an exception ends the process, wait shortly. A program that is interrupted meanwhile
-        ends at once.
-        """
-        atexit.unregister(self.close)
+        """Wait until no client needs the store; then close this side and wait for the clients'
+        sides."""
+        atexit.unregister(self.close)  # a program that is interrupted meanwhile ends at once
         if self._process_id != os.getpid():  # a forked child's copy
             return
         patience = Grace(_FAILING_S if is_ending_by_exception() else self._timeout)
@@ -179,11 +264,8 @@ class _Clients:
 
 
 def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
-    """Copies of this process's sockets at ``port`` whose other ends are those of ``clients``.
-
-    The server of torch's store does not hand out its own.
-    """
-    for _, copy in own_sockets():
+    """Yield copies of this process's sockets at ``port`` whose other ends are ``clients``."""
+    for _, copy in own_sockets():  # the server of torch's store does not hand out its own
         if copy.family not in (socket.AF_INET, socket.AF_INET6):
             continue
         with suppress(OSError):  # it has no other end
@@ -192,6 +274,6 @@ def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
 
 
 def _text_of(name: tuple[Any, ...]) -> str:
-    """An end of a connection, in the same words on both sides."""
+    """Return one end of a connection as a text, equal on both sides."""
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return f"{getattr(address, 'ipv4_mapped', None) or address} {name[1]}"

@@ -1,8 +1,8 @@
 """Torch's stores, under their own names; a server on loopback alone; stores kept open.
 
-Torch's TCPStore listens on every interface, also at the address ``127.0.0.1``, unless it is handed
-a socket that is bound already. ``serve_store`` hands it one. The stores of the addresses at which
-this process has met others stay open until it ends, so that the next world finds them again.
+Torch's TCPStore listens on every interface, also at the address ``127.0.0.1``, unless it gets a
+socket that is bound already, as ``serve_store`` gives it. The stores of the addresses at which this
+process has met others stay open until it ends, so that the next world finds them again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 LEAST_STORE_TIMEOUT = timedelta(seconds=60)
-"""Of a store's own waits and connections. Torch asks the name server for the name of every peer,
+"""For a store's own waits and connections. Torch asks the name server for the name of every peer,
 which alone may take ten seconds when it does not answer, so that less could fail for nothing."""
 
 _BACKLOG = 4096
@@ -96,12 +96,10 @@ def numeric_loopback(address: str) -> str:
 
 
 def bind_listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at ``address`` and ``port`` (0: any free one).
+    """Return a socket that listens at ``address``; None where that is no address of this host.
 
-    None where the address is not one of this host's. The caller owns the socket.
-
-    Raises:
-        RendezvousError: the port is taken, or the address has no meaning.
+    Args:
+        port: 0 takes any free port.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(
@@ -135,7 +133,8 @@ def unknown_address(address: str, error: Exception) -> RendezvousError:
 
 
 def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
-    """The launcher's listening socket from MESHDIST_LISTEN_FD if bound to ``port``; or None."""
+    """Return the launcher's socket from MESHDIST_LISTEN_FD, listening, if bound to ``port``; or
+    None."""
     number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
     if number is None:
         return None
@@ -175,12 +174,9 @@ def serve_store(
 ) -> ServedStore:
     """Return a store whose server runs in this process and listens on ``listener`` alone.
 
-    Takes the socket over. Without one the server listens on every interface, at ``port``. The end
-    of this process waits until no other one needs the store, for ``timeout`` at most.
-
-    Raises:
-        RendezvousError: there is no socket, and other hosts would not find the server at
-            ``address``; or the port is taken.
+    Args:
+        listener: taken over; None lets the server listen on every interface, at ``port``.
+        timeout: how long this process waits at its end for others that need the store.
     """
     asked, is_given = address, listener is not None
     if listener is None:
@@ -201,10 +197,8 @@ def serve_store(
 
 
 def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta) -> None:
-    """Raise unless ``store``, which this process serves, is what answers at ``address``.
-
-    An address that no interface here has may lead here all the same, by a router or a proxy.
-    """
+    """Raise unless ``store``, which this process serves, is what answers at ``address``."""
+    # A router or a proxy may lead here from an address that no interface of this host has.
     key = f"meshdist/reached/{secrets.token_hex(8)}"
     store.set(key, "")
     try:
@@ -225,11 +219,7 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
 
 
 def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """Return a client of the store that listens at ``address`` and ``port``, once it does.
-
-    Raises:
-        RendezvousError: nobody listened there in time, or what listens is no store.
-    """
+    """Return a client of the store at ``address`` and ``port``, once a store listens there."""
     host = numeric_loopback(address)
     _wait_for_listener(host, port, timeout)
     outcome: list[TCPStore | RuntimeError] = []
@@ -263,7 +253,7 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def open_file(path: str, timeout: timedelta) -> FileStore:
-    """Return the store in the file at ``path``, made where absent; raises for other content."""
+    """Return the store in the file at ``path``, made where absent; raise for other content."""
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))
@@ -281,17 +271,14 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
 
 
 def _find_damage(path: str) -> str | None:
-    """The damage of a FileStore's file, or _SOUND; None while another process has locked it.
-
-    It holds keys and values in turn, each after its length in four bytes.
-    """
+    """Return a FileStore file's damage, or ``_SOUND``; None while another process locks it."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
         data = file.read()
-    position, texts = 0, []
+    position, texts = 0, []  # keys and values in turn, each after its length in four bytes
     while position + 4 <= len(data):
         begin = position + 4
         position = begin + int.from_bytes(data[position:begin], sys.byteorder)
@@ -300,7 +287,7 @@ def _find_damage(path: str) -> str | None:
     # What torch counts its users by, also when it destroys the object, where errors are fatal.
     # Other keys begin with "/", or with "-" where they are deleted.
     counts = [value for key, value in pairs if not key.startswith((b"/", b"-"))]
-    are_counts = all(one.isdigit() and len(one) <= _MOST_DIGITS for one in counts)
+    are_counts = all(count.isdigit() and len(count) <= _MOST_DIGITS for count in counts)
     is_whole = position == len(data) and len(texts) % 2 == 0
     return _SOUND if is_whole and are_counts else "it is damaged"
 
@@ -362,12 +349,8 @@ def root_of(store: Store) -> Store:
 
 
 def cloned(store: Any) -> Store:
-    """Return another handle to the same store, over a connection of its own.
-
-    Raises:
-        StoreError: no more connections can be opened, for which torch would try for a minute.
-    """
-    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):
+    """Return another handle to the same store, over a connection of its own."""
+    if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would try for a minute
         raise StoreError(
             "there is no room for another connection to the store",
             where=f"process {os.getpid()}",
@@ -383,11 +366,8 @@ _keeping = threading.Lock()
 
 
 def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
-    """Return the store that this process keeps for ``address``, made now if it has none.
-
-    A forked child does not see what its parent keeps.
-    """
-    key = (os.getpid(), address)
+    """Return the store that this process keeps for ``address``, made now if it has none."""
+    key = (os.getpid(), address)  # a forked child does not see its parent's
     with _keeping:
         store = _kept.get(key)
         if store is None:

@@ -53,7 +53,7 @@ class Caches:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
-        """The object of a type and a key, if it is kept."""
+        """Return the object of a type and a key, if it is kept."""
         try:
             found: T | None = self.kept[kind].get(key)
         except TypeError:  # no hash: what is made with such a key refuses it in better words
@@ -69,7 +69,7 @@ class Caches:
         return value
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """The only object of a type, made at its first use."""
+        """Return the only object of a type, made at its first use."""
         found = self.find(kind, None)
         return self.keep(kind, None, (make or kind)()) if found is None else found
 
@@ -117,14 +117,14 @@ class World:
     handle: BoundedStore | None = None
     server: int | None = None
     chooses_wires: bool = False
-    """Return whether no wire was named, so that another one may serve where the best cannot."""
+    """Whether no wire was named, so that another may serve where the best cannot."""
     compared: Caches | None = None
     """The notes of simulated ranks, which share them, of gradients to compare; else None."""
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)
     is_adopted: bool = field(default=False, init=False)
-    """Return whether init_process_group was called in this world of simulated ranks."""
+    """Whether init_process_group was called in this world of simulated ranks."""
     first_touch: str = field(default="", init=False)
     """The site of the verb or mesh that made this world; "" where init_process_group did, or has
     taken it over."""
@@ -137,9 +137,9 @@ class World:
     meshes: WeakValueDictionary[int, Any] = field(
         default_factory=WeakValueDictionary, init=False, repr=False
     )
-    """Those of the meshes that live, by ``id``."""
+    """The meshes that live, by ``id``."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
-    """Over which ranks wrappers of this rank average gradients."""
+    """The sets of ranks over which wrappers of this rank average gradients."""
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)
     """The last backward that came to a complete loss, its ranks and place: ``linear_function``."""
     latest_signal: int = field(default=0, init=False, repr=False)
@@ -171,11 +171,11 @@ class World:
         return self.origin == "simulated"
 
     def make_torch_store(self) -> Store:
-        """The store's keys on a connection of its own, for torch's classes, which have threads."""
+        """Return the store on a connection of its own, for torch's classes, which have threads."""
         return self.store if self.given_torch_store is None else self.given_torch_store()
 
     def num_here(self, ranks: tuple[int, ...]) -> int:
-        """How many of ``ranks`` run on this rank's host."""
+        """Return how many of ``ranks`` run on this rank's host."""
         return sum(self.hosts[rank] == self.hosts[self.rank] for rank in ranks)
 
     def spans_hosts(self, ranks: tuple[int, ...]) -> bool:
@@ -192,7 +192,7 @@ class World:
             return self._counts[call]
 
     def last_number(self, call: Hashable) -> int:
-        """How often this rank has come to ``call`` so far."""
+        """Return how often this rank has come to ``call`` so far."""
         with self._counting:
             return self._counts[call]
 
@@ -253,12 +253,12 @@ _of_process: list[World | None] = [None]
 _forks_at_world: int | None = None
 """``num_forks()`` as this process got its last world; None, or another number, before its first."""
 _join: Callable[[], None] | None = None
-"""Makes the world of this process at its first touch; given by the room that can."""
+"""Makes the world of this process at its first touch; given by the module that can."""
 _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
 
 
 def places_of_worlds() -> tuple[ContextVar[World | None], list[World | None]]:
-    """Where the world in force stands: that of the context, or else that of the process."""
+    """Return where the world in force stands: that of the context, or else that of the process."""
     return _of_context, _of_process
 
 
@@ -304,10 +304,8 @@ def _is_past_first_touch() -> bool:
 
 
 def find_unjoined_place() -> tuple[int, int] | None:
-    """Return the rank and the size that this process will have, where it has not joined yet.
-
-    None where it has, or had, a world, and where no launcher and no world of torch's say it.
-    """
+    """Return rank and size of a process that has not joined yet; None where it has, or none is
+    told."""
     if find_world() is not None or _is_past_first_touch():
         return None
     if torch_distributed.is_initialized():
@@ -322,10 +320,7 @@ def join_by(join: Callable[[], None]) -> None:
 
 
 def get_usable_world() -> World:
-    """Return the world in force, open and owned by this process; raises otherwise.
-
-    A process that a launcher started joins the others here, at its first touch.
-    """
+    """Return the world in force, open and owned by this process; a launched process joins here."""
     world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed or world._num_forks != num_forks():
         if world is None and _join is not None:
@@ -336,7 +331,7 @@ def get_usable_world() -> World:
 
 
 def install_world(world: World) -> None:
-    """Make ``world`` the process's world; raises WorldError where there is one."""
+    """Make ``world`` the process's world; raise WorldError where the process has a world."""
     global _forks_at_world
     former = _of_process[0]
     if former is not None:
@@ -355,7 +350,7 @@ def remove_world(world: World) -> None:
 
 
 def enter_world(world: World) -> None:
-    """Put ``world`` in force for this thread (a simulated rank) in place of a closed one."""
+    """Put ``world`` in force for this thread (a simulated rank), in place of a closed world."""
     _of_context.set(world)
 
 

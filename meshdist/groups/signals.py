@@ -28,15 +28,8 @@ from uuid import uuid4
 
 from torch.distributed import Store
 
-from ..bootstrap.bounded_store import (
-    AlarmLost,
-    BoundedStore,
-    KeyAlarm,
-    read_json,
-    read_jsons,
-    read_number,
-)
-from ..bootstrap.server_watch import find_readable
+from ..bootstrap.bounded_store import BoundedStore, read_json, read_jsons, read_number
+from ..bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from ..bootstrap.world import World
 from ..checking.shared_words import SignsOfLife
 from ..errors import StoreError
@@ -193,7 +186,7 @@ class SignalThread:
     def _find_latest(self) -> int:
         """How many signals there are; asks the store unless an alarm would have rung."""
         latest, alarm = self._seen, self._alarm
-        has_rung = False if alarm is None else alarm.rings_beside(self._awaited)
+        has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
             self._next_look = Grace(_LENT_S)
         if not (has_rung or self._next_look.is_over):
@@ -221,7 +214,7 @@ class SignalThread:
         self._next_alarm, self._next_look = Grace(pause_s), Grace(0.0)
         if self._alarm is not None:
             with suppress(AlarmLost):
-                self._alarm.rings_beside("")
+                self._alarm.poll("")
         self._alarm, self._is_proven = None, False
 
     def _act(self, message: dict[str, Any]) -> None:

@@ -22,15 +22,13 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 import meshdist as md
 from meshdist.bootstrap import bounded_store
 from meshdist.bootstrap.bounded_store import (
-    AlarmLost,
     BoundedStore,
-    KeyAlarm,
     await_key,
     read_json,
     read_number,
     within,
 )
-from meshdist.bootstrap.server_watch import find_readable
+from meshdist.bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from meshdist.bootstrap.stores import connect_store
 from meshdist.runtime.deadlines import Deadline, Grace
 from meshdist.runtime.hosts import my_card, process_start
@@ -349,11 +347,11 @@ def test_what_an_alarm_waited_for_before_rings_no_more() -> None:
         assert store.check(["d"])
         assert not alarm.has_rung("d")
         with alarm.turn:  # of a wait
-            assert alarm.rings_beside("e") is None
-        assert alarm.rings_beside("e") is False
+            assert alarm.poll("e") is None
+        assert alarm.poll("e") is False
         store.set_bare("e")
         assert find_readable([alarm.connection], 10.0)
-        while not (rings := alarm.rings_beside("e")):
+        while not (rings := alarm.poll("e")):
             find_readable([alarm.connection], 0.2)
         assert rings
         alarm.connection.close()

@@ -170,7 +170,7 @@ def test_an_exception_in_the_middle_of_a_request_spoils_no_later_wait() -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(sent, name)
 
-    assert alarm.rings_beside("another") is False
+    assert alarm.poll("another") is False
     alarm.connection = Interrupting()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
         await_key(handle, "key", Deadline(5))
