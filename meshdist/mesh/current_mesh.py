@@ -19,9 +19,11 @@ def get_current_mesh() -> DeviceMesh:
 
 
 def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> DeviceMesh:
-    """As ``get_current_mesh``, for the errors of a call, ``about`` some axis.
+    """Return the mesh in force, or raise an error of ``call`` that says how to give it a mesh.
 
-    ``naming`` is what names the mesh in place of ``with mesh:``; None where the call takes mesh=.
+    Args:
+        about: text behind the call's name, such as the axis that is missing.
+        naming: code that names a mesh without ``with mesh:``; None where the call takes mesh=.
     """
     mesh = find_current_mesh()
     if mesh is None:
@@ -37,9 +39,11 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
 def with_hidden_mesh(
     error: AxisError, given: object, fix: str = "name the mesh that is meant: mesh=..."
 ) -> AxisError:
-    """``error``, which says so where an inner ``with mesh:`` hides an outer mesh that has the axis.
+    """Return ``error``, with a note where an outer ``with mesh:`` has the axis that is missing.
 
-    Nothing is hidden from a call that names its mesh, ``given``; ``fix`` says how it does.
+    Args:
+        given: the mesh that the call names; None where it takes the mesh in force.
+        fix: how such a call names its mesh.
     """
     if given is not None or not error.axis:
         return error

@@ -6,7 +6,7 @@ Here is also decided which device types a mesh can have, and which device a rank
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,9 +16,20 @@ import torch
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
 from ..bootstrap.world import World, find_world, get_usable_world
 from ..checking.program import call_site
-from ..errors import ArgumentError, BackendError, KindError, MeshdistError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..error_text import ranks_text
+from ..errors import (
+    ArgumentError,
+    AxisError,
+    BackendError,
+    KindError,
+    MeshdistError,
+    MeshError,
+    NotInGroupError,
+)
+from ..groups.communicators import get_registry
+from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..wires.names import backends_in
+from ..wires.registry import make_room
 from ..worlds.first_touch import begin_for_mesh
 from ..worlds.initialization import get_node_local_rank
 from .layout import Layout
@@ -72,15 +83,11 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
 
 
 def select_device(device_type: str, world: World) -> torch.device | None:
-    """Return this rank's CUDA device: the one bound to its world, else the current one.
-
-    Where the program has chosen no current device, it becomes the bound one, else that of the local
-    rank. None for other device types.
-    """
+    """Return the CUDA device bound to this rank's world, else the current device; else None."""
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # the program has chosen no device yet
         torch.cuda.set_device(_index_by_local_rank(world) if bound is None else bound.index)
     return torch.device("cuda", torch.cuda.current_device()) if bound is None else bound
 
@@ -109,8 +116,8 @@ class AxisOptions:
         backend: the wire, for example "gloo"; None takes the world's for the mesh's device type.
         timeout: how long a verb may wait; None takes the mesh's, else the world's.
         options: the wire's own options (torch's options classes), or None.
-        private: whether the axis opens communicators of its own even where equal ones are open,
-            for verbs that a second thread calls.
+        private: whether the axis opens communicators of its own even where equal communicators are
+            open, for verbs that a second thread calls.
 
     Example:
         >>> from datetime import timedelta
@@ -129,36 +136,29 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """The definition of a mesh; equal definitions make interchangeable meshes.
-
-    Args:
-        world: the world of its ranks.
-        device_type: where the tensors live.
-        layout: its ranks and axes.
-        options: one per axis.
-    """
+    """The definition of a mesh; equal definitions make interchangeable meshes."""
 
     world: World
     device_type: str
     layout: Layout
-    options: tuple[AxisOptions, ...]
+    options: tuple[AxisOptions, ...]  # in axis order
 
     def __hash__(self) -> int:  # a wire's options need not be hashable
         return hash((self.device_type, self.layout))
 
     @property
     def text(self) -> str:
-        """How messages call the mesh: ``"DeviceMesh(dp=2, tp=4)"``."""
+        """The text that stands for the mesh in messages: ``"DeviceMesh(dp=2, tp=4)"``."""
         return f"DeviceMesh({self.layout.axis_text()})"
 
     @property
     def timeout(self) -> timedelta:
-        """How long its ranks wait for each other to make it: the longest of its axes' timeouts."""
+        """The time in which its ranks must come to make it: the longest of its axes' timeouts."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """The entries that must be equal on all of its ranks, as plain values."""
+        """Return the entries that must be equal on all of its ranks, as plain values."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -167,7 +167,7 @@ class MeshDefinition:
         }
 
     def make_group(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """The group over ``axes`` through this rank, by the first one's options; opens nothing."""
+        """Return an unopened group over ``axes`` through this rank, by the first axis's options."""
         world, layout, options = self.world, self.layout, self.options[axes[0]]
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
         backends = None
@@ -185,6 +185,84 @@ class MeshDefinition:
             axis_names=tuple(layout.names[a] for a in axes) if layout.names else (),
         )
 
+    def open_group(self, group: ProcessGroup) -> None:
+        """Open a group of the mesh, collectively over the group's members."""
+        check_device(self.device_type, is_planned=True)
+        group.open_channel(self.device_type)
+        device = select_device(self.device_type, self.world)
+        if device is not None:
+            group.connect(device)
+
+    def open_groups(self, groups: Sequence[ProcessGroup]) -> None:
+        """Agree with all ranks of the mesh on it, and open this rank's groups of its axes."""
+        device = select_device(self.device_type, self.world)
+        members = tuple(self.layout.ranks().ravel().tolist())
+        offer: dict[str, tuple[str, tuple[int, ...]]] = {}
+        needs = {}
+        registry = get_registry(self.world)
+        with registry.opening() as agree:
+            for axis, group in enumerate(groups):
+                offer |= group.offer(self.device_type, f"{axis}/")
+                name = self.layout.names[axis] if self.layout.names else axis
+                needs[f"axis {name!r}"] = group.needs(self.device_type)
+            lack = make_room(needs, self.world.num_here(members))
+            agreement = agree(
+                members, "mesh", self.entries(), self.timeout, offers=offer, lack=lack
+            )
+            for axis, group in enumerate(groups):
+                group.open_channel(self.device_type, agreement, f"{axis}/")
+                if device is not None:
+                    group.connect(device)
+        if device is not None and len(members) == self.world.size:
+            world_group(self.world).has_devices = True
+
+    def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
+        """Return the error of a call on a rank outside the mesh, which is a part of ``whole``."""
+        ranks = whole.ranks().ravel().tolist()
+        return NotInGroupError(
+            f"{call} on a mesh that does not hold this rank",
+            where=f"rank {self.world.rank}, mesh ({self.layout.axis_text()})",
+            expected=f"one of {ranks_text(ranks)}",
+            found=f"the mesh has {len(ranks)} of {self.world.size} ranks",
+            fix=f"start {len(ranks)} ranks, or make a mesh of all {self.world.size}; where others "
+            "are meant to be outside, skip the call if mesh.get_coordinate() is None",
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence[MeshDefinition]) -> MeshDefinition:
+        """Return the definition of the mesh with the axes and options of all parts, in order."""
+        if not parts:
+            raise MeshError("concatenate has no meshes", expected="at least one")
+        first = parts[0]
+        if any(part.device_type != first.device_type for part in parts):
+            raise MeshError(
+                "meshes of different device types do not concatenate",
+                found=", ".join(part.device_type for part in parts),
+            )
+        layout = Layout.concatenate([part.layout for part in parts])
+        options = tuple(options for part in parts for options in part.options)
+        return replace(first, layout=layout, options=options)
+
+    def names_to_slice(self, axes: object) -> tuple[str, ...]:
+        """Return the axis names by which the mesh is sliced, or raise an error that shows them."""
+        if not isinstance(axes, Hashable):
+            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
+        if self.layout.names is None:
+            raise MeshError(
+                "an unnamed mesh cannot be sliced",
+                where=self.text,
+                fix="give it names: mesh_dim_names=('dp', 'tp')",
+            )
+        names = axes if isinstance(axes, tuple) else (axes,)
+        for name in names:
+            if not isinstance(name, str):
+                raise AxisError(
+                    f"a mesh is sliced by axis names, not by {name!r}",
+                    where=self.text,
+                    expected=f"some of {', '.join(map(repr, self.layout.names))}",
+                )
+        return names
+
 
 def define_mesh(
     device_type: str,
@@ -195,13 +273,10 @@ def define_mesh(
     *,
     open_groups: bool = True,
 ) -> MeshDefinition:
-    """Return the definition of a mesh, all of it checked; starts the world when there is none.
+    """Return the checked definition of a mesh; starts the world where there is none.
 
-    ``layout_in`` makes the layout, given the size of the world. To open groups the device must be
-    there. All else is as for ``init_device_mesh``.
-
-    Raises:
-        What ``init_device_mesh`` raises.
+    Args:
+        layout_in: makes the layout, given the size of the world.
     """
     check_device_type(device_type)
     check_timeout(timeout)
@@ -216,9 +291,9 @@ def define_mesh(
 
 
 def _is_alone(layout_in: Callable[[int], Layout]) -> bool:
-    """Whether the mesh is of rank 0 alone in any world: a size of -1 counts on there being more."""
+    """Return whether the mesh holds rank 0 alone, however large the world is."""
     try:
-        layout = layout_in(2)
+        layout = layout_in(2)  # a size of -1 becomes 2 here
     except MeshdistError:  # raised again once the size of the world is known
         return False
     return layout.num_ranks == 1 and layout.largest_rank == 0
@@ -230,16 +305,12 @@ def options_of_axes(
     backend_override: Mapping[str | int, Any] | None = None,
     timeout: timedelta | None = None,
 ) -> tuple[AxisOptions, ...]:
-    """Return one AxisOptions per axis of ``layout``.
+    """Return the checked options of each axis of ``layout``, in axis order.
 
-    ``axis_options`` go by axis name or index, as torch's form of them does, ``backend_override``: a
-    wire name, wire options, or a pair of both. ``timeout`` is for axes that name none.
-
-    Raises:
-        AxisError: an unknown axis.
-        ArgumentError: an axis given twice.
-        KindError: not an AxisOptions.
-        BackendError: no such wire.
+    Args:
+        axis_options: by axis name or index.
+        backend_override: torch's form: a wire name, wire options, or a pair of both, by axis.
+        timeout: for axes that name none.
     """
     chosen: dict[int, AxisOptions] = {}
     for what, given in (("axis_options", axis_options), ("backend_override", backend_override)):
@@ -249,7 +320,7 @@ def options_of_axes(
                 expected="for example {'dp': ...}",
                 found=f"{given!r}",
             )
-    from_torch = [(axis, _from_torch_form(one)) for axis, one in (backend_override or {}).items()]
+    from_torch = [(axis, _from_torch_form(form)) for axis, form in (backend_override or {}).items()]
     for axis, options in [*(axis_options or {}).items(), *from_torch]:
         if not isinstance(options, AxisOptions):
             raise KindError(
@@ -268,7 +339,7 @@ def options_of_axes(
             backends_in(find_world(), {"": options.backend})  # raises where there is none
         chosen[index] = options
     all_chosen = (chosen.get(index, AxisOptions()) for index in range(layout.ndim))
-    return tuple(replace(one, timeout=one.timeout or timeout) for one in all_chosen)
+    return tuple(replace(options, timeout=options.timeout or timeout) for options in all_chosen)
 
 
 def _from_torch_form(value: Any) -> AxisOptions:
@@ -288,7 +359,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or one that was made before, in a world."""
+    """Return the layout of an array of ranks, or the layout given, if the world has its ranks."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
@@ -313,7 +384,7 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return the definition of a mesh whose groups exist, and its groups, one per axis."""
+    """Return the definition of a mesh on groups that exist, and its groups in axis order."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
@@ -334,21 +405,21 @@ def definition_of_groups(
             expected="one group per axis, in axis order",
         )
     is_member = layout.coordinate_of(world.rank) is not None
-    for axis, each in enumerate(groups):
+    for axis, member_group in enumerate(groups):
         expected = layout.ranks_of_axis(axis, world.rank) if is_member else ()
-        if expected != each.ranks:
+        if expected != member_group.ranks:
             raise MeshError(
                 f"the group of axis {axis} has other ranks than the mesh",
                 where=f"rank {world.rank} of DeviceMesh({layout.axis_text()})",
                 expected=str(list(expected)),
-                found=str(list(each.ranks)),
+                found=str(list(member_group.ranks)),
             )
-    options = tuple(_options_of(each, device_type) for each in groups)
+    options = tuple(_options_of(member_group, device_type) for member_group in groups)
     return MeshDefinition(world, device_type, layout, options), groups
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """The options by which an axis gets such a group."""
+    """Return the options by which an axis gets a group like this."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

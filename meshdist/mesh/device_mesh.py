@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,9 @@ import torch
 
 from ..bootstrap.world import Caches, World, get_usable_world
 from ..checking.program import end_here, one_frame, run_unnested
-from ..error_text import explain, ranks_text
-from ..errors import AxisError, MeshdistError, MeshError, NotInGroupError
-from ..groups.communicators import get_registry
-from ..groups.process_group import ProcessGroup, world_group
-from ..wires.registry import make_room
+from ..error_text import explain
+from ..errors import MeshdistError, MeshError
+from ..groups.process_group import ProcessGroup
 from .definition import (
     AxisOptions,
     MeshDefinition,
@@ -24,7 +22,6 @@ from .definition import (
     define_mesh,
     definition_of_groups,
     layout_of_ranks,
-    select_device,
 )
 from .drawing import draw, draw_svg
 from .layout import Axis, Layout
@@ -34,14 +31,14 @@ __all__ = ["DeviceMesh", "coordinate_in", "meshes_in_force"]
 
 
 class DeviceMesh:
-    """Ranks arranged along named axes; making one is collective over its ranks.
+    """Ranks arranged along named axes; making a mesh is collective over its ranks.
 
     Every rank first compares the definition with the others', then opens one group per axis,
     together with that group's members alone. Slices and transposes open nothing.
 
-    A mesh never changes. Two are equal when one can take the other's place in a program: the same
-    world and device type, the same rank at every coordinate, equal axis names, and equal options
-    (wire, timeout, wire options, whether private) for each axis.
+    A mesh never changes. Two meshes are equal when programs can use either in the other's place:
+    the same world and device type, the same rank at every coordinate, equal axis names, and equal
+    options (wire, timeout, wire options, whether private) for each axis.
 
     Args:
         device_type: "cpu", "cuda", ...: where the tensors live, without an index.
@@ -53,7 +50,7 @@ class DeviceMesh:
 
     Raises:
         MeshError: no such ranks in the world, a rank twice, a device type with an index.
-        AxisError: names that repeat, are empty, or are not one per axis.
+        AxisError: names that repeat, are empty, or more or fewer than the axes.
         BackendError: "cuda" without a GPU.
         AgreementError: the ranks define different meshes; every one raises and shows both.
         CollectiveTimeoutError: a rank did not come; the text names it.
@@ -87,7 +84,7 @@ class DeviceMesh:
 
     @classmethod
     def from_definition(cls, definition: MeshDefinition, **how: Any) -> DeviceMesh:
-        """The mesh of what was checked before; collective over its ranks with ``open_groups``."""
+        """Return the mesh of a checked definition; collective over its ranks if it opens groups."""
         mesh = object.__new__(cls)
         mesh._set_up(definition, **how)
         return mesh
@@ -100,13 +97,11 @@ class DeviceMesh:
         groups: tuple[ProcessGroup, ...] | None = None,
         open_groups: bool = False,
     ) -> None:
-        """Become the mesh of a definition; every way to make a mesh ends here.
+        """Set the attributes of the mesh of a definition; every way to make a mesh ends here.
 
         Args:
-            definition: what it is, checked.
             root: the mesh that it was derived from, and that it is closed with; None: itself.
-            groups: those of its axes, where they exist.
-            open_groups: whether to open them, collectively over the mesh's ranks.
+            groups: those of its axes; None makes them.
         """
         coordinate = definition.layout.coordinate_of(definition.world.rank)
         own_groups = [] if root is None else root._own_groups
@@ -130,7 +125,7 @@ class DeviceMesh:
         definition.world.axis_names.update(definition.layout.names or ())
         definition.world.meshes[id(self)] = self
         if open_groups and coordinate is not None:
-            run_unnested("DeviceMesh", self._open)
+            run_unnested("DeviceMesh", definition.open_groups, groups)
 
     device_type: str
     """Where the tensors live: "cpu", "cuda", ..."""
@@ -162,39 +157,12 @@ class DeviceMesh:
     def _new_group(
         self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
     ) -> ProcessGroup:
-        """The group over ``axes`` of a mesh derived from this one, opened now if this one is."""
+        """Return a group over ``axes`` of a derived mesh; opens it if this mesh has open groups."""
         group = definition.make_group(axes)
         self._own_groups.append(group)
         if opens or any(mine.is_open for mine in self._groups):
-            check_device(definition.device_type, is_planned=True)
-            group.open_channel(definition.device_type)
-            device = select_device(definition.device_type, definition.world)
-            if device is not None:
-                group.connect(device)
+            definition.open_group(group)
         return group
-
-    def _open(self) -> None:
-        """Agree with all ranks of the mesh, and open the groups of its axes."""
-        definition = self._definition
-        device = select_device(definition.device_type, definition.world)
-        members = tuple(definition.layout.ranks().ravel().tolist())
-        offer: dict[str, tuple[str, tuple[int, ...]]] = {}
-        needs = {}
-        registry, entries = get_registry(definition.world), definition.entries()
-        with registry.opening() as agree:
-            for axis, group in enumerate(self._groups):
-                offer |= group.offer(definition.device_type, f"{axis}/")
-                name = definition.layout.names[axis] if definition.layout.names else axis
-                needs[f"axis {name!r}"] = group.needs(definition.device_type)
-            told = members, "mesh", entries, definition.timeout
-            lack = make_room(needs, definition.world.num_here(members))
-            agreement = agree(*told, offers=offer, lack=lack)
-            for axis, group in enumerate(self._groups):
-                group.open_channel(definition.device_type, agreement, f"{axis}/")
-                if device is not None:
-                    group.connect(device)
-        if device is not None and len(members) == definition.world.size:
-            world_group(definition.world).has_devices = True
 
     # ------------------------------------------------------------------ what it is
 
@@ -249,7 +217,7 @@ class DeviceMesh:
         return self._coordinate[index]
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """The group along one axis through this rank; it may be left out in a 1-D mesh."""
+        """The group along one axis through this rank; the axis may be left out in a 1-D mesh."""
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def wire_of(self, axis: Axis) -> str:
@@ -295,30 +263,14 @@ class DeviceMesh:
             raise
 
     def _slice(self, axes: Axis | tuple[Axis, ...]) -> DeviceMesh:
-        if not isinstance(axes, Hashable):
-            raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
-        layout = self.layout
-        if layout.names is None:
-            raise MeshError(
-                "an unnamed mesh cannot be sliced",
-                where=self._definition.text,
-                fix="give it names: mesh_dim_names=('dp', 'tp')",
-            )
-        names: tuple[Axis, ...] = axes if isinstance(axes, tuple) else (axes,)
-        for name in names:
-            if not isinstance(name, str):
-                raise AxisError(
-                    f"a mesh is sliced by axis names, not by {name!r}",
-                    where=self._definition.text,
-                    expected=f"some of {', '.join(map(repr, layout.names))}",
-                )
-        indices = layout.axis_indices(names)
+        names = self._definition.names_to_slice(axes)
+        indices = self.layout.axis_indices(names)
         if indices == tuple(range(self.ndim)):
             part = self
         else:
-            first = layout.rank_at((0,) * self.ndim)
+            first = self.layout.rank_at((0,) * self.ndim)
             through = first if self._coordinate is None else self.world.rank
-            part = self._derive(layout.slice(names, through), indices)
+            part = self._derive(self.layout.slice(names, through), indices)
         self._derived[axes] = part
         return part
 
@@ -345,7 +297,7 @@ class DeviceMesh:
     def unflatten(
         self, axis: Axis, sizes: Sequence[int], names: Sequence[str] | None = None
     ) -> DeviceMesh:
-        """The mesh with ``axis`` split, row-major, into axes of these sizes (one may be -1).
+        """The mesh with ``axis`` split, row-major, into axes of these sizes; one size may be -1.
 
         Opens the new axes' groups, collectively over their members, unless this mesh is only
         planned. Undoes ``flatten``.
@@ -378,24 +330,15 @@ class DeviceMesh:
 
         The parts are slices of one mesh, or of several meshes over the same ranks.
         """
-        if not meshes:
-            raise MeshError("concatenate has no meshes", expected="at least one")
-        first = meshes[0]
-        if any(part.device_type != first.device_type for part in meshes):
-            raise MeshError(
-                "meshes of different device types do not concatenate",
-                found=", ".join(part.device_type for part in meshes),
-            )
-        layout = Layout.concatenate([part.layout for part in meshes])
-        options = tuple(one for part in meshes for one in part._definition.options)
+        definition = MeshDefinition.concatenate([part._definition for part in meshes])
         groups = tuple(group for part in meshes for group in part._groups)
-        definition = replace(first._definition, layout=layout, options=options)
-        return DeviceMesh.from_definition(definition, root=first._root, groups=groups)
+        return DeviceMesh.from_definition(definition, root=meshes[0]._root, groups=groups)
 
     def _derive(self, layout: Layout, kept: Sequence[int], new: Container[int] = ()) -> DeviceMesh:
-        """The mesh of ``layout`` with the options and groups of these axes, in their order.
+        """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
 
-        Those of its axes that are ``new`` get other groups, opened now.
+        Args:
+            new: the axes of ``layout`` that get new groups, open where this mesh's groups are.
         """
         options = tuple(self._definition.options[index] for index in kept)
         definition = replace(self._definition, layout=layout, options=options)
@@ -413,7 +356,7 @@ class DeviceMesh:
         """Open and connect the groups of all axes; collective over the mesh's ranks."""
         coordinate_in(self, "warmup")
         check_device(self.device_type, is_planned=True)
-        run_unnested("warmup", self._open)
+        run_unnested("warmup", self._definition.open_groups, self._groups)
 
     def abort(self, reason: str = "mesh.abort() was called") -> None:
         """Free every rank that waits in a group of this mesh; its groups are unusable then.
@@ -462,7 +405,7 @@ class DeviceMesh:
         """A mesh on groups that are there: one group gives 1-D, a list one axis per group.
 
         Args:
-            group: one group, or one per axis, in axis order.
+            group: one group, or a group per axis, in axis order.
             device_type: as in the constructor.
             mesh: the global ranks; needed for a list of groups.
             mesh_dim_names: needed for a list of groups.
@@ -518,7 +461,7 @@ class DeviceMesh:
         return hash(self._definition)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without its groups: the copy finds open equal ones, or opens its own at first use."""
+        # The copy finds open equal groups, or opens its own at their first use.
         return _unpickled, (self.device_type, self.layout, self._definition.options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceMesh:
@@ -539,19 +482,10 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """This rank's place along the axes of ``mesh``."""
-    coordinate = mesh._coordinate
-    if coordinate is None:
-        world, ranks = mesh.world, mesh._root.layout.ranks().ravel().tolist()
-        raise NotInGroupError(
-            f"{call} on a mesh that does not hold this rank",
-            where=f"rank {world.rank}, mesh ({mesh.layout.axis_text()})",
-            expected=f"one of {ranks_text(ranks)}",
-            found=f"the mesh has {len(ranks)} of {world.size} ranks",
-            fix=f"start {len(ranks)} ranks, or make a mesh of all {world.size}; where others are "
-            "meant to be outside, skip the call if mesh.get_coordinate() is None",
-        )
-    return coordinate
+    """Return this rank's place along the axes of a mesh, or raise an error of ``call``."""
+    if mesh._coordinate is None:
+        raise mesh._definition.outside_error(call, mesh._root.layout)
+    return mesh._coordinate
 
 
 def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...]) -> DeviceMesh:
@@ -561,4 +495,4 @@ def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...
 
 
 meshes_in_force: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
-"""Those of this context's ``with mesh:``, the innermost last."""
+"""The meshes of this context's ``with mesh:``, the innermost last."""

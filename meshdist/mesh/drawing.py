@@ -8,15 +8,13 @@ from __future__ import annotations
 import io
 import sys
 from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
 
-from .view import Grid, Hosts, Marks, View, corner, tables_abreast
+from .view import Grid, Hosts, Marks, View, corner, indices_shown, tables_abreast
 
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
-from xml.sax.saxutils import escape
-
-from .view import indices_shown
 
 __all__ = ["draw", "draw_svg"]
 
@@ -53,7 +51,7 @@ def draw_svg(
 
 
 class _Svg:
-    """One drawing in the making; measures are pixels."""
+    """An SVG drawing in the making; measures are pixels."""
 
     margin = 12
     cell_height = 28
@@ -142,7 +140,7 @@ class _Svg:
         self.parts.append("</g>")
 
     def _legend(self, y: int) -> int:
-        """Draw the hosts' colours below ``y``; return the width that this took."""
+        """Draw the hosts' names and colours at height ``y``, and return the width of that."""
         x = self.margin
         names = self.marks.host_names
         for index in indices_shown(len(names), 8, None):
@@ -233,7 +231,7 @@ def draw(
 
 
 class _GridDrawing:
-    """One drawing in the making; measures are characters."""
+    """A text drawing in the making; measures are characters."""
 
     def __init__(
         self,
@@ -294,7 +292,7 @@ class _GridDrawing:
         return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
 
     def _tile(self, block: tuple[int, ...] | None) -> Table | Text:
-        """One table, below its label where there are several."""
+        """Return the table of a block, below its label where there are several blocks."""
         from rich.table import Table
         from rich.text import Text
 
@@ -332,7 +330,7 @@ class _GridDrawing:
         return table
 
     def _cell(self, rank: int) -> tuple[str, str]:
-        """The text and the style of a rank."""
+        """Return the text and the style of a rank's cell."""
         host = self.marks.host_index(rank)
         is_highlighted = rank == self.marks.highlight_rank
         text = f"[{rank}]" if is_highlighted else str(rank)
@@ -363,7 +361,7 @@ def _can_print(characters: str, stream: object) -> bool:
 
 
 def _letters(index: int) -> str:
-    """Return a, b, ... z, aa, ab, ..."""
+    """Return the letters of a number from 0 on: a, b, ... z, aa, ab, ..."""
     text = ""
     index += 1
     while index:

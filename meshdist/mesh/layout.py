@@ -134,7 +134,7 @@ class Layout:
         """Return ranks 0, 1, 2, ... in row-major order.
 
         Args:
-            shape: the size of each axis; one may be -1, which ``world_size`` then decides.
+            shape: the size of each axis; a single size may be -1, which ``world_size`` decides.
             names: one name per axis, or None.
             world_size: where given, the mesh must fit in it.
 
@@ -535,7 +535,7 @@ class Layout:
         Undoes ``flatten``. One size may be -1.
 
         Raises:
-            AxisError: no such axis, names that are taken, missing or not one per size.
+            AxisError: no such axis, names that are taken, or not as many names as sizes.
             MeshError: sizes whose product is not the axis's size.
 
         Example:
@@ -580,7 +580,7 @@ class Layout:
         Raises:
             MeshError: no layouts, parts of different meshes, parts that share no rank, axes that
                 overlap.
-            AxisError: a name twice, named parts beside unnamed ones.
+            AxisError: a name twice, named parts beside unnamed parts.
 
         Example:
             >>> mesh = Layout.from_shape((2, 2, 2), ("pp", "dp", "tp"))
@@ -693,7 +693,7 @@ class Layout:
 
     @cached_property
     def _digits(self) -> tuple[tuple[int, int, int, int], ...]:
-        """(stride, size, axis, weight within the axis) of every mode, largest stride first."""
+        """The (stride, size, axis, weight within the axis) of every mode, largest stride first."""
         digits = []
         for index, axis in enumerate(self.modes):
             weight = 1
@@ -718,7 +718,7 @@ class Layout:
         return place if self.rank_map is None else self.rank_map[place]
 
     def _some_ranks(self, shown: int = 8) -> str:
-        """Return the ranks as text, the middle left out where there are many."""
+        """Return the ranks as text; of more than ``shown`` the first and the last."""
         if self.num_ranks <= shown:
             return ", ".join(map(str, self.ranks().ravel().tolist()))
         first = (np.unravel_index(place, self.sizes) for place in range(shown - 2))
@@ -740,7 +740,7 @@ def _build(
     offset: int,
     rank_map: tuple[int, ...] | None,
 ) -> Layout:
-    """Make a layout of parts that are valid and in normal form already."""
+    """Return a layout without checks: its parts are valid and in normal form already."""
     layout = object.__new__(Layout)
     vars(layout).update(modes=modes, names=names, offset=offset, rank_map=rank_map)
     return layout

@@ -34,7 +34,7 @@ nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the modes of one axis in normal form."""
+    """Return the (size, stride) pairs of an axis in normal form."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -51,7 +51,7 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return ``ndim`` different identifiers as a tuple, or None where there are no names."""
+    """Return axis names as a tuple of ``ndim`` different identifiers; None stays None."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -98,7 +98,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of whole numbers from 1 on, with one -1 at most."""
+    """Return sizes as a tuple of whole numbers from 1 on, among them at most one -1."""
     try:
         found = find_whole_numbers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
@@ -203,12 +203,12 @@ def _where_is(array: np.ndarray[Any, Any], rank: int) -> tuple[int, ...]:
 
 
 def num_ranks_text(count: int) -> str:
-    """Return ``"1 rank"`` or ``"4 ranks"``."""
+    """Return a count with its noun: ``"1 rank"``, ``"4 ranks"``."""
     return f"{count} rank" if count == 1 else f"{count} ranks"
 
 
 def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
-    """The error of a mesh that has no axis of this name; it suggests the one it is a typo of.
+    """Return the error of a mesh without an axis of this name, which suggests a similar name.
 
     Example:
         >>> no_axis("modle", ("data", "model"), "mesh (data=2, model=4)").fix
@@ -219,7 +219,7 @@ def no_axis(axis: str, names: Sequence[str], where: str) -> AxisError:
         True
     """
     given, lowered = axis.lower(), {name.lower(): name for name in names}
-    near = [given] if given in lowered else [one for one in lowered if set(one) == set(given)]
+    near = [given] if given in lowered else [name for name in lowered if set(name) == set(given)]
     if not near and len(given) > _ABBREVIATED:
         long = [name for name in lowered if len(name) > _ABBREVIATED]
         near = difflib.get_close_matches(given, long, n=1, cutoff=0.5)

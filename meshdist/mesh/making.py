@@ -30,11 +30,11 @@ def init_device_mesh(
     """Arrange ranks 0, 1, 2, ... row-major in a mesh; collective over its ranks.
 
     Starts the world when there is none. With "cuda" it selects this rank's device, unless the
-    program chose one before.
+    program chose a device before.
 
     Args:
         device_type: "cpu", "cuda", ..., without an index.
-        mesh_shape: the size of each axis; one may be -1, the rest of the world.
+        mesh_shape: the size of each axis; a single size may be -1, the rest of the world.
         mesh_dim_names: one name per axis.
         backend_override: torch's form of per-axis wires: a name, wire options, or both.
         axis_options: AxisOptions by axis name or index.
@@ -78,7 +78,7 @@ def make_mesh(
     """JAX's form of ``init_device_mesh``; collective over the mesh's ranks.
 
     Args:
-        axis_shapes: the size of each axis; one may be -1, the rest of the world.
+        axis_shapes: the size of each axis; a single size may be -1, the rest of the world.
         axis_names: one name per axis.
         device_type: None means "cuda" where there is a GPU, else "cpu".
 

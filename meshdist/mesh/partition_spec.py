@@ -215,10 +215,10 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _entry(value: Any) -> Entry:
-    """One dim's entry in its one form."""
+    """Return a dim's entry in normal form: None, the name of an axis, or a tuple of more names."""
     if value is None or isinstance(value, str):
         return value or None
-    if isinstance(value, (tuple, list)) and all(isinstance(one, str) for one in value):
+    if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):
         return value[0] if len(value) == 1 else tuple(value) or None
     raise KindError(
         f"PartitionSpec cannot take {value!r} as a dim's entry",
@@ -230,17 +230,17 @@ def _entry(value: Any) -> Entry:
 
 def _what_it_is(value: Any) -> str:
     if isinstance(value, (tuple, list)):
-        wrong = next(one for one in value if not isinstance(one, str))
+        wrong = next(part for part in value if not isinstance(part, str))
         return f"{wrong!r} inside it, a {type(wrong).__name__}"
     return f"a {type(value).__name__}"
 
 
 def _names(value: Any, what: str) -> frozenset[str]:
-    if not isinstance(value, (set, frozenset)) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, (set, frozenset)) or not all(isinstance(name, str) for name in value):
         fix = None
         if isinstance(value, str):
             fix = f"write {what}={{{value!r}}}"
-        elif isinstance(value, Sequence) and value and all(isinstance(one, str) for one in value):
+        elif isinstance(value, Sequence) and value and all(isinstance(name, str) for name in value):
             fix = f"write {what}={{{', '.join(map(repr, value))}}}"
         raise KindError(
             f"PartitionSpec takes a set of axis names as {what}",

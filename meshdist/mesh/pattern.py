@@ -30,10 +30,10 @@ _AXIS = "the name of a mesh axis"
 
 @dataclass(frozen=True)
 class Dim:
-    """One dim of an array, as a side of a pattern names it.
+    """A dim of an array, as a side of a pattern names it.
 
     Args:
-        names: one name, or a group's names, major to minor; ("...",) stands for any number of
+        names: its name, or a group's names, major to minor; ("...",) stands for any number of
             dims, and ("1",) for a dim of size 1.
         axes: the mesh axes that cut it, major to minor; of a group they cut the first name.
         column: where it begins in the text, from 0.
@@ -62,7 +62,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class PatternSide:
-    """One array: its dims in order, and the axes over which it is unreduced and reduced."""
+    """An array in a pattern: its dims in order, and the axes of its unreduced and reduced kinds."""
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...] = ()
@@ -70,13 +70,13 @@ class PatternSide:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that it names: those that cut, dim after dim, then the others."""
+        """All axes that the array names: those that cut, dim after dim, then the others."""
         cut = tuple(axis for dim in self.dims for axis in dim.axes)
         return (*cut, *self.unreduced, *self.reduced)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its dims in order; "..." is one of them, "1" is not."""
+        """The names of its dims in order, among them "..." but not "1"."""
         return tuple(name for dim in self.dims if not dim.is_one for name in dim.names)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class PatternSide:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern, parsed; its text is a pattern again, and parses to an equal one.
+    """A parsed pattern; its ``str`` is a pattern that parses to an equal ``Pattern``.
 
     Args:
         operands: the arrays before "->", or all of the pattern where it has none.
@@ -130,7 +130,7 @@ class Pattern:
 
 
 def cut_text(dim: str, axes: Sequence[str]) -> str:
-    """A dim, by its name or its size, with the axes that cut it.
+    """Return the text of a dim, which is a name or a size, with the axes that cut it.
 
     Example:
         >>> cut_text("s", ()), cut_text("s", ("dp",)), cut_text("8", ("dp", "tp"))
@@ -141,7 +141,7 @@ def cut_text(dim: str, axes: Sequence[str]) -> str:
 
 
 def _kinds_text(unreduced: Sequence[str], reduced: Sequence[str]) -> str:
-    """The axes over which an array is unreduced and reduced: ``{U:tp; R:cp}``; "" for none."""
+    """Return the text of the unreduced and reduced axes: ``{U:tp; R:cp}``; "" for none."""
     kinds = [
         f"{kind}:{','.join(axes)}"
         for kind, axes in zip(_KINDS, (unreduced, reduced), strict=True)
@@ -151,12 +151,7 @@ def _kinds_text(unreduced: Sequence[str], reduced: Sequence[str]) -> str:
 
 
 def parse(text: str) -> Pattern:
-    """Return the pattern of a text; kept by text.
-
-    Raises:
-        PatternError: the text is no pattern; the error shows where, and has ``text`` and
-            ``column`` (from 0; the text's length where something is missing at its end).
-        KindError: no string.
+    """Return the pattern of a text, or raise PatternError with the column where it is wrong.
 
     Example:
         >>> parse("... d@tp {U:dp; R:cp}").operands[0].unreduced
@@ -211,7 +206,7 @@ class _Token:
 
 
 class _PatternReader:
-    """Reads one text from left to right."""
+    """A reader of one pattern's text, from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -247,7 +242,7 @@ class _PatternReader:
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
     def side(self) -> PatternSide:
-        """Read dims up to what no dim begins with, then the kinds, which end a side."""
+        """Read the dims of one array, then its kinds in braces, which end a side."""
         dims: list[Dim] = []
         names: set[str] = set()
         axes: set[str] = set()
@@ -313,7 +308,7 @@ class _PatternReader:
         return found["U"], found["R"]
 
     def axes_after_at(self, axes: set[str]) -> tuple[str, ...]:
-        """Read "@" and what follows, where it is next; () where it is not."""
+        """Read "@" and the axes behind it, and return the axes; () where no "@" is next."""
         at = self.next
         if at.kind != "@":
             return ()

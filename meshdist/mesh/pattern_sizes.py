@@ -30,16 +30,15 @@ __all__ = ["Regrouping", "SizedSide", "Sizing", "parse_side", "regroup", "size_s
 
 @dataclass(frozen=True)
 class SizedSide:
-    """One side of a pattern on a mesh, for an array of known shape.
+    """A side of a pattern on a mesh, for an array of known shape.
 
     Args:
-        sharding: on the bare layout: how the array lies.
-        shape: of the whole array.
+        sharding: of the array, on the bare layout.
         names: the name of each part in order; those that "..." stands for are "...0", "...1".
         part_sizes: the whole size of each part.
-        counts: for each dim of the array, how many parts it stands for: none for "1", one for a
-            plain dim.
-        placement: how the parts lie, as dims of their own.
+        counts: the number of parts that each dim of the array stands for: 0 for "1", 1 for a plain
+            dim.
+        placement: of the parts, as dims of their own.
     """
 
     sharding: NamedSharding
@@ -57,20 +56,16 @@ def spec_of(
     ndim: int,
     known_axes: Collection[str] = (),
 ) -> PartitionSpec:
-    """Return the spec of one side for an array of ``ndim`` dims.
+    """Return the spec of one side of a pattern for an array of ``ndim`` dims.
 
-    Without a layout no axis is checked, and ``known_axes`` are those that no dim may be named
-    after.
-
-    Raises:
-        AxisError: an axis that the mesh does not have; the text shows where it stands.
-        PatternError: a dim that is not cut has the name of an axis that cuts none, in a pattern of
-            one side; one with "->" says of each name on both sides what it is.
-        ShapeError: another number of dims.
+    Args:
+        layout: has the axes; None checks none.
+        known_axes: names that no whole dim may have, where there is no layout.
     """
     entries: list[Entry] = []
     cutting = {axis for dim in side.dims for axis in dim.axes}
     axes = set(known_axes if layout is None else layout.names or ()) - cutting
+    # A pattern with "->" names each dim on both sides, which tells a dim from an axis.
     for dim in side.dims if pattern.result is None else ():
         name = next((name for name in dim.names if name in axes), None)
         if name is not None and not dim.axes:
@@ -114,7 +109,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _spread(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
-    """The side's dims, one for each dim of an array: "..." as dims of its own."""
+    """Return the side's dims with "..." replaced by as many dims as the array has there."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
@@ -137,7 +132,7 @@ def _spread(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
 
 
 class Sizing:
-    """Finds the sizes of one side's parts, and how they lie."""
+    """A side of a pattern while the sizes of its parts are found from what is known."""
 
     def __init__(
         self,
@@ -173,7 +168,7 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def sized_side(self, needs_parts: bool) -> SizedSide:
-        """Return how the side lies; ``needs_parts`` asks for the sizes inside of every group."""
+        """Return the side with all sizes; ``needs_parts`` demands those inside of every group."""
         shape: list[int] = []
         names: list[str] = []
         part_sizes: list[int] = []
@@ -216,7 +211,7 @@ class Sizing:
         )
 
     def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
-        """The whole size of a dim; notes the sizes of parts that follow from it."""
+        """Return the whole size of a dim, and keep the size of a part that follows from it."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -245,7 +240,7 @@ class Sizing:
         return whole
 
     def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
-        """The whole size of a dim of which ``local`` lies here."""
+        """Return the whole size of a dim from ``local``, the size that this rank's shard has."""
         first = dim.names[0]
         if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
             axes = self.layout.axis_indices(dim.axes)
@@ -305,28 +300,25 @@ class Sizing:
 class Regrouping:
     """A pattern with "->" on a mesh, for an array of known shape.
 
-    A local array goes from source to target so: view it with each dim as its parts, move that from
-    ``placement`` to ``target_placement``, permute by ``order``, and view that with the parts of
-    each dim of the target as one dim.
-
     Args:
-        source: the left side.
-        target: the right side.
         order: for each part on the right, its place among the parts on the left.
     """
 
+    # A local array goes from source to target so: view it with each dim as its parts, move that
+    # from ``placement`` to ``target_placement``, permute by ``order``, and view that with the parts
+    # of each dim of the target as one dim.
     source: SizedSide
     target: SizedSide
     order: tuple[int, ...]
 
     @cached_property
     def placement(self) -> Placement:
-        """How the parts lie in the source."""
+        """The placement of the parts in the source."""
         return self.source.placement
 
     @cached_property
     def target_placement(self) -> Placement:
-        """How the parts lie in the target, but in the order of the source."""
+        """The placement of the parts in the target, but with the parts in the source's order."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return self.target.placement.permuted(back)
 
@@ -345,23 +337,13 @@ def size_side(
     shape: tuple[int, ...] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> SizedSide:
-    """Return how an array lies that a pattern of one side describes; kept by all arguments.
+    """Return the placement of an array that a pattern without "->" describes, with all its sizes.
 
     Args:
-        text: the pattern.
-        layout: the mesh.
-        rank: whose shard has ``local_shape``.
-        local_shape: the shape of that shard; None where there is none, as in planning.
-        shape: of the whole array; None takes each dim's size from ``sizes``, and those that are
+        rank: the rank whose shard has ``local_shape``.
+        shape: of the whole array; None takes each dim's size from ``sizes``, and a size that is
             not given there as the shard's size times the number of shards.
         sizes: the whole sizes of parts, by name.
-
-    Raises:
-        PatternError: no pattern, more than one operand, or a "->".
-        AxisError: an axis that the mesh does not have.
-        ShapeError: another number of dims, sizes that contradict each other or are missing, or a
-            shard whose shape is not that of its rank.
-        NotInGroupError: the mesh does not hold ``rank``.
 
     Example:
         >>> mesh = Layout.from_shape((4,), ("tp",))
@@ -381,10 +363,10 @@ def regroup(
     shape: tuple[int, ...] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Regrouping:
-    """Return how an array lies on both sides of a pattern's "->"; kept by all arguments.
+    """Return the placements of an array on both sides of a pattern's "->".
 
-    Args and Raises: as for ``size_side``; shapes are those of the left side. PatternError as well
-    where there is no "->", or its sides name different dims.
+    Args:
+        local_shape: as in ``size_side``, like all others: of the left side.
 
     Example:
         >>> mesh = Layout.from_shape((2,), ("tp",))
@@ -396,7 +378,7 @@ def regroup(
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
-    """Return the pattern of a text that says how one array lies, and its only side."""
+    """Return the pattern of a text without "->", and its only side."""
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:

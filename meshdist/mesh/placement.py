@@ -1,9 +1,9 @@
 """How the dims of an array are cut over mesh axes: integers alone, all that plans read.
 
-A ``DimSplit`` cuts one dim into cells, one for each combination of coordinates along its axes; the
-first axis is the major one. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and says
-along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here knows
-names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
+A ``DimSplit`` cuts a dim into cells, one cell for each combination of coordinates along its axes;
+the first axis is the major axis. A ``Placement`` is one ``DimSplit`` per dim of a whole array, and
+says along which axes ranks hold summands. Axes are indices into the sizes of a mesh: nothing here
+knows names, ranks or tensors. Both are keys of caches, so hashes are kept and comparing is cheap.
 
 Drawn case: a dim of size 10 is cut along axis 0, of size 2, then along axis 1, of size 3.
 
@@ -17,7 +17,7 @@ coordinate (1, 2):
 
     along axis 0    divmod(10, 2) = 5, 0    the start moves by 1 * 5 to 5, the size is 5
     along axis 1    divmod(5, 3)  = 1, 2    2 larger parts come before: the start moves by 2 * 1 + 2
-                                            to 9, and part 2 is a smaller one: the size is 1
+                                            to 9, and part 2 is a smaller part: the size is 1
 
     >>> split_dim(10, (0, 1), (2, 3)).boundaries
     (0, 2, 4, 5, 7, 9, 10)
@@ -63,7 +63,7 @@ _FEW_CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class _CacheKey:
-    """The base of keys of caches: it keeps its hash, and compares cheaply."""
+    """Base of the dataclasses that are keys of caches: keeps its hash, and compares cheaply."""
 
     def _keep_key(self, *key: Any) -> None:
         vars(self).update(_key=key, _hash=hash(key))
@@ -79,24 +79,18 @@ class _CacheKey:
         return int(vars(self)["_hash"])
 
     def __reduce__(self) -> tuple[Any, ...]:  # without the hash, which is this process's own
-        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, eq=False)
 class DimSplit(_CacheKey):
-    """How one dim of known size is cut.
-
-    Without ``cell_sizes`` it is balanced: cut axis after axis, the major one first, each time into
-    parts whose sizes differ by at most one, larger ones first, empty ones allowed.
-
-    Two are equal when they cut along the same axes, of the same sizes, at the same boundaries.
+    """A dim of known size, cut into cells along axes of the mesh.
 
     Args:
-        size: of the whole dim.
         axes: indices of the mesh's axes, major to minor; () where the dim is whole on every rank.
-        axis_sizes: the sizes of these axes.
         cell_sizes: the size of each cell in linear order, the last axis the fastest; None for a
-            balanced split, and None is kept where the sizes given are the balanced ones.
+            balanced split: cut axis after axis, the major axis first, each time into parts whose
+            sizes differ by at most 1, larger parts first, empty parts allowed.
 
     Example:
         >>> DimSplit(10, (0, 1), (2, 2)).boundaries
@@ -114,7 +108,7 @@ class DimSplit(_CacheKey):
         if self.cell_sizes is not None:
             balanced = balanced_boundaries(self.size, self.axis_sizes)
             if tuple(accumulate(self.cell_sizes, initial=0)) == tuple(balanced):
-                vars(self)["cell_sizes"] = None
+                vars(self)["cell_sizes"] = None  # so that equal splits are equal keys
         self._keep_key(self.size, self.axes, self.axis_sizes, self.cell_sizes)
 
     @cached_property
@@ -136,7 +130,7 @@ class DimSplit(_CacheKey):
 
     @cached_property
     def boundary_array(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """``boundaries`` as a read-only array: quick where there are thousands of cells."""
+        """The ``boundaries`` as a read-only array, quick where there are thousands of cells."""
         if self.cell_sizes is None and self.num_cells > _FEW_CELLS:
             array = _balanced_array(self.size, self.axis_sizes)
         else:
@@ -145,14 +139,14 @@ class DimSplit(_CacheKey):
         return array
 
     def cell_at(self, coordinate: Sequence[int]) -> int:
-        """The number of the cell at a coordinate of the mesh, in linear order."""
+        """Return the number of the cell at a coordinate of the mesh, in linear order."""
         cell = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
             cell = cell * size + coordinate[axis]
         return cell
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """(start, stop) of the cell at a coordinate of the mesh; lists no other cells."""
+        """Return (start, stop) of the cell at a coordinate of the mesh, without listing others."""
         if self.cell_sizes is not None:
             cell = self.cell_at(coordinate)
             return self.boundaries[cell], self.boundaries[cell + 1]
@@ -172,12 +166,12 @@ def split_dim(
     axis_sizes: tuple[int, ...],
     cell_sizes: tuple[int, ...] | None = None,
 ) -> DimSplit:
-    """Return the ``DimSplit`` of these arguments, the same object where it was asked for before."""
+    """Return the ``DimSplit`` of these arguments, one object for equal arguments."""
     return DimSplit(size, axes, axis_sizes, cell_sizes)
 
 
 def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]:
-    """The starts of the cells of a balanced split, and ``size``.
+    """Return the starts of the cells of a balanced split, and ``size``.
 
     Example:
         >>> list(balanced_boundaries(5, (2, 2)))
@@ -192,8 +186,8 @@ def balanced_boundaries(size: int, axis_sizes: tuple[int, ...]) -> Sequence[int]
     sizes = [size]
     for parts in axis_sizes:
         cut = []
-        for one in sizes:
-            smaller, larger = divmod(one, parts)
+        for part in sizes:
+            smaller, larger = divmod(part, parts)
             cut += [smaller + 1] * larger + [smaller] * (parts - larger)
         sizes = cut
     return list(accumulate(sizes, initial=0))
@@ -211,17 +205,11 @@ def _balanced_array(size: int, axis_sizes: tuple[int, ...]) -> np.ndarray[Any, n
 
 @dataclass(frozen=True, eq=False)
 class Placement(_CacheKey):
-    """How an array of known shape lies on the coordinates of a mesh.
-
-    Along axes that cut a dim ranks hold different parts; along unreduced ones each holds a summand
-    of the value; along all others, the free axes, ranks hold equal values.
+    """An array of known shape on the coordinates of a mesh: the part or summand that each holds.
 
     Args:
-        mesh_sizes: the size of each axis of the mesh.
-        shape: of the whole array.
-        dims: how each dim is cut.
         unreduced: the axes along which each rank holds a summand, sorted.
-        reduced: the free axes along which the gradient is unreduced, sorted.
+        reduced: the axes along which values are equal and the gradient is unreduced, sorted.
 
     Example:
         >>> rows = Placement((2, 4), (10, 8), (DimSplit(10, (1,), (4,)), DimSplit(8)), (0,))
@@ -250,29 +238,29 @@ class Placement(_CacheKey):
         return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """The part of the whole array at a coordinate of the mesh."""
+        """Return the part of the whole array at a coordinate of the mesh."""
         return tuple([dim.interval(coordinate) for dim in self.dims])
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the part at a coordinate of the mesh."""
+        """Return the shape of the part at a coordinate of the mesh."""
         return shape_of(self.box(coordinate))
 
     def has_values(self, coordinate: Sequence[int]) -> bool:
-        """Whether a value that becomes unreduced is kept at this coordinate; others hold zeros."""
+        """Return whether this coordinate keeps a value that becomes unreduced; others get zeros."""
         return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:
-        """Where the cotangent lies: the same, with unreduced and reduced exchanged."""
+        """Return the placement of the cotangent: unreduced and reduced are exchanged."""
         return Placement(self.mesh_sizes, self.shape, self.dims, self.reduced, self.unreduced)
 
     def permuted(self, order: Sequence[int]) -> Placement:
-        """The same array with its dims in another order: dim i is ``order[i]`` here."""
+        """Return the placement with its dims in another order: dim i is dim ``order[i]`` here."""
         shape, dims = tuple(self.shape[i] for i in order), tuple(self.dims[i] for i in order)
         return Placement(self.mesh_sizes, shape, dims, self.unreduced, self.reduced)
 
 
 def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequence[int]) -> int:
-    """The number of a coordinate among those along some axes, the last axis the fastest.
+    """Return the number of a coordinate among those along some axes, the last axis the fastest.
 
     Example:
         >>> place_along((0, 2), (2, 3, 4), (1, 0, 2))
@@ -285,7 +273,7 @@ def place_along(axes: Sequence[int], mesh_sizes: Sequence[int], coordinate: Sequ
 
 
 def volume(box: Box) -> int:
-    """The number of elements of a box.
+    """Return the number of elements in a box.
 
     Example:
         >>> volume(((2, 5), (0, 4)))
@@ -295,7 +283,7 @@ def volume(box: Box) -> int:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """The shape of a box.
+    """Return the shape of a box.
 
     Example:
         >>> shape_of(((2, 5), (0, 4)))
@@ -305,7 +293,7 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def index_of(box: Box) -> tuple[slice, ...]:
-    """The index that takes an array's part in a box.
+    """Return the index that takes an array's part in a box.
 
     Example:
         >>> np.arange(6).reshape(2, 3)[index_of(((0, 2), (1, 2)))].tolist()
@@ -315,7 +303,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
 
 
 def box_text(box: Box) -> str:
-    """A part of an array, as it is sliced.
+    """Return a box as the text of an index.
 
     Example:
         >>> box_text(((4, 8), (0, 4))), box_text(())

@@ -28,8 +28,8 @@ class NamedSharding:
     Args:
         mesh: a ``DeviceMesh``, or a bare ``Layout``, which needs no processes.
         spec: which axes cut which dim, and what lies along the others.
-        shard_sizes: for dims that are not cut into balanced parts, by dim: the size of each part,
-            one for each combination of coordinates along the dim's axes, the last axis the fastest.
+        shard_sizes: for dims that are not cut into balanced parts, by dim: the size of the part at
+            each combination of coordinates along the dim's axes, the last axis the fastest.
 
     Raises:
         KindError: no mesh, no ``PartitionSpec``, sizes that are no whole numbers by dim.
@@ -205,7 +205,7 @@ class NamedSharding:
     # ---------------------------------------------------------------- at any shape
 
     def replica(self, rank: int) -> int:
-        """Return which copy of its shard a rank holds: 0 for the one that saves it.
+        """Return which copy of its shard a rank holds: 0 for the copy that is saved.
 
         Ranks whose shards are equal differ along the axes that neither cut a dim nor are
         unreduced; their copies are counted in mesh order.
@@ -238,8 +238,8 @@ class NamedSharding:
                 found=f"a {type(other).__name__}",
                 fix="NamedSharding(mesh, spec)",
             )
-        for one in (self, other):
-            one._check_ndim((None,) * ndim)
+        for sharding in (self, other):
+            sharding._check_ndim((None,) * ndim)
         return self._arrangement(ndim) == other._arrangement(ndim)
 
     # ---------------------------------------------------------------- inside
@@ -281,11 +281,7 @@ class NamedSharding:
         return Placement(sizes, shape, tuple(dims), self._unreduced, self._reduced)
 
     def _arrangement(self, ndim: int) -> tuple[object, ...]:
-        """A key that equivalent shardings share, whatever the names of their meshes.
-
-        Per dim, the sizes of the axes that cut it and sizes of parts; then, cell after cell, which
-        ranks hold equal values, and which hold equal cotangents.
-        """
+        """Return a key that equivalent shardings share, whatever the names of their meshes."""
         layout = self.layout
         dims = (*self._dims, *((),) * (ndim - len(self._dims)))
         cuts = tuple(
@@ -294,6 +290,7 @@ class NamedSharding:
         sizes = tuple(self.shard_sizes.get(dim) for dim in range(ndim))
         cut = [axis for axes in dims for axis in axes]
         others = [axis for axis in range(layout.ndim) if axis not in cut]
+        # Cell after cell, the ranks that hold equal values, then those with equal cotangents.
         blocks = []
         for apart in (self._unreduced, self._reduced):
             alike = [axis for axis in others if axis not in apart]

@@ -38,7 +38,7 @@ def size_of(axis: AxisModes) -> int:
 
 
 def displacement(axis: AxisModes, index: int) -> int:
-    """Return how far index ``index`` of an axis lies from its index 0."""
+    """Return the distance of index ``index`` of an axis from its index 0."""
     if len(axis) == 1:
         return index * axis[0][1]
     total = 0
@@ -62,7 +62,7 @@ def coalesced(modes: Iterable[Mode]) -> AxisModes:
 
 
 def is_nested(modes: Iterable[Mode]) -> bool:
-    """Return whether each stride exceeds what all smaller ones reach: places are then unique."""
+    """Return whether each stride exceeds the reach of all smaller strides, so places are unique."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in modes):
         if stride <= reach:
@@ -93,12 +93,9 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the origin of the joint layout of two parts with nested axes that meet in one place,
-    else None.
-
-    They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
-    positive digits of one number, which nested strides take apart in one way only.
-    """
+    """Return the origin of the joint layout of two parts if they share one place, else None."""
+    # They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
+    # positive digits of one number, which nested strides take apart in one way only.
     ours = [(stride, size, True) for axis in modes for size, stride in axis]
     theirs = [(stride, size, False) for axis in other_modes for size, stride in axis]
     rest = offset - other + sum((size - 1) * stride for stride, size, _ in ours)
@@ -133,13 +130,13 @@ def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
             axis.append((size, stride))
             line = line[::size]
         modes.append(tuple(reversed(axis)))
-    if not is_nested(mode for one in modes for mode in one):
+    if not is_nested(mode for axis_modes in modes for mode in axis_modes):
         return None
     return tuple(modes) if np.array_equal(places_of(int(origin), modes), array) else None
 
 
 def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the place of every coordinate, one dim per axis. ``strided_modes`` is the inverse."""
+    """Return the place of every coordinate, a dim per axis; the inverse of ``strided_modes``."""
     places = np.array(offset, dtype=np.int64)
     for axis in modes:
         reach = np.zeros((), dtype=np.int64)

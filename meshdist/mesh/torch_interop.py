@@ -24,15 +24,7 @@ __all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
 
 
 def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
-    """Return torch's mesh on the same ranks in the same order; collective over the world.
-
-    Starts torch.distributed's own world on our store where none is there.
-
-    Raises:
-        BackendError: the world's wires are none of torch's (simulated ranks).
-        MeshError: torch's world has another rank or size, or torch 2.11 would sort the ranks.
-        AgreementError, CollectiveTimeoutError: ranks call it on another mesh, or do not come.
-    """
+    """Return torch's mesh on the same ranks in the same order; collective over the world."""
     world, layout, device_type = mesh.world, mesh.layout, mesh.device_type
     _check_torch_can(world)
     everyone = tuple(range(world.size))
@@ -98,7 +90,8 @@ def _check_torch_can(world: World) -> None:
 
 
 def _check_torch_keeps_order(mesh: MeshDefinition) -> None:
-    groups = [one for axis in range(mesh.layout.ndim) for one in mesh.layout.groups_of_axis(axis)]
+    layout = mesh.layout
+    groups = [ranks for axis in range(layout.ndim) for ranks in layout.groups_of_axis(axis)]
     permuted = [ranks for ranks in groups if list(ranks) != sorted(ranks)]
     if permuted and "sort_ranks" not in inspect.signature(torch_distributed.new_group).parameters:
         raise MeshError(
@@ -129,7 +122,7 @@ def _start_torch_world(world: World) -> None:
 
 
 def _torchs_name(wire: str, device: str) -> str:
-    """The backend of torch that carries what our wire carries: itself, or Gloo, or "" for none."""
+    """Return the backend of torch that serves for our wire: the same, or Gloo, or "" for none."""
     # Ours are there once meshdist.torch_backends was imported.
     known = wire in torch_distributed.Backend.backend_list
     if known and (wire != "mpi" or torch_distributed.is_mpi_available()):

@@ -25,11 +25,11 @@ class Grid(Protocol):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Of the axes."""
+        """The axes' names."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of the axes."""
+        """The size of each axis."""
 
     @property
     def ndim(self) -> int:
@@ -37,22 +37,22 @@ class Grid(Protocol):
 
     @property
     def largest_rank(self) -> int:
-        """The largest rank on it."""
+        """The largest rank of the mesh."""
 
     def axis_text(self) -> str:
-        """``dp=2, tp=4``."""
+        """Return the axes and their sizes as text: ``dp=2, tp=4``."""
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Where a rank stands."""
+        """Return the coordinate of a rank, or None where the mesh does not hold it."""
 
     def coordinate_text(self, rank: int) -> str:
-        """The same in words."""
+        """Return the coordinate of a rank as text: ``dp=1, tp=0``."""
 
     def rank_at(self, coordinate: tuple[int, ...]) -> int:
-        """Who stands there."""
+        """Return the rank at a coordinate."""
 
     def ranks(self) -> np.ndarray[Any, Any]:
-        """All of them, in the shape of the grid."""
+        """Return all ranks, in the shape of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Marks:
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
-        """Check what a caller wants to be marked."""
+        """Return the marks of a highlighted rank and of hosts, checked against the mesh."""
         at = None
         if highlight_rank is not None:
             at = layout.coordinate_of(highlight_rank)
@@ -90,13 +90,13 @@ class Marks:
         return Marks(highlight_rank, at, hosts, tuple(names))
 
     def host_index(self, rank: int) -> int | None:
-        """The number of a rank's host, in ``host_names``."""
+        """Return the index of a rank's host in ``host_names``; None without hosts."""
         return None if self.hosts is None else self.host_names.index(str(self.hosts[rank]))
 
 
 @dataclass(frozen=True)
 class View:
-    """The coordinates to show of a mesh; None stands for those left out."""
+    """The coordinates of a mesh that a picture shows; None stands for an ellipsis."""
 
     layout: Grid
     blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
@@ -105,7 +105,7 @@ class View:
 
     @staticmethod
     def of(layout: Grid, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
-        """Choose what to show of a mesh; the highlighted rank is always there."""
+        """Return the coordinates that fit in a picture, always with the highlighted rank's."""
         at = marks.highlight_at
         outer = layout.sizes[:-2]
         columns = indices_shown(layout.sizes[-1], max_columns, None if at is None else at[-1])
@@ -120,28 +120,28 @@ class View:
         return View(layout, blocks, rows, columns)
 
     def block_label(self, block: tuple[int, ...]) -> str:
-        """Return ``"pp=1"`` or, without names, ``"[1, :, :]"``; nothing where there is one."""
+        """Return ``"pp=1"`` or, without names, ``"[1, :, :]"``; "" in a mesh of up to two axes."""
         if self.layout.names is None:
             return f"[{', '.join(map(str, block))}, :, :]" if block else ""
         return ", ".join(map("{}={}".format, self.layout.names, block))
 
     def row_label(self, row: int) -> str:
-        """The label of a row."""
+        """Return the text before a row: its index, or "rank" in a mesh of one axis."""
         return "rank" if self.layout.ndim == 1 else str(row)
 
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
-        """The rank in a cell."""
+        """Return the rank in a cell of a block's table."""
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
 
 
 def corner(layout: Grid) -> str:
-    """The text above the rows' labels and before the columns' labels: names or numbers of axes."""
+    """Return the text in a table's corner: the last two axes, of the rows and of the columns."""
     names = layout.names or tuple(f"axis {index}" for index in range(layout.ndim))
     return " \\ ".join(names[-2:])
 
 
 def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, ...]:
-    """Return the indices to show of ``size``: the first ones, the last, and ``kept``."""
+    """Return the indices to show of ``size``: the first few, the last, and ``kept``."""
     if size <= limit:
         return tuple(range(size))
     limit = max(limit, 3)
@@ -160,6 +160,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return how many tables to put on a line: whole turns of the axis that changes fastest."""
+    """Return the number of tables on a line: whole turns of the axis that changes fastest."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)
