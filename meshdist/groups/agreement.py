@@ -3,9 +3,10 @@
 Every member counts itself in the store, under a digest of its definition, and waits for one key,
 the outcome, which the last member writes. Where digests differ, that member reads the definitions,
 and every member raises the same error, which shows both. While members wait, the first to come look
-for those that are missing, more and more seldom: one that has ended, or that waits for this rank in
-another agreement, can never come, and the outcome says so. A member makes equally many requests
-whatever the number of members, but for the few that look, and the last, which reads what differs.
+for those that are missing, more and more seldom: a member that has ended, or that waits for this
+rank in another agreement, can never come, and the outcome says so. A member makes equally many
+requests whatever the number of members, but for the few that look, and the last, which reads what
+differs.
 Three agreements whose members wait for each other in a cycle end by their timeouts.
 
 Drawn case: ranks 0 and 2 make a mesh of size 3, rank 1 by mistake one of size 4. Their definitions
@@ -92,7 +93,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """One agreement of the members of a group.
+    """An agreement that the members of a group have come to.
 
     Args:
         name: its name in the store, equal on all members, and no other agreement's.
@@ -107,10 +108,8 @@ class Agreement:
     opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
-        """The label of the communicator that ``ranks`` will use, equal on all of them.
-
-        That of the one they have open already, if all of them have it open still; else a new one.
-        """
+        """Return the label of the communicator that ``ranks`` will use, equal on all of them."""
+        # All of them may still have a communicator of these ranks open: then they share it.
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
@@ -118,7 +117,7 @@ class JoinContext(Protocol):
     """A join context of this rank, as what opens groups knows it."""
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
-        """Those of ``ranks`` that have no data left: they come to no agreement before it ends."""
+        """Return those of ``ranks`` that have no data left and come to no agreement meanwhile."""
 
     def cover(self, group: Any) -> None:
         """Let all calls of a ``ProcessGroup`` be announced, as far as it is open."""
@@ -134,7 +133,7 @@ class Agreements:
     Args:
         world: whose they are.
         endings: how its ranks have left it.
-        find_guard: the join context that this rank is in, if it is in one.
+        find_guard: returns the join context that this rank is in, or None.
     """
 
     world: World
@@ -165,8 +164,8 @@ class Agreements:
 
         Raises:
             AgreementError: the definitions differ, or members wait for each other in different
-                ones.
-            BackendError: a member that did not come has ended; or one has a lack.
+                agreements.
+            BackendError: a member that did not come has ended, or a member has a lack.
             CollectiveTimeoutError: a member did not come; the text names it.
             JoinError: a member has no data left in a join context; nothing is left of the call.
         """
@@ -206,11 +205,10 @@ class Agreements:
 
 @dataclass(eq=False)
 class _PendingAgreement:
-    """One agreement in the making.
+    """An agreement in the making, as this rank takes part in it."""
 
-    The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
-    them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
-    """
+    # The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
+    # them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
 
     world: World
     endings: Endings
@@ -272,7 +270,7 @@ class _PendingAgreement:
         return number
 
     def _is_first_to(self, end: str) -> bool:
-        """Return whether this rank is the one that writes the outcome, which may take a while."""
+        """Return whether this rank writes the outcome, which may take a while."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
@@ -292,7 +290,7 @@ class _PendingAgreement:
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
     def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
-        """Write the outcome of this agreement, or of ``name``, unless it has one."""
+        """Write the outcome of this agreement, or of ``name``, unless it is written already."""
         text = json.dumps({"how": how, "by": self._rank, **more})
         self._store.compare_set(f"{name or self.name}/outcome", "", text)
 
@@ -378,12 +376,9 @@ class _PendingAgreement:
             self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
 
     def _find_crossing(self, missing: list[int]) -> tuple[str, str, bool] | None:
-        """A missing rank that waits, elsewhere, for a rank that waits here.
-
-        Returns:
-            The name of the agreement for which it waits; the rank and that agreement as text;
-            whether one of both has other threads, by which it may yet come.
-        """
+        """Find a missing rank that waits in another agreement for a rank that waits here."""
+        # Returns that agreement's name, rank and agreement as text, and whether either rank has
+        # other threads, by which it may yet come.
         others = set(self.members).difference(missing)
         for rank in missing[:_MOST_MISSING]:
             key = _notice_key(rank)
@@ -474,7 +469,7 @@ class _PendingAgreement:
         return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self, name: str, digest: str) -> list[str]:
-        """The digests of all definitions with which members came to ``name``; ``digest`` is one."""
+        """Return the digests of all definitions with which members came to ``name``."""
         keys = [f"{name}/digest/{k + 1}" for k in range(self._read(f"{name}/digests"))]
         if len(keys) < 2:
             return [digest]
@@ -507,7 +502,7 @@ def lack_error(world: World, text: str, members: Sequence[int], found: str) -> B
 
 
 def _outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """How an agreement ended."""
+    """Return the outcome of an agreement, checked."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),
@@ -517,7 +512,7 @@ def _outcome(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
-    """One line per distinct definition: its ranks, and every entry in which they differ."""
+    """Return a line per distinct definition: its ranks, and each entry in which they differ."""
     keys = sorted({key for definition in definitions for key in definition} - {"text"})
     differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
     lines = []

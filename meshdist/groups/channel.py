@@ -67,7 +67,7 @@ class CallGuard(Protocol):
 
 
 class Channel:
-    """One group's way to move tensors of one device type.
+    """The way on which a group moves tensors of a device type.
 
     Args:
         opened: the communicator, which other groups may use as well.
@@ -127,7 +127,7 @@ class Channel:
             self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """The error of a failed call, noted under the number ``note``; None means the last one."""
+        """Return the error of the failed call noted under the number ``note``; None: the last."""
         error = self._explain(failure, note)
         return error if self.guard is None else self.guard.cause_of(self, error)
 
@@ -150,7 +150,7 @@ class Channel:
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Whether a member has come to the next collective, ``verb`` if the wire can tell."""
+        """Return whether a member has come to the next collective, ``verb`` if the wire tells."""
         table = self.header_table
         if table is None:
             return self.communicator.is_awaited(verb)
@@ -170,10 +170,10 @@ class Channel:
                 dtype and number of elements of ``noted``; only the dtype where there are ``sizes``.
             layouts: of the tensors, where they must be equal on all members
                 (``demands_layouts``).
-            is_guarded: whether a guard, where there is one, enters it.
+            is_guarded: whether the channel's guard, if any, enters it.
 
         Raises:
-            AgreementError: another member has started another call in its place. Every member
+            AgreementError: another member has started another call in its place; every member
                 that waits raises it.
             CollectiveTimeoutError: a member is more than a thousand calls behind for too long.
         """
@@ -248,10 +248,7 @@ class Channel:
                 self._start_message(message)
 
     def finish(self, prepared: PreparedCall, left: timedelta | None = None) -> None:
-        """Wait for a call; its result lies in the caller's arrays then.
-
-        ``left`` is what is left of its timeout, where it was waited for before.
-        """
+        """Wait for a call, ``left`` of its timeout; its result lies in the caller's arrays then."""
         operation = prepared.operation
         try:
             if operation is not DONE:
@@ -292,17 +289,15 @@ class Channel:
         if self.communicator.takes_layouts(prepared.way, tensors, op):
             self.enter(prepared)
         elif op is not None and self.demands_layouts:
-            self.enter(prepared, [find_layout(one) or ROW_MAJOR for one in tensors])
-            prepared.travel_as([flat(one) for one in tensors], are_copies=False)
+            self.enter(prepared, [find_layout(tensor) or ROW_MAJOR for tensor in tensors])
+            prepared.travel_as([flat(tensor) for tensor in tensors], are_copies=False)
         else:
             self.enter(prepared)
-            prepared.travel_as([one.contiguous() for one in tensors], are_copies=True)
+            prepared.travel_as([tensor.contiguous() for tensor in tensors], are_copies=True)
 
     def _start_message(self, prepared: PreparedCall) -> None:
-        """Compare a message with its counterpart, if that is there, and start it.
-
-        A receive whose sender is known only later is compared then; ``finish`` raises.
-        """
+        """Compare a message with its counterpart, if that is there, and start it."""
+        # A receive whose sender is known only later is compared then: ``finish`` raises.
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.verb, prepared.noted, peer, tag)
@@ -371,10 +366,7 @@ class Channel:
             raise self.explain(WireAborted("the group is broken"))
 
     def _note_message(self, call: Call, *, is_numbered: bool = True) -> None:
-        """Note a send or receive; refuse it where the group is broken.
-
-        A receive whose sender is known later gets its number then.
-        """
+        """Note a message, with a number if its peer is known; raise if the group is broken."""
         note = self.recorder.note(self.group, call, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
@@ -418,10 +410,8 @@ class Channel:
         )
 
     def _compares_first(self) -> bool:
-        """Return whether no data move before all members have come, and their calls are compared.
-
-        On a wire whose verbs are enqueued nobody waits any more where one that comes late differs.
-        """
+        """Return whether no data move before all members have come and their calls are compared."""
+        # On a wire whose verbs are enqueued the others wait no more as a late member differs.
         return bool(get_debug_level().value > self._most_level.value)
 
     @property
@@ -519,7 +509,7 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
 
 
 def _device_of(tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | None:
-    """Where a call's tensors lie; None for a call without any."""
+    """Return the device of a call's tensors; None for a call without any."""
     first = tensor[0] if isinstance(tensor, list) else tensor
     return None if first is None else first.device
 

@@ -1,8 +1,8 @@
 """The communicators that this rank has open in its world, shared where equal.
 
 Two groups with equal ranks in equal order, on the same wire with the same options, use one
-communicator; private groups never share. Whether one can be shared depends on all members, since
-one of them may have closed it, or seen it fail, before the others: each offers what it has when
+communicator; private groups never share. Whether it can be shared depends on all members, since
+any of them may have closed it, or seen it fail, before the others: each offers what it has when
 they agree on what they make, and the agreement gives the communicator its label.
 
 Groups that the program drops are collected at any time, on other ranks later or never. So what
@@ -71,7 +71,7 @@ _DIFFERS_S = 10.0
 
 @dataclass(eq=False)
 class OpenCommunicator:
-    """One communicator, its label (equal on all members), and the groups that use it."""
+    """A communicator, its label (equal on all members), and the groups that use it."""
 
     label: str
     communicator: Communicator
@@ -163,19 +163,20 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Agree in the context on what is made, by what it gives, and open it there.
+        """Give a function that agrees on what is made, which the context's body then opens.
 
-        ``agreement`` is what the members are known to agree on. When all is open, wait shortly for
-        the other members, and longer on the rank whose process serves the store: a member that
-        ended now would fail others that still connect to it.
+        Args:
+            agreement: what the members are known to agree on.
         """
+        # When all is open this waits shortly for the other members, and longer on the rank whose
+        # process serves the store: a member that ended now would fail others that still connect.
         made = [] if agreement is None else [agreement]
         leaving: list[OpenCommunicator] = []
 
         def agree(*what: Any, offers: Offers = NO_OFFERS, lack: str = "") -> Agreement:
             dropped = self._find_dropped(what[0], offers)
             leaving.extend(dropped)
-            ends = {f"end/{one.label}": (one.label, one.ranks) for one in dropped}
+            ends = {f"end/{each.label}": (each.label, each.ranks) for each in dropped}
             made.append(self._agreements.agree(*what, offers=offers, ends=ends, lack=lack))
             return made[-1]
 
@@ -192,9 +193,9 @@ class Registry:
             agreed = {label for each in made for label in each.shared.values()}
             with self._lock:
                 self._num_openings -= 1
-                for one in leaving:
-                    one.is_leaving = one.label in agreed
-            error = self._close([one for one in leaving if one.is_leaving])
+                for opened in leaving:
+                    opened.is_leaving = opened.label in agreed
+            error = self._close([opened for opened in leaving if opened.is_leaving])
             if error is not None:  # not of what is opened here
                 _log.warning("calls on a group that was dropped, and is closed now: %s", error)
 
@@ -204,11 +205,11 @@ class Registry:
         with self._lock:
             if self._num_openings > 1 or self.guard is not None:  # they may be in use there
                 return []
-            for label, one in sorted(self._by_label.items()):
-                is_kept = label in kept or one.is_leaving or one.is_in_use
-                if not is_kept and {*here} >= {*one.ranks}:
-                    one.is_leaving = True
-                    found.append(one)
+            for label, opened in sorted(self._by_label.items()):
+                is_kept = label in kept or opened.is_leaving or opened.is_in_use
+                if not is_kept and {*here} >= {*opened.ranks}:
+                    opened.is_leaving = True
+                    found.append(opened)
         return found
 
     def drop(self, group: Any) -> bool:
@@ -222,7 +223,7 @@ class Registry:
         return any(id(group) in communicator.users for communicator in opened)
 
     def _patience_of_server(self) -> timedelta | None:
-        """How long this rank waits for others that need the store; None where it does not."""
+        """Return the time to wait for others that need the store here; None without waiting."""
         return _DONE if self.world.server == self.world.rank else None
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
@@ -239,11 +240,9 @@ class Registry:
                     opened.sees_all_calls = not is_blind
 
     def finish(self, call: str, members: Collection[int]) -> None:
-        """End this rank's part in a call of ``members``, which needs the store no more.
-
-        On the rank whose process serves the store this returns once all have come here, or cannot
-        come any more: it may end right after the call. It deletes a key for each 60 members.
-        """
+        """End this rank's part in a call of ``members``, which needs the store no more."""
+        # On the rank whose process serves the store this returns once all have come here, or cannot
+        # come any more: it may end right after the call. It deletes a key for each 60 members.
         world, key = self.world, f"{call}/finished"
         came_late = world.rank not in members  # when the call had ended for them
         if world.server is None or not world.has_processes or len(members) < 2 or came_late:
@@ -259,9 +258,10 @@ class Registry:
     def acquire(
         self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the communicator called ``label``; opening a new one, by the agreement.
+        """Return the communicator called ``label``, opened by the agreement if it is not there.
 
-        Where the group that asks, ``user``, is private, no other may share it.
+        Args:
+            user: the group that asks; if it is private no other group may share the communicator.
         """
         with self._lock:
             shared = self._by_label.get(label)
@@ -303,8 +303,8 @@ class Registry:
         """The label of the communicator that a new group could share, or ""."""
         key = (wire.name, ranks, id(options))
         with self._lock:
-            found = [one for one in self._by_label.values() if one.share_key == key]
-            return next((one.label for one in reversed(found) if not one.is_leaving), "")
+            found = [each for each in self._by_label.values() if each.share_key == key]
+            return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
         """Give up one use; the last one closes the communicator."""
@@ -321,10 +321,10 @@ class Registry:
     def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
         """Close communicators; return the error of a call that the program has not seen."""
         error = self._compare_last(opened)  # others may ask for their calls
-        for one in opened:
-            self._by_label.pop(one.label, None)
-            one.users.clear()
-            one.close()
+        for each in opened:
+            self._by_label.pop(each.label, None)
+            each.users.clear()
+            each.close()
         return error
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
@@ -347,7 +347,7 @@ class Registry:
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Which rank aborted a communicator and why, if one did; asks the store."""
+        """Return the message of the rank that aborted a communicator, if any; asks the store."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, _abort_message)
@@ -363,9 +363,11 @@ class Registry:
     def answer(self, about: dict[str, Any]) -> SignalReply:
         """The last call on each communicator and beside them, and the call that is asked about."""
         asked = self._by_label.get(about.get("label", ""))
-        recorders = [(one.label, one.recorder) for one in self.all_opened()]
+        recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
         recorders.append(("", self.beside_wires))
-        used = sorted((one for one in recorders if one[1].moment), key=lambda one: one[1].moment)
+        used = sorted(
+            (pair for pair in recorders if pair[1].moment), key=lambda pair: pair[1].moment
+        )
         calls: list[dict[str, Any]] = [
             {"label": label, "sequence": recorder.sequence, "text": call.heading}
             for label, recorder in used
@@ -429,7 +431,7 @@ class Registry:
         self._comparisons.stop()
         atexit.unregister(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
-            self.endings.leave(how, {one.label: one.recorder.sequence for one in opened})
+            self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
         return error
 
     def _end(self) -> None:
@@ -448,41 +450,42 @@ class Registry:
             _log.warning("%s", error)
 
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare the last calls across hosts, with all members that come within two seconds.
-
-        Returns an error that the program has not seen.
-        """
-        compared = [one.comparison for one in opened if one.comparison and one.comparison.last]
+        """Compare the last calls across hosts; return an error that the program has not seen."""
+        # It waits two seconds at most for the other members.
+        compared = [each.comparison for each in opened if each.comparison and each.comparison.last]
         if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
             return None
-        store, fresh = self.world.store, [one for one in compared if one.label not in self.aborts]
+        store, fresh = (
+            self.world.store,
+            [part for part in compared if part.label not in self.aborts],
+        )
         unknown: BackendError | None = None
         try:
-            for one in fresh:
+            for part in fresh:
                 try:
-                    one.compare_last()
+                    part.compare_last()
                 except MembersDisagree as failure:
-                    store.set(f"{one.label}/differs", "")  # others wait until all is explained
-                    one.explain(failure)
-                self._count(f"{one.label}/compared", one.ranks)
-            keys = [_all_key(f"{one.label}/compared") for one in fresh]
+                    store.set(f"{part.label}/differs", "")  # others wait until all is explained
+                    part.explain(failure)
+                self._count(f"{part.label}/compared", part.ranks)
+            keys = [_all_key(f"{part.label}/compared") for part in fresh]
             wait_until(partial(store.check, keys), Grace(_LAST_S))
-            for one in fresh:
-                limit = Grace(_DIFFERS_S if store.check([f"{one.label}/differs"]) else 0)
-                wait_until(partial(self.find_abort, one.label), limit)
+            for part in fresh:
+                limit = Grace(_DIFFERS_S if store.check([f"{part.label}/differs"]) else 0)
+                wait_until(partial(self.find_abort, part.label), limit)
         except StoreError as lost:
             unknown = self._uncompared(fresh, lost)
         except (ValueError, TypeError, LookupError):  # what no member writes
             pass
-        for one in compared:
-            if not one.is_told and self.aborts.get(one.label, {}).get("disagreement"):
-                return one.tell(WireAborted("the group is broken"))
+        for part in compared:
+            if not part.is_told and self.aborts.get(part.label, {}).get("disagreement"):
+                return part.tell(WireAborted("the group is broken"))
         return unknown
 
     def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
         """The error of calls that a lost store leaves uncompared, as far as is known here."""
-        owed = [(one, one.uncompared) for one in compared if one.uncompared is not None]
-        calls = ", ".join(f"{a} to {b} of {ranks_text(one.ranks)}" for one, (a, b) in owed)
+        owed = [(part, part.uncompared) for part in compared if part.uncompared is not None]
+        calls = ", ".join(f"{a} to {b} of {ranks_text(part.ranks)}" for part, (a, b) in owed)
         if not owed:
             return None
         return BackendError(
@@ -494,10 +497,8 @@ class Registry:
         )
 
     def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank; whether all ``members`` come within ``patience`` and the timeout.
-
-        Where a member of this host is seen to have ended, none waits any more.
-        """
+        """Count this rank, and return whether all ``members`` come within ``patience``."""
+        # Where a member of this host is seen to have ended, none waits any more.
         store, all_key, rank = self.world.store, _all_key(key), self.world.rank
         counts = head_count_of(members, self.world.hosts)
         num_come, is_last = counts.count(store.add, key, rank)
@@ -524,8 +525,8 @@ class Registry:
             for entry in opened:
                 entry.share_key = None  # no group that is made later shares a broken one
         communicators = [entry.communicator for entry in opened]
-        for kind in {type(one) for one in communicators}:
-            kind.abort_together([one for one in communicators if type(one) is kind])
+        for kind in {type(each) for each in communicators}:
+            kind.abort_together([each for each in communicators if type(each) is kind])
 
 
 def _all_key(key: str) -> str:
@@ -534,7 +535,7 @@ def _all_key(key: str) -> str:
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Why verbs after a disagreement are refused."""
+    """Return the text that refuses verbs after a disagreement."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 

@@ -74,10 +74,9 @@ def explained_opening(
 
 
 class OtherMembers(ABC):
-    """The other members of a communicator: what they report of a failure, and are notified of.
+    """The other members of a communicator: what they report of a failure, and are told of it."""
 
-    What is not abstract does nothing here: a kind overrides what its members can do.
-    """
+    # What is not abstract does nothing here: a kind overrides what its members can do.
 
     compare_misfits = True
     """Return whether a sender raises, too, where its message does not fit what receives it."""
@@ -90,19 +89,17 @@ class OtherMembers(ABC):
     def compare_again(  # noqa: B027 (most compare nothing while they wait)
         self, *, is_thorough: bool = True
     ) -> None:
-        """Compare, where members do so while they wait, the calls to which not all had come.
+        """Compare again the calls to which not all members had come; in most kinds do nothing.
 
-        With ``is_thorough`` it goes on behind a call to which a member has still not come.
+        Args:
+            is_thorough: whether to go on behind a call to which a member has still not come.
 
         Raises:
             MembersDisagree: calls differ.
         """
 
     def find_abort(self) -> dict[str, Any] | None:
-        """Which rank ended the communicator and why, if one did: ``rank``, ``reason``.
-
-        And ``disagreement``, the fields of an AgreementError, where that is why.
-        """
+        """Return ``rank``, ``reason`` and perhaps ``disagreement`` of the communicator's end."""
         return None
 
     @abstractmethod
@@ -110,22 +107,22 @@ class OtherMembers(ABC):
         """Let every later call of this member be refused."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
-        """End the communicator for all members, and tell them the reason of this one."""
+        """End the communicator for all members, and tell them this member's reason."""
 
     def report(self, call: Note, but: int | None = None) -> str:
-        """How far each of them has come, for a timeout of ``call``; not member ``but``."""
+        """Return how far each of them, but member ``but``, has come, for a timeout of ``call``."""
         return ""
 
     def silent(self) -> str:
-        """Which of them give no sign of life."""
+        """Return the text of those members that give no sign of life."""
         return ""
 
     def ending(self, member: int) -> str:
-        """How a member has left, as in "ended by ValueError: no data"; "" where that is unknown."""
+        """Return how a member has left, as in "ended by ValueError: no data"; "" if unknown."""
         return ""
 
     def find_first_failure(self, call: Note, text: str) -> str:
-        """The report of the first member that failed; "" where that is this one, with ``text``."""
+        """Return the report of the first failed member; "" if that is this rank, with ``text``."""
         return ""
 
     @abstractmethod
@@ -155,11 +152,9 @@ class Explainer:
         self._unknown = Note(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """The error of the call noted under the number ``note``; None means the last one.
-
-        The first rank that fails leaves its reason in the store; later ones quote it. What a
-        signal's handler has raised is told to the others, and raised here as it is.
-        """
+        """Return the error of the call noted under the number ``note``; None: the last call."""
+        # The first rank that fails leaves its reason in the store, which later ranks quote. What a
+        # signal's handler has raised is told to the others, and raised here as it is.
         if isinstance(failure, Interrupted):
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
             wait_until(failure.is_over, Grace(_REASON_S))

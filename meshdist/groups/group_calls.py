@@ -55,7 +55,7 @@ def new_group(
         use_local_synchronization: accepted; members never wait for outsiders here.
         group_desc: a name for messages.
         device_id: binds the group's NCCL wire to this device, so that it connects at once.
-        sort_ranks: whether the group's order is ascending instead of the one given.
+        sort_ranks: whether the group's order is ascending instead of the given order.
 
     Returns:
         The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank outside it. Every call makes
@@ -198,7 +198,7 @@ def split_group(
         This rank's part, or None for a rank in no list.
 
     Raises:
-        ArgumentError: no parts, an empty one, a rank in two of them or outside the parent.
+        ArgumentError: no parts, an empty part, a rank in two parts or outside the parent.
         What ``new_group`` raises.
     """
     parent = resolve_group(parent_pg)
@@ -268,12 +268,12 @@ def _open_subgroups(
     *,
     sort_ranks: bool,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Return the group of each list, and the one that holds this rank."""
+    """Return the group of each list, and before them the group that holds this rank."""
     groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
         for ranks in lists
     ]
-    return next((one for one in groups if isinstance(one, ProcessGroup)), None), groups
+    return next((group for group in groups if isinstance(group, ProcessGroup)), None), groups
 
 
 def _check_device_id(device_id: object) -> None:

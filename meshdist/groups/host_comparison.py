@@ -82,7 +82,7 @@ class HeaderTables:
         self._views: dict[int, SharedWordsView | None] = {}
 
     def make_words(self) -> WordsAddress | None:
-        """Make this rank's shared words; return where they lie, for its announcement."""
+        """Make this rank's shared words; return their address, which the others are told."""
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 
@@ -109,7 +109,7 @@ class HeaderTables:
         return None
 
     def signs_of_life(self) -> SignsOfLife:
-        """Those of the ranks of this host."""
+        """Return the signs of life of the ranks of this host."""
         hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
         lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
         regions = Regions(lambda member: self._find_region(lower[member], key))
@@ -129,7 +129,7 @@ class HeaderTables:
             store, hosts = self._world.store, self._world.hosts
             # All of the host at once, which have announced themselves as the world began.
             others = set(range(len(hosts))) - {self._world.rank}
-            ranks = [one for one in sorted(others) if hosts[one] == hosts[rank]]
+            ranks = [other for other in sorted(others) if hosts[other] == hosts[rank]]
             try:
                 if not store.check(list(map(card_key, ranks))):
                     ranks = [rank]
@@ -138,12 +138,12 @@ class HeaderTables:
                 addresses = read_jsons(store, list(map(card_key, ranks)), _parse)
             except StoreError:  # a group that needs the store for nothing else goes on
                 return None
-            for one, address in zip(ranks, addresses, strict=True):
-                self._views.setdefault(one, address and find_view(address))
+            for other, address in zip(ranks, addresses, strict=True):
+                self._views.setdefault(other, address and find_view(address))
         return self._views[rank], key
 
     def reaches(self, ranks: tuple[int, ...]) -> bool:
-        """Whether this rank could read the words of all the others of ``ranks``, on this host."""
+        """Return whether this rank could read the words of all the others of ``ranks``."""
         others = [rank for rank in ranks if rank != self._world.rank]
         return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
 
@@ -161,7 +161,7 @@ def _parse(card: dict[str, Any]) -> WordsAddress | None:
 
 @dataclass(eq=False)
 class HostComparison:
-    """One member's part in comparing a communicator's calls with those of other hosts.
+    """A member's part in comparing a communicator's calls with those of other hosts.
 
     Args:
         is_leader: whether this member compares for its host.
@@ -208,7 +208,7 @@ class HostComparison:
     def tell(
         self, failure: WireFailure, note: int | None = None, *, is_seen: bool = True
     ) -> MeshdistError:
-        """As ``explain``, of a failure in the program's call, or of which it knows nothing yet."""
+        """Return the error of a failure, which the program has seen or knows nothing of yet."""
         self.is_told |= is_seen
         try:
             return self.explain(failure, note)
@@ -234,7 +234,7 @@ class HostComparison:
         """Compare with what members on other hosts answer, leaders or not: these may have ended.
 
         Raises:
-            MembersDisagree: calls differ; ``look`` and ``compare_last`` raise it, too.
+            MembersDisagree: calls differ; so do ``look`` and ``compare_last``.
         """
         hosts, here = self.world.hosts, self.world.hosts[self.world.rank]
         others = tuple(rank for rank in self.ranks if hosts[rank] != here)
@@ -244,18 +244,14 @@ class HostComparison:
 
     @property
     def uncompared(self) -> tuple[int, int] | None:
-        """The first and the last call that this member does not know to be equal, if any.
-
-        The first member's are those with which the others compare.
-        """
+        """Return the first and last call that this member does not know to be equal, if any."""
+        # The first member's calls are those with which the others compare.
         is_owed = self.world.rank != self.ranks[0] and self._equal < self.last
         return (self._equal + 1, self.last) if is_owed else None
 
     def compare_last(self) -> None:
-        """Compare with the leader that has come here first, as this member leaves.
-
-        Digests roll: the last one alone tells whether calls differ, and its list, read then, where.
-        """
+        """Compare with the leader that has come here first, as this member leaves."""
+        # Digests roll: the last alone tells whether calls differ, and the list, read then, where.
         if not self.is_leader:
             return
         store, key, rank = self.world.store, f"{self.label}/last", self.world.rank
@@ -282,7 +278,7 @@ class HostComparison:
 
 
 class HostComparisons:
-    """One rank's comparisons with other hosts, made on its signal thread.
+    """The comparisons of a rank with other hosts, made on its signal thread.
 
     Args:
         wake: lets the signal thread call ``look`` at once.

@@ -1,4 +1,4 @@
-"""Receives that name no sender, on wires that want one: they start when a member has noted a send.
+"""Receives without a named sender, on wires that need it: each starts when a send is noted for it.
 
 Gloo ends the process that receives more than its tensor holds, and leaves part of a larger tensor
 unwritten without an error. A receive that names its sender compares the message first, so nothing
@@ -57,7 +57,7 @@ class Matching:
     """The receives of one communicator that wait for their sender, in the order of their start.
 
     Attributes:
-        receives: those that wait. ``takes`` is false for a named sender while there are none.
+        receives: those that wait; ``takes`` is false for a named sender while there are none.
     """
 
     communicator: Communicator
@@ -72,11 +72,11 @@ class Matching:
         self._checked = 0.0
 
     def takes(self, peer: int | None, tag: int) -> bool:
-        """Whether a receive is matched here: it names no sender, or follows one that names none."""
+        """Return whether a receive is matched here: it, or an earlier receive, names no sender."""
         if peer is not None and not self.receives:
             return False  # the common case
         with self._lock:
-            if any(one.tag == tag for one in self.receives):
+            if any(receive.tag == tag for receive in self.receives):
                 return True
             return peer is None and self.header_table.can_find_sender(tag)
 
@@ -84,7 +84,7 @@ class Matching:
         """Start a receive once its sender is known; no other thread looks if its caller waits."""
         deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
-            is_first = all(one.tag != receive.tag for one in self.receives)
+            is_first = all(other.tag != receive.tag for other in self.receives)
             self.receives.append(receive)
             if is_first:
                 self._start_if_sent(receive)
@@ -124,7 +124,7 @@ class Matching:
             if self.is_broken():
                 self._end_all(lambda: WireAborted("aborted while a receive waited for its sender"))
                 return
-            self.receives[:] = [one for one in self.receives if not one.deferred.is_cancelled]
+            self.receives[:] = [each for each in self.receives if not each.deferred.is_cancelled]
             waiting = set()
             for receive in tuple(self.receives):
                 if receive.tag not in waiting and not self._start_if_sent(receive):
@@ -169,7 +169,7 @@ class Matching:
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))
             return
-        tags = {one.tag for one in self.receives if one.peer is None}
+        tags = {receive.tag for receive in self.receives if receive.peer is None}
         unseen = {tag for tag in tags if not self.header_table.can_find_sender(tag)}
         for tag in unseen:
             self.header_table.recv_any(tag)

@@ -50,10 +50,9 @@ _STOPPED = "is stopped, by SIGSTOP or a debugger"
 
 
 class MembersOfWorld(OtherMembers):
-    """The other members of a communicator of a world.
+    """The other members of a communicator of a world, asked through its store."""
 
-    Processes are asked through the store; simulated ranks, which fail together, are not.
-    """
+    # Simulated ranks, which fail together, are not asked.
 
     compare_misfits = False  # the wire reports what the comparison of headers has missed
 
@@ -125,7 +124,7 @@ class MembersOfWorld(OtherMembers):
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
     def find_texts(self, call: Note, ranks: Sequence[int]) -> dict[int, str]:
-        """How far each of ``ranks`` has come."""
+        """Return how far each of ``ranks`` has come."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
         answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent))
@@ -134,7 +133,7 @@ class MembersOfWorld(OtherMembers):
             line = silent.get(rank) or last_call_text(answer)
             if answer is not None:
                 line = line.removeprefix("runs, and ")
-                here = [one for one in answer["calls"] if one["label"] == label]
+                here = [told for told in answer["calls"] if told["label"] == label]
                 if not call.is_message:
                     has_arrived = bool(here) and here[-1]["sequence"] >= call.sequence
                     line = f"{'arrived' if has_arrived else 'did not arrive'}; {line}"
@@ -144,10 +143,8 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """The finding of the first member that comes here, and whether that was this member.
-
-        The others read it: n members that ask all others would get n * n answers.
-        """
+        """Return what the first member that comes here finds, and whether that was this member."""
+        # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
         if is_first or not await_key(store, key, Grace(_BY_THE_FIRST_S)):
@@ -227,7 +224,7 @@ class MembersOfWorld(OtherMembers):
 
 
 def _silence(endings: Endings, ranks: Collection[int], label: str) -> dict[int, str]:
-    """Why those of ``ranks`` give no answer of which that can be seen."""
+    """Return the reasons that are seen why some of ``ranks`` give no answer."""
     stopped = {rank: _STOPPED for rank in ranks if endings.is_stopped(rank)}
     return stopped | endings.find_all(ranks, label)
 
@@ -238,11 +235,9 @@ def silent_ranks(
     is_explained: Callable[[], bool] = lambda: False,
     label: str = "",
 ) -> str:
-    """Which of some ranks have left, or give no sign of life; "" where all others do.
-
-    One that has given up a moment ago may still answer: it gets some time to leave, until the
-    failure is explained otherwise.
-    """
+    """Return the text of the ranks that have left or give no sign of life; "" if there are none."""
+    # A rank that has given up a moment ago may still answer: it gets some time to leave, until the
+    # failure is explained otherwise.
     others = tuple(rank for rank in ranks if rank != world.rank)
     if world.is_simulated or not others:
         return ""
@@ -290,9 +285,9 @@ class LateMembers:
         self._deadline = Deadline(None)
 
     def look(self) -> None:
-        """To be called every now and then, on a thread that must not wait."""
+        """Look for what is to be answered, on a thread that must not wait, every now and then."""
         registry = get_registry(self._world)
-        opened = max(registry.all_opened(), key=lambda one: one.recorder.moment, default=None)
+        opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:
             return
         if opened.recorder.moment != self._moment:

@@ -57,7 +57,7 @@ _warned: set[Site] = set()
 class ProcessGroup(VerbMethods):
     """An ordered set of ranks that communicate, as one of its members sees it.
 
-    Made by a mesh for its axes, or by ``new_group``; a program rarely makes one itself. It has the
+    Made by a mesh for its axes, or by ``new_group``; a program rarely makes it itself. It has the
     methods of torch's process groups, too, each of which starts the verb that it stands for.
 
     Args:
@@ -65,11 +65,11 @@ class ProcessGroup(VerbMethods):
         ranks: global ranks, in group order; this rank is one of them.
         name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
         backends: the wire per device type, where the program has named them for this group;
-            None takes the world's, or what serves in place of its default ones.
+            None takes the world's, or what serves in place of its default wires.
         named_for: the device type for which alone the program has named a wire; "" for none.
         timeout: how long a verb may wait; None takes the world's, else the wire's default.
         options: the wire's own options, or None.
-        is_private: whether it opens communicators of its own instead of sharing equal ones.
+        is_private: whether it opens communicators of its own and shares none.
         desc: torch's ``group_desc``.
         axis_names: of the mesh axes along which it runs; () where there are none with names.
         device: the device bound to it, on which its wire connects as it is opened; None takes the
@@ -273,8 +273,8 @@ class ProcessGroup(VerbMethods):
         ``device_type``, which is opened, where it is one of them.
         """
         opened = dict.fromkeys([self.open_channel(device_type), *self._channels.values()])
-        waiting = [one for one in opened if not one.communicator.on_stream]
-        return [*(one for one in opened if one.communicator.on_stream), *waiting[:1]]
+        waiting = [each for each in opened if not each.communicator.on_stream]
+        return [*(each for each in opened if each.communicator.on_stream), *waiting[:1]]
 
     @property
     def channels(self) -> list[Channel]:
@@ -309,8 +309,8 @@ class ProcessGroup(VerbMethods):
         self._closed = True
         opened = dict.fromkeys(channel.opened for channel in self._channels.values())
         self.forget_channels()
-        for one in opened:
-            get_registry(self.world).release(one, self)
+        for each in opened:
+            get_registry(self.world).release(each, self)
 
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""

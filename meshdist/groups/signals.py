@@ -184,7 +184,7 @@ class SignalThread:
             self._drop_alarm(_SURE_S)
 
     def _find_latest(self) -> int:
-        """How many signals there are; asks the store unless an alarm would have rung."""
+        """Return the number of signals; asks the store unless an alarm would have rung."""
         latest, alarm = self._seen, self._alarm
         has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
@@ -235,7 +235,7 @@ class SignalThread:
 
 @dataclass
 class _Pause:
-    """One pause, as another process sees it."""
+    """A pause of the clocks, as another process sees it."""
 
     rank: int
     limit: Grace
@@ -244,11 +244,10 @@ class _Pause:
 
 
 class PausedClocks:
-    """The pauses of this process's clock, each with a name; for one thread.
+    """The pauses of this process's clock, each with a name; for one thread."""
 
-    A pause ends when its rank, which counts signs of life in the store, says so, at its limit, or
-    after ten seconds without such a sign: a rank that was killed stops no clock for good.
-    """
+    # A pause ends when its rank, which counts signs of life in the store, says so, at its limit, or
+    # after ten seconds without such a sign: a rank that was killed stops no clock for good.
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
@@ -264,9 +263,10 @@ class PausedClocks:
             clock.resume(name)
 
     def check(self, *, looks: bool = True) -> list[str]:
-        """End what has lasted too long; returns the pauses of ranks that have ended.
+        """End the pauses that have lasted too long; return those of ranks that have ended.
 
-        Those are seen by the process of a host that ``looks``, which tells the others.
+        Args:
+            looks: whether this process looks for ended ranks, and tells the others of its host.
         """
         ended = []
         for name, pause in tuple(self._pauses.items()):
@@ -297,7 +297,7 @@ def _signal_key(number: int) -> str:
 
 
 def _alarm_key(store: Store, number: int) -> str:
-    """Of a signal: a key without the world's prefix, hence with a random word of its own."""
+    """Return the key of a signal's alarm: without the world's prefix, so with a random word."""
     word = store.compare_set("signal/alarms", "", uuid4().hex).decode(errors="replace")
     return f"meshdist/alarm/{word}/{number}"
 
@@ -316,11 +316,9 @@ def post(world: World, message: dict[str, Any]) -> int:
 
 @contextmanager
 def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
-    """Pause the timeouts of all verbs on all ranks, for ``limit_s`` at most.
-
-    The clocks of the others are paused and resumed up to an eighth of a second later. Where the
-    store is lost this rank's clock is paused alone. Simulated ranks have no timeouts.
-    """
+    """Pause the timeouts of all verbs on all ranks, for ``limit_s`` at most."""
+    # The clocks of the others are paused and resumed up to an eighth of a second later. Where the
+    # store is lost this rank's clock is paused alone. Simulated ranks have no timeouts.
     if world.is_simulated or world.is_closed:
         yield
         return
@@ -347,8 +345,10 @@ def ask(
     *,
     patience_s: float = _ANSWER_S,
 ) -> dict[int, SignalReply]:
-    """Ask what each of ``ranks`` called last, and ``about`` a call or message; ranks that do not
-    answer in time are left out.
+    """Return the last calls of those of ``ranks`` that answer in time.
+
+    Args:
+        about: a call or message of which they are asked, too.
     """
     if not ranks:
         return {}
@@ -401,15 +401,14 @@ class Endings:
             self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """How a rank has left the world; "" where it has not, for all that is seen here."""
+        """Return how a rank has left the world; "" as long as that is not seen here."""
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
-        """How those of ``ranks`` left the world that did, as in "has ended".
+        """Return how those of ``ranks`` left the world that did, as in "has ended".
 
-        It takes one request where no rank has left since the last call.
-
-        With a communicator's ``label`` an end in good order tells how many collectives it called.
+        Args:
+            label: a communicator's; then an end in good order tells how many collectives it had.
 
         Raises:
             StoreError: the store is lost.

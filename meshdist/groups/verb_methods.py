@@ -1,8 +1,8 @@
 """The methods of torch's process groups: ``group.allreduce(x)`` is ``all_reduce(x, group=group)``.
 
-Each takes every form that torch's own method has: a bare tensor or a list of one, torch's options
-or their fields; it starts the verb and returns its Work. What a verb does, and what it raises, is
-described there. Roots and peers are counted in the group.
+Each takes every form that torch's own method has: a bare tensor or a list of one tensor, torch's
+options or their fields; it starts the verb and returns its Work. What a verb does, and what it
+raises, is described there. Roots and peers are counted in the group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ verbs: dict[str, Callable[..., Any]] = {}
 
 
 class Asked(NamedTuple):
-    """How a call is to be done.
+    """The options of a call of torch's method.
 
     Args:
         timeout: how long it may take, in place of the group's; None is the group's.
-        root: of a verb that has one, counted in the group.
+        root: the place of the verb's root in the group.
     """
 
     is_async: bool = True
@@ -69,10 +69,8 @@ def only_list(lists: Any, verb: str) -> Any:
 
 
 def _method(verb: str) -> Callable[..., Any]:
-    """Torch's method of a verb, in every form that torch's own has; all is said by the verb's row.
-
-    What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
-    """
+    """Make torch's method of a verb, in every form that torch's own has, from the verb's row."""
+    # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     row = VERBS[verb]
     form = row.torch_method
     assert form is not None
@@ -97,7 +95,7 @@ def _method(verb: str) -> Callable[..., Any]:
             if len(under) < len(named) or not under.keys().isdisjoint(tensors[: len(given)]):
                 raise TypeError(f"one of {tensors} is given twice")
             named, pairs = under, zip(ours, tensors, strict=True)
-            values |= {one: named.pop(theirs) for one, theirs in pairs if theirs in named}
+            values |= {our: named.pop(theirs) for our, theirs in pairs if theirs in named}
         asked = read_options(options, *given[len(ours) :], opts=opts, **named)
         if not values.keys() >= needed:
             raise TypeError(f"one of {tensors[: len(needed)]} is missing")
@@ -122,7 +120,7 @@ def _method(verb: str) -> Callable[..., Any]:
 
 
 def read_options(fields: tuple[str, ...], *given: Any, opts: Any = None, **named: Any) -> Asked:
-    """How a call is to be done, in either form: torch's options, or the values of ``fields``."""
+    """Return a call's options, given as torch's options or as the values of ``fields``."""
     if given and hasattr(given[0], "asyncOp"):
         opts, *given = given  # type: ignore[assignment]
     elif opts is not None and not hasattr(opts, "asyncOp"):
