@@ -1,10 +1,9 @@
-"""``md.annotate`` and ``md.typeof``: what a tensor is over mesh axes, said and asked.
+"""``md.annotate`` and ``md.typeof`` set and return a tensor's type over mesh axes.
 
-A tensor carries its spec, which says the axes that cut its dims, as text, as it does its types:
-each dim's size on this rank with the axes that cut it, such as ``"4@dp, 6@(ep,tp), 3"``. What is
-unreduced and reduced stands in the types alone. The text speaks for the tensor as long as the sizes
-are its own and its types vary over just these axes; one that another operation has written over
-carries none.
+A tensor carries its spec as text, beside the text of its type: each dim's size on this rank with
+the axes that cut it, such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes stand in the type
+alone. The text is valid while the tensor has these sizes and its type varies over just these axes;
+a tensor that another operation has written over has no spec.
 """
 
 from __future__ import annotations
@@ -28,23 +27,9 @@ from ..mesh.spec import NamedSharding
 from .context import PLAIN_TENSORS
 from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
 
-__all__ = [
-    "TensorType",
-    "annotate",
-    "checked_spec",
-    "dims_text",
-    "find_spec",
-    "mark_spec",
-    "typeof",
-]
-
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-    """Let ``tensor``, a shard of an array that lies by ``spec``, carry it, and the types that
-    follow: varying over the axes that cut, unreduced and reduced as the spec says.
-
-    The inverse of ``find_spec``. Returns the tensor itself; checks nothing.
-    """
+    """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
     types, text = _texts(spec, tuple(tensor.shape))
     marks = tensor.__dict__
     marks[ATTRIBUTE] = types
@@ -53,16 +38,13 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the spec that ``tensor`` carries, with an entry for each dim; None where it has none.
-
-    The inverse of ``mark_spec``.
-    """
+    """Return the valid spec that ``mark_spec`` attached, with an entry for each dim, or None."""
     text = tensor.__dict__.get(SPEC_ATTRIBUTE)
     return None if text is None else _read(text, tuple(tensor.shape), type_of(tensor))
 
 
 def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
-    """The dims of an array as types print them.
+    """Return the text of an array's dims with the axes that cut them.
 
     Example:
         >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
@@ -76,19 +58,14 @@ def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
 def checked_spec(
     tensor: torch.Tensor, given: object, layout: Layout | None, call: str
 ) -> PartitionSpec:
-    """Return the spec that a caller gives for ``tensor``, as a spec, a sharding or a pattern.
+    """Return the PartitionSpec of a given spec, sharding or pattern; raise if it cannot fit.
 
-    Without a ``layout``, which has the axes, no more is checked than that no dim is named as an
-    axis of a mesh that was made before. Messages name ``call``.
-
-    Raises:
-        KindError: something else.
-        PatternError: a text that is no pattern of one side, or names a dim as an axis.
-        AxisError: an axis that the mesh does not have, or one twice.
-        ShapeError: another number of dims than the tensor has.
-        DtypeError: booleans that are unreduced.
+    Args:
+        layout: has the axes; None leaves the names of axes unchecked.
+        call: the name of the public call, for messages.
     """
     if isinstance(given, str):
+        # Without a layout a dim is still refused that has the name of an axis of any known mesh.
         world = find_world()
         known_axes = world.axis_names if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
@@ -136,26 +113,23 @@ def _read(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
 
-_Axes = str | tuple[str, ...]
-
-
 def annotate(
     tensor: torch.Tensor,
     spec: PartitionSpec | NamedSharding | str | None = None,
     *,
-    varying: _Axes = (),
-    reduced: _Axes = (),
-    unreduced: _Axes = (),
+    varying: str | tuple[str, ...] = (),
+    reduced: str | tuple[str, ...] = (),
+    unreduced: str | tuple[str, ...] = (),
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
-    """Say of which kind ``tensor`` is over mesh axes: where data enter, or a shard of weights.
+    """Set the kinds of ``tensor`` over mesh axes: where data enter, or on a shard of weights.
 
-    It is invariant over every axis that is not named. What was said before is overwritten. Nothing
+    It is invariant over every axis that is not named. An earlier annotation is overwritten. Nothing
     is sent or copied, and values are not checked; it works outside ``md.typed`` as well.
 
     Args:
         tensor: this rank's; a plain tensor or parameter.
-        spec: instead of the kinds: where the tensor lies, as a ``PartitionSpec``, a
+        spec: in place of the kinds: where the tensor lies, as a ``PartitionSpec``, a
             ``NamedSharding`` or a pattern such as "f@tp d {R:dp}". It is varying over the axes
             that cut a dim, and carries the spec, which ``md.typeof`` shows.
         varying: the axes along which ranks hold their own values.
@@ -175,7 +149,7 @@ def annotate(
             the mesh ("tp" where "f@tp" or ``varying="tp"`` is meant).
         ShapeError: a spec or a pattern for another number of dims.
         DtypeError: booleans whose spec is unreduced.
-        MeshError: the sharding is one of another mesh.
+        MeshError: the sharding is of another mesh.
 
     Example:
         >>> import torch, meshdist as md
@@ -242,7 +216,7 @@ def _layout(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 def _names(axes: object, argument: str) -> tuple[str, ...]:
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, (tuple, list)) or not all(
-        isinstance(one, str) and one.isidentifier() for one in names
+        isinstance(name, str) and name.isidentifier() for name in names
     ):
         raise KindError(
             f"annotate cannot take {axes!r} as {argument}",
@@ -257,10 +231,9 @@ class TensorType:
 
     Args:
         shape: of this rank's tensor.
-        dtype: its dtype.
         varying, reduced, unreduced: the axes over which it is so, sorted; it is invariant over
             all others.
-        spec: the one that the tensor carries, or None.
+        spec: the spec that the tensor carries, or None.
         text: the whole, as it is printed.
     """
 
@@ -277,13 +250,14 @@ class TensorType:
 
 
 def typeof(x: torch.Tensor) -> TensorType:
-    """The type of ``x`` over mesh axes; prints as ``float32[8, 4]{V:dp}``, or ``float32[8, 4]``
-    where it is invariant. Where it carries a spec, its dims show the axes that cut them:
-    ``float32[8@dp, 4]{U:tp}``, sizes being those of this rank's shard.
+    """Return the type of ``x`` over mesh axes, which prints as ``float32[8, 4]{V:dp}``.
+
+    An invariant tensor's prints as ``float32[8, 4]``. With a spec, dims show the axes that cut
+    them: ``float32[8@dp, 4]{U:tp}``; sizes are those of this rank's shard.
 
     Args:
-        x: a tensor. Outside a context, one made from annotated tensors has no type of its own, and
-            counts as invariant.
+        x: a tensor. A tensor made outside a context from annotated tensors has no type of its own,
+            and counts as invariant.
 
     Raises:
         KindError: no tensor.

@@ -1,22 +1,22 @@
 """Casts that a typed context inserts: aliases whose backward is a psum.
 
 A cast stands where an operand that is invariant over some axes meets others that are not. Forward
-it is the operand itself: an alias that shares its memory and its version, reaches the operation
-alone, and into which torch refuses to write. Backward it sums the gradient over the axes.
+it is the operand itself: an alias with the same memory and version, seen by the operation alone,
+and into which torch refuses to write. Backward it sums the gradient over the axes.
 
 A tensor is cast once for each type that it lacks, and keeps the cast while it lives: three uses of
-an activation cost one psum. Leaves, whose casts would keep them alive, are forgotten when a
-backward has ended. Casts live by the tensor that they are of alone, never by the garbage collector,
-which runs at other moments on other ranks: all ranks make the same casts.
+an activation cost one psum. The casts of a leaf, which would keep it alive, are dropped when a
+backward has ended. No cast ends when the garbage collector happens to run, which is at other
+moments on other ranks: all ranks make the same casts.
 
-A parameter that is used where values vary needs a cast, whose backward is one psum; for many small
-parameters that is many small messages. So what was cast alone in one context is laid into buckets
-at its end, in the order of the casts, which all ranks share; the next context casts a bucket as a
-whole when it meets its first member. A leaf keeps its bucket for as long as it lives and is used,
-so programs that alternate between models keep both.
+The backward of a parameter's cast is one psum; for many small parameters that is many small
+messages. So leaves that were cast alone in one context are laid into buckets at its end, in the
+order of the casts, which all ranks share; the next context casts a bucket as a whole when it meets
+its first member. A leaf keeps its bucket for as long as it lives and is used, so programs that
+alternate between models keep both.
 
 A leaf that is held by a reference cycle dies when the garbage collector runs, which it does at
-other moments on other ranks. So nothing here depends on whether one lives: the place of a leaf that
+other moments on other ranks. So nothing here depends on a leaf's death: the slot of a leaf that
 has died stays, on all ranks, and travels empty, until backwards have found it unused for a while.
 
 Drawn case: leaves w, v and b of 2, 3 and 1 numbers meet x, which is 1 on rank 0 and 3 on rank 1.
@@ -66,29 +66,21 @@ from ..mesh.device_mesh import DeviceMesh
 from .detail_checks import check_cast, is_checked
 from .refusals import type_of, uneven_leaf
 
-__all__ = ["BUCKET_BYTES", "UNUSED_BACKWARDS", "LeafGroup", "Casts", "LeafGroups", "LeafSlot"]
-
 BUCKET_BYTES = 25 << 20
-"""How large a bucket grows; DDP's are as large."""
+"""The largest size of a bucket, as in DDP."""
 
 UNUSED_BACKWARDS = 4
-"""After how many backwards in a row that no rank used it in a leaf leaves its bucket."""
+"""A leaf leaves its bucket after so many backwards in a row in which no rank has used it."""
 
 _Leaf = weakref.ref[torch.Tensor]
 
 
 class LeafSlot:
-    """A leaf's place in an order of casts, and then in a bucket.
+    """A leaf's place in the order of casts, and then in a bucket; it keeps no leaf alive.
 
     Args:
-        leaf: is not kept alive.
-        missing: what its cast adds.
+        missing: the type that its cast adds.
         is_alone: whether it must never share a bucket.
-
-    Attributes:
-        size: how many elements it has.
-        nature: what it shares with the other members of a bucket.
-        num_unused: the backwards in a row that have not used it, on any rank.
     """
 
     def __init__(self, leaf: torch.Tensor, missing: str, *, is_alone: bool) -> None:
@@ -98,10 +90,10 @@ class LeafSlot:
         self.num_bytes = leaf.nbytes if leaf.layout is torch.strided else 0
         self.nature = _nature(leaf)
         self.is_alone = is_alone
-        self.num_unused = 0
+        self.num_unused = 0  # backwards in a row, on all ranks
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether ``leaf``, which has this place, can still be cast at it."""
+        """Return whether ``leaf``, of which this slot was made, can still be cast in a bucket."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -113,13 +105,13 @@ class LeafSlot:
 
 
 class LeafGroup:
-    """Places whose leaves are cast together."""
+    """A bucket: the slots of leaves that are cast together, whose gradients are one message."""
 
     def __init__(self) -> None:
         self.places: list[LeafSlot] = []
 
     def note_use(self, places: Sequence[LeafSlot], is_used: Sequence[bool]) -> None:
-        """Take out what has been unused for long: told after each backward, alike on all ranks."""
+        """Count a backward, and drop slots that long went unused; called alike on all ranks."""
         for place, used in zip(places, is_used, strict=True):
             place.num_unused = 0 if used else place.num_unused + 1
             if place.num_unused >= UNUSED_BACKWARDS and place in self.places:
@@ -127,18 +119,14 @@ class LeafGroup:
 
 
 class LeafGroups:
-    """The leaves that were cast over the axes of one mesh."""
+    """The buckets of all leaves that were cast over the axes of one mesh."""
 
     def __init__(self) -> None:
         self._bucket_of: dict[tuple[int, str], tuple[LeafGroup, LeafSlot, _Leaf]] = {}
         self._alone: dict[int, _Leaf] = {}
 
     def find_bucket(self, leaf: torch.Tensor, missing: str) -> LeafGroup | None:
-        """The bucket to cast together with ``leaf``; None where it is cast alone.
-
-        Leaves with hooks are cast alone: torch would call those with None for a member that no
-        rank has used.
-        """
+        """Return the bucket to cast together with ``leaf``, or None if the leaf is cast alone."""
         found = self._bucket_of.get((id(leaf), missing))
         if found is None:
             return None
@@ -146,8 +134,9 @@ class LeafGroups:
         is_there = place.leaf() is leaf and place in bucket.places
         return bucket if is_there and place.fits(leaf) else None
 
-    def place(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
-        """The place of a leaf that is cast alone, for ``learn``."""
+    def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
+        """Return a slot for a leaf that is cast alone now, and may share a bucket later."""
+        # torch would call a leaf's hooks with None where no rank has used it.
         is_alone = (
             id(leaf) in self._alone
             or leaf.layout is not torch.strided
@@ -156,7 +145,7 @@ class LeafGroups:
         return LeafSlot(leaf, missing, is_alone=is_alone)
 
     def leave_alone(self, place: LeafSlot) -> None:
-        """Let the leaf of ``place``, whose gradient is sparse, never share a bucket."""
+        """Keep the leaf of a slot, whose gradient is sparse, out of buckets from here on."""
         place.is_alone = True
         leaf = place.leaf()
         if leaf is not None:
@@ -164,7 +153,7 @@ class LeafGroups:
             alone[key] = weakref.ref(leaf, lambda _: alone.pop(key, None))
 
     def learn(self, cast: Iterable[LeafSlot]) -> None:
-        """Lay leaves that were cast alone into buckets, in their order."""
+        """Fill new buckets with leaves that were cast alone, in their order."""
         open_buckets: dict[tuple[object, ...], tuple[LeafGroup, int]] = {}
         for place in cast:
             if place.is_alone:
@@ -181,35 +170,35 @@ class LeafGroups:
         leaf = place.leaf()
         if leaf is not None:
             buckets, key = self._bucket_of, (id(leaf), place.missing)
-            end = weakref.ref(leaf, lambda _: buckets.pop(key, None))
-            buckets[key] = bucket, place, end
+            dies = weakref.ref(leaf, lambda _: buckets.pop(key, None))
+            buckets[key] = bucket, place, dies
 
 
 def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
-    """The properties that the members of a bucket share."""
+    """Return the properties that all members of a bucket share."""
     return leaf.dtype, leaf.device, leaf.layout, type_of(leaf)
 
 
 class Casts:
-    """The casts of one context; ``count`` is how many nodes of autograd were made."""
+    """The casts of one context; ``count`` is the number of autograd nodes that they made."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.count = 0
         self._mesh = mesh
         self._buckets = mesh.caches.of(LeafGroups)
         self._groups: dict[str, ProcessGroup] = {}
-        self._kept: dict[int, dict[str, _Kept]] = {}
-        self._owners: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}
+        self._kept: dict[int, dict[str, _KeptCast]] = {}
+        self._tensors: dict[int, weakref.ref[torch.Tensor] | torch.Tensor] = {}
         self._order: list[LeafSlot] = []
         self._noted: dict[tuple[int, str], LeafSlot] = {}
 
     @property
     def num_kept(self) -> int:
-        """How many tensors have a cast now."""
+        """Return the number of tensors that have a cast now."""
         return len(self._kept)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
-        """``x`` with the kinds ``missing`` over axes along which it is invariant, for one use."""
+        """Return an alias of ``x`` that also has the kinds of the type text ``missing``."""
         kept = self._kept.get(id(x))
         if kept is not None:
             found = kept.get(missing)
@@ -217,7 +206,9 @@ class Casts:
                 return found.alias
         group = self._groups.get(missing)
         if group is None:
-            group = self._groups[missing] = self._group(missing)
+            over = kinds_in(missing)
+            axes = tuple(axis for axis in self._mesh.axis_names if axis in over)
+            group = self._groups[missing] = resolve_group(self._mesh[axes])
         self.count += 1
         if is_checked():
             check_cast(x, group, self._mesh)
@@ -230,30 +221,32 @@ class Casts:
     def _cast_leaf(self, leaf: torch.Tensor, missing: str, group: ProcessGroup) -> torch.Tensor:
         bucket = self._buckets.find_bucket(leaf, missing)
         if bucket is None:
-            place = self._buckets.place(leaf, missing)
+            place = self._buckets.new_slot(leaf, missing)
             self._note(leaf, place)
             alias = call_function(_Cast, leaf, group, self._buckets, place)
             self._keep(leaf, missing, alias)
             return alias
         places = tuple(bucket.places)
         members = [self._member(place) for place in places]
-        living = [one for one in members if one is not None]
-        is_living = tuple(one is not None for one in members)
+        living = [member for member in members if member is not None]
+        is_living = tuple(member is not None for member in members)
         aliases: Any = call_function(
             _CastTogether, living[0], group, bucket, places, is_living, *living[1:]
         )
-        for one, alias in zip(living, aliases, strict=True):
-            self._keep(one, missing, alias)
+        for member, alias in zip(living, aliases, strict=True):
+            self._keep(member, missing, alias)
         return self._kept[id(leaf)][missing].alias
 
     def _member(self, place: LeafSlot) -> torch.Tensor | None:
-        """The leaf to cast at a place of a bucket; None: its place stays empty."""
+        """Return the leaf to cast in a slot of a bucket, or None if the slot travels empty."""
         leaf = place.leaf()
-        is_cast = leaf is None or not place.fits(leaf) or self._has(leaf, place.missing)
-        return None if is_cast else leaf
+        if leaf is None or not place.fits(leaf):
+            return None
+        kept = self._kept.get(id(leaf), {}).get(place.missing)
+        return None if kept is not None and kept.is_of(leaf) else leaf
 
     def _note(self, leaf: torch.Tensor, place: LeafSlot) -> None:
-        """Remember, once, that ``leaf`` was cast alone."""
+        """Append the slot of a leaf that was cast alone to the order of casts, once."""
         key = (id(leaf), place.missing)
         before = self._noted.get(key)
         if before is None or before.leaf() is not leaf:
@@ -261,66 +254,56 @@ class Casts:
             self._order.append(place)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
-        """A leaf that has been made varying over one of ``axes`` since the last backward."""
-        for key, one in self._owners.items():
-            if isinstance(one, torch.Tensor):
+        """Return a leaf that was cast to varying over some of ``axes`` since the last backward."""
+        for key, leaf in self._tensors.items():
+            if isinstance(leaf, torch.Tensor):
                 for missing in self._kept[key]:
                     if any(k == "V" and axis in axes for axis, k in kinds_in(missing).items()):
-                        return one
+                        return leaf
         return None
 
     def refuse_leaves_in_uneven_loop(self, verb: str) -> None:
-        """Raise where a leaf's gradient is summed over ranks some of which may have no data."""
+        """Raise JoinError if a leaf's gradient is summed over ranks that may run out of data."""
         loop = find_shadow(self._mesh.world)
         if loop is None:
             return
-        for key, one in self._owners.items():
-            if not isinstance(one, torch.Tensor):
+        for key, leaf in self._tensors.items():
+            if not isinstance(leaf, torch.Tensor):
                 continue
             for missing in self._kept[key]:
                 together = {*self._groups[missing].ranks} & {*loop.group.ranks}
                 if len(together) > 1:
-                    raise uneven_leaf(one, missing, self._mesh, verb)
-
-    def _has(self, leaf: torch.Tensor, missing: str) -> bool:
-        found = self._kept.get(id(leaf), {}).get(missing)
-        return found is not None and found.is_of(leaf)
+                    raise uneven_leaf(leaf, missing, self._mesh, verb)
 
     def _keep(self, x: torch.Tensor, missing: str, alias: torch.Tensor) -> None:
         key = id(x)
-        if key not in self._owners:
-            kept, owners = self._kept, self._owners
+        if key not in self._tensors:
+            kept, tensors = self._kept, self._tensors
 
             def forget(_: object) -> None:
                 kept.pop(key, None)
-                owners.pop(key, None)
+                tensors.pop(key, None)
 
-            owners[key] = x if x.is_leaf else weakref.ref(x, forget)
+            tensors[key] = x if x.is_leaf else weakref.ref(x, forget)
             kept[key] = {}
-        self._kept[key][missing] = _Kept(x, alias)
-
-    def _group(self, missing: str) -> ProcessGroup:
-        axes = kinds_in(missing)
-        return resolve_group(
-            self._mesh[tuple(axis for axis in self._mesh.axis_names if axis in axes)]
-        )
+        self._kept[key][missing] = _KeptCast(x, alias)
 
     def forget_leaves(self) -> None:
-        """Let go of leaves, at the end of a backward: their casts are made anew."""
-        for key in [key for key, one in self._owners.items() if isinstance(one, torch.Tensor)]:
-            del self._owners[key], self._kept[key]
+        """Drop the casts of leaves at the end of a backward; they are made anew."""
+        for key in [key for key, x in self._tensors.items() if isinstance(x, torch.Tensor)]:
+            del self._tensors[key], self._kept[key]
 
     def close(self) -> None:
-        """Let go of all, and learn which leaves belong together."""
+        """Drop all casts, and fill buckets with the leaves that were cast alone."""
         self._buckets.learn(self._order)
         self._order.clear()
         self._noted.clear()
         self._kept.clear()
-        self._owners.clear()
+        self._tensors.clear()
 
 
-class _Kept:
-    """The cast of a tensor as it was."""
+class _KeptCast:
+    """A cast that was made of a tensor, with the tensor's version at that time."""
 
     __slots__ = ("_was_at", "_was_leaf", "alias")
 
@@ -330,20 +313,21 @@ class _Kept:
         self._was_leaf = x.is_leaf
 
     def is_of(self, x: torch.Tensor) -> bool:
-        """Return whether it still is: ``.data =`` and ``detach_`` leave the version as it was."""
+        """Return whether ``x`` is unchanged since the cast was made."""
+        # `.data =` and `detach_` do not count as a new version.
         if x._version != self._was_at or x.is_leaf is not self._was_leaf:
             return False
         return x.layout is not torch.strided or self.alias.is_set_to(x)
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """A view of the memory of ``x`` that does not keep ``x`` itself alive."""
+    """Return a view of the memory of ``x`` that does not keep ``x`` itself alive."""
     apart = x.detach()
     return apart.view_as(apart)
 
 
 def _sums(parts: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
-    """The sums over the group of one-dim parts, by one message."""
+    """Return the sums over the group of several 1-D tensors, by one message."""
     if torch.is_grad_enabled():
         total = psum(torch.cat(parts), group)
         return [*total.split([len(part) for part in parts])]
@@ -355,7 +339,7 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 class _Cast(Function):
-    """One tensor."""
+    """The cast of a single tensor: an alias whose backward is a psum."""
 
     @staticmethod
     def forward(
@@ -386,11 +370,7 @@ class _Cast(Function):
 
 
 class _CastTogether(Function):
-    """The leaves of a bucket: one flat psum, with a number for each that says whether it is used.
-
-    What no rank uses has no gradient, as on one device. A place without a leaf, which may have one
-    on other ranks, travels as an unused one.
-    """
+    """The cast of a bucket's leaves, whose backward is a single flat psum."""
 
     @staticmethod
     def forward(
@@ -406,7 +386,7 @@ class _CastTogether(Function):
         ctx.set_materialize_grads(False)
         ctx.group = group
         ctx.bucket, ctx.places, ctx.is_living = bucket, places, is_living
-        ctx.shapes = [one.shape for one in leaves]
+        ctx.shapes = [leaf.shape for leaf in leaves]
         ctx.like = first.detach().new_empty(0)
         return tuple(map(_alias, leaves))
 
@@ -416,6 +396,8 @@ class _CastTogether(Function):
         given = iter(living)
         grads = [next(given) if is_living else None for is_living in ctx.is_living]
         sizes = [place.size for place in ctx.places]
+        # A leaf that no rank has used gets no gradient, as on one device: so a number travels for
+        # each slot that says whether it is used here. A slot without a leaf is unused.
         used = like.new_tensor([grad is not None for grad in grads])
         parts = [
             like.new_zeros(size) if grad is None else _dense(grad).reshape(-1)
@@ -427,12 +409,12 @@ class _CastTogether(Function):
             is_used = num_users.detach().ne(0).tolist()
         ctx.bucket.note_use(ctx.places, is_used)
         found = [
-            one if used_somewhere else None
-            for one, used_somewhere, is_living in zip(sums, is_used, ctx.is_living, strict=True)
+            total if used_somewhere else None
+            for total, used_somewhere, is_living in zip(sums, is_used, ctx.is_living, strict=True)
             if is_living
         ]
         first, *others = (
-            None if one is None else one.view(shape)
-            for one, shape in zip(found, ctx.shapes, strict=True)
+            None if total is None else total.view(shape)
+            for total, shape in zip(found, ctx.shapes, strict=True)
         )
         return first, None, None, None, None, *others

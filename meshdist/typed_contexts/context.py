@@ -1,7 +1,7 @@
-"""The typed context that a thread is inside of: what all rooms about types ask for.
+"""The state of the typed context that a thread is inside of, which all rooms about types read.
 
-It follows the hooks of the program on leaves: in its backwards none may part an equal gradient. And
-it lets parameters keep the marks of the tensors that they are made of.
+A context follows the program's hooks on leaves, since a hook may make an equal gradient differ
+between ranks. Parameters keep the marks of the tensors that they are made of.
 """
 
 from __future__ import annotations
@@ -60,27 +60,11 @@ from .refusals import (
 )
 from .torch_functions import TorchFunction
 
-__all__ = [
-    "ContextMode",
-    "PLAIN_TENSORS",
-    "Backwards",
-    "TypedHook",
-    "paused",
-    "collect",
-    "find_context",
-    "follow_hooks",
-    "open_context",
-    "keep_marks_in_parameters",
-    "mark",
-]
-
 
 def keep_marks_in_parameters() -> None:
-    """Let ``nn.Parameter(x)`` have the marks of ``x``, as pickling and ``model.to`` keep them.
-
-    torch makes a bare tensor of ``x`` in C++, which asks no mode and no hook, so the constructor is
-    wrapped. Kinds over the axes of a wrapper stay behind: the new parameter is not the wrapper's.
-    """
+    """Wrap the constructor of ``nn.Parameter``, which then copies the marks of its tensor."""
+    # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
+    # a wrapper stay behind: the new parameter is not the wrapper's.
     new = Parameter.__new__
 
     @untraced
@@ -99,9 +83,7 @@ def keep_marks_in_parameters() -> None:
 
 
 def _check_lost(original: torch.Tensor) -> None:
-    """Raise where a parametrization, such as torch's weight_norm, parts a leaf into several that
-    have no mark, since what makes them ran outside of a context.
-    """
+    """Raise if a parametrization, such as torch's weight_norm, loses the mark of its leaf."""
     if type_of(original) and REDUCED_BY_OWNER not in original.__dict__:
         raise AxisTypeError(
             "a parametrization makes several leaves of one that is marked, and loses its mark",
@@ -115,24 +97,25 @@ def _check_lost(original: torch.Tensor) -> None:
 
 @dataclass
 class Backwards:
-    """The backwards of one mesh's contexts."""
+    """The state that a mesh's contexts share about their backwards."""
 
     running: ContextMode | None = None
     """The context whose backward runs."""
     has_passed: bool = False
-    """Return whether some context's backward was reached: later contexts note nothing."""
+    """Whether some context has reached a backward: later contexts note nothing (``provenance``)."""
 
 
 class TypedHook:
-    """A hook of the program on ``x``, which the contexts of ``mesh`` follow."""
+    """A hook of the program on a tensor's gradient, run inside the context whose backward runs."""
 
     def __init__(self, mesh: DeviceMesh, x: torch.Tensor, hook: Callable[..., Any]) -> None:
         self.mesh = mesh
         self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """Call it with a gradient, or with the leaf that has accumulated its gradient."""
+        """Run the hook on a typed gradient; raise if it gives the gradient another type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
+        # A post-accumulate hook is given the leaf itself, which has its gradient.
         is_behind = x is not None and given is x
         grad: Any = given.grad if is_behind else given
         if mode is None or grad is None:
@@ -163,7 +146,7 @@ class TypedHook:
 
 
 def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
-    """Let contexts of ``mesh`` follow the hooks that the program has set on a leaf."""
+    """Replace the program's hooks on a leaf by ``TypedHook``, which contexts of ``mesh`` follow."""
     both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
     for hooks in both:
         for key, hook in hooks.items():
@@ -181,50 +164,41 @@ keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):
-    """The state of one context of one thread.
-
-    Args:
-        mesh: the context's.
-
-    Attributes:
-        casts: what it has cast.
-        is_asleep: whether ``md.untyped()`` has paused it.
-        own_axes: by ``id``, the meshes that its verbs have named, and the axes along which they
-            lie.
-        owners: by axis, the name of what reduces gradients over it behind the backward, and so
-            needs a loss that varies there.
-    """
+    """The state of one typed context of one thread."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.mesh = mesh
         self.axes = frozenset(mesh.axis_names)
         self.casts = Casts(mesh)
-        self.is_asleep = False
+        self.is_asleep = False  # paused by md.untyped()
+        # By axis, the name of the wrapper that reduces gradients over it behind the backward, and
+        # so needs a loss that varies there.
         self.owners: dict[str, str] = {}
-        # Types of which any number join to the same. At debug level DETAIL none is settled: there
-        # the leaves that take part are noted, in the order of their first use, which ranks share.
+        # A type is settled if operands that all have it give it to their results. At debug level
+        # DETAIL no type is: there each operation adds its leaves to those whose gradients are
+        # compared, in the order of their first use, which is the same on all ranks.
         self.is_checked = is_checked()
         self.settled: set[str] = set() if self.is_checked else {INVARIANT}
         self.leaves: dict[int, torch.Tensor] = {}
-        self.joins: dict[
-            Any, JoinedType
-        ] = {}  # by the operands' types, and by linearity where it counts
+        # By the operands' types, and by linearity where some operand is unreduced.
+        self.joins: dict[Any, JoinedType] = {}
+        # By the id of a mesh that a verb was given: it, and the axes of this mesh that it spans.
         self.own_axes: dict[int, tuple[DeviceMesh, tuple[str, ...]]] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
-        """Note what made ``result``, in a context that notes it (``provenance``)."""
+        """Note the operation that made ``result``; does nothing in a context without notes."""
 
     def stop_notes(self) -> None:
-        """Note no more: here, and in the mesh's later contexts."""
+        """End the notes of the mesh's contexts; does nothing in a context without notes."""
 
     def note_next_time(self) -> bool:
-        """Return whether this context has notes; if not, the mesh's next one has."""
+        """Return whether this context has notes; if not, let the mesh's next context have some."""
         self.mesh.caches.of(Backwards).has_passed = False
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """The text of an operand's type; raises for subclasses and for histories unseen here."""
+        """Return the type of an operand; raise if no context can know it or saw it made."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         follow_hooks(self.mesh, tensor)
@@ -236,7 +210,7 @@ class ContextMode(TorchFunctionMode):
         return text  # type: ignore[no-any-return]
 
     def operand_type(self, x: torch.Tensor, verb: str) -> str:
-        """The text of the type of a verb's operand, checked as an operation's."""
+        """Return the type of a verb's operand; raise if a context cannot take it."""
         text = self.type_of(x, verb)
         self.check_axes(x, kinds_in(text), verb)
         if are_transforms_active():
@@ -244,7 +218,7 @@ class ContextMode(TorchFunctionMode):
         return text
 
     def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
-        """Raise AxisTypeError where a tensor's type names an axis that the mesh lacks."""
+        """Raise AxisTypeError if ``kinds``, a tensor's, name an axis that the mesh lacks."""
         for axis in kinds:
             if axis not in self.axes:
                 raise foreign_axis(axis, tensor, operation, self.mesh)
@@ -257,20 +231,22 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> JoinedType:
-        """The join of the operands' types and ``added``; raises if any cannot be joined."""
+        """Return the joined type of the operands and of the type ``added``, or raise."""
         name = operation.name
-        texts: tuple[str, ...] = tuple([self.type_of(one, name) for one in operands])
+        texts: tuple[str, ...] = tuple([self.type_of(operand, name) for operand in operands])
         if are_transforms_active():
             self._check_transformed(name, operands)
         if self.is_checked:
             self.leaves.update(
-                (id(one), one) for one in operands if one.is_leaf and one.requires_grad
+                (id(operand), operand)
+                for operand in operands
+                if operand.is_leaf and operand.requires_grad
             )
         key: Any = (*texts, added) if added else texts
         found = self.joins.get(key)
         if found is None:
-            for one, text in zip(operands, texts, strict=True):
-                self.check_axes(one, kinds_in(text), name)
+            for operand, text in zip(operands, texts, strict=True):
+                self.check_axes(operand, kinds_in(text), name)
             linearity = ""
             if any("U" in kinds_in(text).values() for text in key):
                 linearity = _linearity(operation, args, kwargs or {})
@@ -288,9 +264,9 @@ class ContextMode(TorchFunctionMode):
         return found
 
     def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise where a value that is not invariant takes part in a transform of torch.func."""
-        for one in operands:
-            inner = one
+        """Raise if a value that is not invariant takes part in a transform of torch.func."""
+        for operand in operands:
+            inner = operand
             while is_wrapped(inner) and not type_of(inner):
                 inner = unwrapped(inner)
             if type_of(inner):
@@ -303,7 +279,7 @@ class ContextMode(TorchFunctionMode):
         text: str,
         operands: Sequence[torch.Tensor],
     ) -> None:
-        """Raise where writing a value of type ``text`` would change what others rely on."""
+        """Raise if writing a value of type ``text`` changes the type of memory that others use."""
         before = self.type_of(target, operation.name)
         if self.widened(target, text) == before:
             return
@@ -318,7 +294,7 @@ class ContextMode(TorchFunctionMode):
         raise refused_write(operation.name, target, text, operands, self.mesh, why)
 
     def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
-        """The type of what is written: never less than it was."""
+        """Return the type of ``target`` after a write; outside ``out=`` it loses no axis."""
         before = type_of(target)
         if before == text or not is_out or not before:
             return text
@@ -326,24 +302,24 @@ class ContextMode(TorchFunctionMode):
         return made.text if isinstance(made, JoinedType) else text
 
     def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
-        """``x`` of other kinds over axes where it is invariant; itself where no cast is needed."""
+        """Return ``x`` cast to the kinds ``missing`` over axes, or itself without a gradient."""
         if missing and x.requires_grad and torch.is_grad_enabled():
             return self.casts.cast(x, type_text(missing))
         return x
 
 
 def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """How an operation is linear in this call."""
-    numbers = [one for one in args if isinstance(one, (int, float, complex))]
+    """Return the linearity of a function in this call: "" where it adds numbers or rounds."""
+    numbers = [value for value in args if isinstance(value, (int, float, complex))]
     if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
         return ""
-    dtypes = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.dtype)]
-    is_rounded = any(not (one.is_floating_point or one.is_complex) for one in dtypes)
+    dtypes = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    is_rounded = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)
     return "" if is_rounded else operation.linearity
 
 
 def open_context() -> ContextMode | None:
-    """The context that this thread is inside of, paused or not."""
+    """Return the context that this thread is inside of, paused or not."""
     for place in range(num_modes() - 1, -1, -1):
         mode = mode_at(place)
         if isinstance(mode, ContextMode):
@@ -352,10 +328,7 @@ def open_context() -> ContextMode | None:
 
 
 def find_context() -> ContextMode | None:
-    """The context that sees what this thread does now; None inside of what it does itself.
-
-    Backwards, verbs and custom Functions run inside a context as if there were none.
-    """
+    """Return the context that sees this thread's calls now; None in verbs, backwards, Functions."""
     if not is_mode_enabled():
         return None
     mode = open_context()
@@ -363,7 +336,7 @@ def find_context() -> ContextMode | None:
 
 
 def show_method(name: str) -> None:
-    """Let contexts see a method of tensors that torch shows to no mode."""
+    """Wrap a method of tensors that torch shows to no mode, so that contexts see its calls."""
     method = getattr(torch.Tensor, name)
 
     @wraps(method)
@@ -382,7 +355,7 @@ show_method("set_")
 
 @contextmanager
 def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
-    """Let a context see nothing inside, or, though it was paused, see again."""
+    """Pause a context inside the block, or resume a paused context (``is_asleep=False``)."""
     before = mode.is_asleep
     mode.is_asleep = is_asleep
     try:
@@ -391,20 +364,19 @@ def paused(mode: ContextMode, *, is_asleep: bool = True) -> Iterator[None]:
         mode.is_asleep = before
 
 
-def collect(tree: Any, found: list[torch.Tensor]) -> None:
-    """Add the tensors in nested lists, tuples and dicts to ``found``, in their order."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and dicts, in their order."""
     if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, (tuple, list)):
-        for entry in tree:
-            collect(entry, found)
-    elif isinstance(tree, dict):
-        for entry in tree.values():
-            collect(entry, found)
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [x for entry in tree for x in tensors_in(entry)]
 
 
 def mark(tree: Any, text: str) -> None:
-    """Give the tensors in nested lists, tuples and dicts a type."""
+    """Set the type of all tensors in nested lists, tuples and dicts to ``text``."""
     if isinstance(tree, torch.Tensor):
         tree.__dict__[ATTRIBUTE] = text
     elif isinstance(tree, (tuple, list)):

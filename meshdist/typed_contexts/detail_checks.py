@@ -1,7 +1,7 @@
 """Comparisons of typed contexts at debug level DETAIL: are invariant values equal on all ranks?
 
-The types trust what data are annotated with, and numbers that leave tensors. What slips through
-there is named here: each operand that is cast, each loss, and the gradients of leaves.
+Types cannot tell that data were annotated wrongly, or that a number taken out of a tensor differs.
+So each operand that is cast, each loss, and the gradients of leaves are compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .refusals import axes_argument, tensor_text, type_of, where
 
-__all__ = ["check_cast", "check_gradient_of", "check_loss", "is_checked"]
-
 
 def is_checked() -> bool:
-    """Return whether values are compared."""
+    """Return whether the debug level is DETAIL, at which values are compared."""
     return get_debug_level() == DebugLevel.DETAIL
 
 
@@ -58,11 +56,11 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise GradientError where a leaf's gradient, of type ``text``, differs where that is I."""
+    """Raise GradientError if a gradient differs along axes over which its type is invariant."""
     group = _invariant_group(text, mesh)
     if group is None:
         return
-    # A number behind the values says whether there are any.
+    # The number behind the values is 1 where there is a gradient: None is not a gradient of zeros.
     dense = torch.zeros_like(leaf) if grad is None else grad.detach().to_dense()
     is_there = dense.new_full((1,), grad is not None)
     check_invariant(
@@ -79,10 +77,8 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """As an argument, the axes that lead from the group's first member to one that differs.
-
-    Where ranks 2 and 3 of (dp=2, tp=2) differ: 'dp', which leads to rank 2 alone.
-    """
+    """Return the axes that lead from the group's first member to ranks that differ, as text."""
+    # Where ranks 2 and 3 of (dp=2, tp=2) differ from rank 0: 'dp', which alone leads to rank 2.
     first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
     ways = [
         [axis for axis, a, b in zip(mesh.axis_names, first, other, strict=True) if a != b]
@@ -93,7 +89,7 @@ def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int])
 
 
 def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
-    """The group along all axes over which a type is invariant; None where there are none."""
+    """Return the group along all axes over which a type is invariant, or None without such."""
     kinds = kinds_in(text)
     axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
     return resolve_group(mesh[axes]) if axes else None

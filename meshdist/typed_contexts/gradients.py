@@ -1,4 +1,4 @@
-"""Backwards inside a typed context: what may begin one, and the types of gradients."""
+"""Backwards inside a typed context: which losses may start them, and the types of gradients."""
 
 from __future__ import annotations
 
@@ -25,25 +25,16 @@ from .provenance import varying_loss
 from .refusals import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
 from .torch_functions import argument
 
-__all__ = [
-    "get_grad",
-    "gradient_type_of",
-    "run_backward",
-    "run_grad",
-    "set_data",
-    "set_grad",
-]
-
 
 def gradient_type_of(x: torch.Tensor) -> str:
-    """The type of ``x.grad``."""
+    """Return the type that ``x.grad`` has after a backward."""
     text = gradient_type(type_of(x))
     owned = x.__dict__.get(REDUCED_BY_OWNER)
     return with_kinds(text, dict.fromkeys(owned.split(","), "I")) if owned else text
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``Tensor.backward`` or ``torch.autograd.backward``, once the losses are known to be fit."""
+    """Run ``Tensor.backward`` or ``torch.autograd.backward``; raise if a loss is unfit."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     gradients = _check_losses(mode, "backward", losses, argument(place, args, kwargs))
@@ -60,7 +51,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
 
 
 def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``torch.autograd.grad``; its results have types."""
+    """Run ``torch.autograd.grad``, and set the types of its results; raise if a loss is unfit."""
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
@@ -69,17 +60,17 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     mode.casts.refuse_leaves_in_uneven_loop("autograd.grad")
     with _noted(mode, losses):
         found = call(*args, **kwargs)
-    for one, grad in zip(inputs, found, strict=True):
-        if mode.is_checked and one.is_leaf:
-            check_gradient_of(one, grad, gradient_type(type_of(one)), mode.mesh)
+    for x, grad in zip(inputs, found, strict=True):
+        if mode.is_checked and x.is_leaf:
+            check_gradient_of(x, grad, gradient_type(type_of(x)), mode.mesh)
         if grad is not None:
-            grad.__dict__[ATTRIBUTE] = gradient_type(type_of(one))
+            grad.__dict__[ATTRIBUTE] = gradient_type(type_of(x))
     return found
 
 
 @contextmanager
 def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
-    """A backward inside notes its leaves, where the world compares their gradients."""
+    """Let a backward in the block run in the context, and note leaves that the world compares."""
     axes = () if mode.mesh.world.compared is None else mode.mesh.axis_names
     groups = [resolve_group(mode.mesh[axis]) for axis in axes]
 
@@ -87,8 +78,8 @@ def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
         for group in groups:
             note_leaves(node, group, is_typed=True)
 
-    nodes = [(one, one.grad_fn) for one in losses if getattr(one, "grad_fn", None) is not None]
-    hooks = [one.register_hook(lambda _, node=node: note(node)) for one, node in nodes]
+    nodes = [(loss, loss.grad_fn) for loss in losses if getattr(loss, "grad_fn", None) is not None]
+    hooks = [loss.register_hook(lambda _, node=node: note(node)) for loss, node in nodes]
     state = mode.mesh.caches.of(Backwards)
     state.running = mode
     try:
@@ -112,7 +103,7 @@ def _with_argument(place: Any, value: Any, args: Any, kwargs: Any) -> tuple[Any,
 
 
 def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: Any) -> Any:
-    """Raise where a loss or its gradient is of a wrong type; return the gradients, cast."""
+    """Return the given gradients, cast to their losses' types; raise where a type is wrong."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
     for place, loss in enumerate(losses):
@@ -147,7 +138,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
 def _cast_gradient(
     mode: ContextMode, verb: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """A gradient that the program gives, of the type that the loss's has."""
+    """Return a gradient that the program gives, cast to the type of its loss's gradient."""
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, verb))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
@@ -169,18 +160,16 @@ def _cast_gradient(
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """``x.grad``, which has its type from ``x`` unless it has one of its own.
-
-    What an owner reduces has none of its own: before a backward that the owner skips it was
-    complete, and is not behind it, in the same tensor.
-    """
+    """Return ``grad``, the gradient of ``x``, with the type that follows from that of ``x``."""
+    # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
+    # skips makes a complete gradient incomplete, in the same tensor.
     if grad is not None and (ATTRIBUTE not in grad.__dict__ or REDUCED_BY_OWNER in x.__dict__):
         grad.__dict__[ATTRIBUTE] = gradient_type_of(x)
     return grad
 
 
 def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Raise unless ``grad`` may become ``x.grad``; complete gradients may always."""
+    """Raise unless ``grad`` has the type of ``x.grad``, or is complete where that is unreduced."""
     if grad is None:
         return
     text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)
@@ -192,7 +181,7 @@ def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> N
 
 
 def set_data(mode: ContextMode, x: torch.Tensor, data: torch.Tensor) -> None:
-    """Raise unless ``data``, which becomes ``x.data``, is of the type of ``x``."""
+    """Raise unless ``data``, which becomes ``x.data``, has the type of ``x``."""
     if mode.type_of(data, "setting .data") != type_of(x):
         raise _unequal("data", x, data, type_of(x), mode)
 

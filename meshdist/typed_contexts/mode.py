@@ -1,8 +1,8 @@
 """``md.typed``: types that follow values through torch's functions, and the casts they need.
 
-The context is a mode of torch that sees every function of torch which the program calls. It looks
-at the operands' types, casts those that lack an axis, runs the function as if there were no
-context, and gives the results the join of the operands' types.
+The context is a mode of torch, which sees every function of torch that the program calls. It reads
+the operands' types, casts operands that lack an axis, runs the function as if there were no
+context, and gives the results the joined type of the operands.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from .context import (
     Backwards,
     ContextMode,
     TypedHook,
-    collect,
     find_context,
     mark,
     open_context,
     paused,
+    tensors_in,
 )
 from .detail_checks import is_checked
 from .gradients import get_grad, run_backward, run_grad, set_data, set_grad
 from .provenance import note_result
 from .random_draws import type_of_draw
-from .refusals import OPERATORS, mesh_text, own_norm, passing, type_of
+from .refusals import OPERATORS, as_no_type_error, mesh_text, own_norm, type_of
 from .special_calls import calls_seen, run_on_items, warn_of_number
 from .torch_functions import (
     OPERATIONS,
@@ -48,12 +48,11 @@ from .torch_functions import (
     written_tensors,
 )
 
-__all__ = ["typed", "untyped"]
-
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE
 _OWN_ROWS = "_has_own_rows"  # of a tensor whose shape depends on varying values
+_UNCOMMON = "uncommon"  # in place of a type
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
@@ -65,7 +64,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     Inside, every tensor is of a kind over each axis of the mesh: *invariant* (equal on every rank,
     as parameters are), *varying*, *reduced* or *unreduced*. Data that differ between ranks are
     marked where they enter (``md.annotate``); from there the kinds follow through every function of
-    torch. Where an invariant value meets a varying one, a cast is inserted whose backward is a
+    torch. Where an invariant value meets a varying value, a cast is inserted whose backward is a
     psum: gradients are those of one device that holds all.
 
     The mesh is in force inside, as in ``with mesh:``. Contexts nest where their mesh is the same.
@@ -83,7 +82,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
 
     Raises:
         MeshError: no mesh is in force and none is given; it has no axis names; the context is
-            inside one of another mesh.
+            inside a context of another mesh.
         NotInGroupError: this rank is not in the mesh.
         AxisTypeError: of what is called inside: the kinds do not fit.
 
@@ -103,7 +102,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
     outer = open_context()
     if outer is None:
         has_passed = mesh.caches.of(Backwards).has_passed
-        mode = (TypedMode if has_passed and not is_checked() else NotingMode)(mesh)
+        mode = (_TypedMode if has_passed and not is_checked() else _NotingMode)(mesh)
         with mesh, calls_seen(), mode:
             try:
                 yield mesh
@@ -141,8 +140,8 @@ def _checked(mesh: object) -> DeviceMesh:
 def untyped() -> Iterator[None]:
     """Pause the typed context inside: values have no types there, and nothing is cast.
 
-    What is made inside from tensors with a gradient history must be annotated before the context
-    sees it again. Outside a context it does nothing.
+    Results made inside from tensors with a gradient history must be annotated before the context
+    sees them again. Outside a context it does nothing.
 
     Example:
         >>> import torch, meshdist as md
@@ -162,8 +161,8 @@ def untyped() -> Iterator[None]:
         yield
 
 
-class TypedMode(ContextMode):
-    """The mode behind ``md.typed``."""
+class _TypedMode(ContextMode):
+    """The mode behind ``md.typed``: each function of torch is typed, cast and run."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,43 +182,34 @@ class TypedMode(ContextMode):
             return self._checked(operation, func, args, kwargs or {})
         # The common case: all operands are of one type. It is decided here, without a call.
         text = None
-        for one in args:
-            its_type = type(one)
-            if its_type is _Tensor or its_type is Parameter:
-                its = one.__dict__.get(ATTRIBUTE)
-                if one._backward_hooks or one._post_accumulate_grad_hooks:
+        for value in args:
+            value_type = type(value)
+            if value_type is _Tensor or value_type is Parameter:
+                its_text = value.__dict__.get(ATTRIBUTE)
+                if value._backward_hooks or value._post_accumulate_grad_hooks:
                     return self._checked(operation, func, args, kwargs or {})
-                if its is None:
-                    if not one.is_leaf:
+                if its_text is None:
+                    if not value.is_leaf:
                         return self._checked(operation, func, args, kwargs or {})
-                    its = INVARIANT
+                    its_text = INVARIANT
                 if text is None:
-                    text = its
-                elif its != text:
+                    text = its_text
+                elif its_text != text:
                     return self._mixed(operation, func, args, kwargs)
-            elif its_type in _NO_TENSORS:
+            elif value_type in _NO_TENSORS:
                 continue
-            elif its_type is list or its_type is tuple:
-                for entry in one:
-                    its_type = type(entry)
-                    if its_type is _Tensor or its_type is Parameter:
-                        its = entry.__dict__.get(ATTRIBUTE)
-                        if its is None and entry.is_leaf:
-                            its = INVARIANT
-                        if text is None:
-                            text = its
-                        has_hooks = entry._backward_hooks or entry._post_accumulate_grad_hooks
-                        if its != text or its is None or has_hooks:
-                            return self._checked(operation, func, args, kwargs or {})
-                    elif its_type not in _NO_TENSORS:
-                        return self._checked(operation, func, args, kwargs or {})
-            elif isinstance(one, (_Tensor, list, tuple, dict)):
+            elif value_type is list or value_type is tuple:
+                text = _type_with_items(text, value)
+                if text is _UNCOMMON:
+                    return self._checked(operation, func, args, kwargs or {})
+            elif isinstance(value, (_Tensor, list, tuple, dict)):
                 return self._checked(operation, func, args, kwargs or {})
         if kwargs:
-            for one in kwargs.values():
-                if type(one) in _NO_TENSORS:
-                    continue
-                if isinstance(one, (_Tensor, list, tuple, dict)):
+            for value in kwargs.values():
+                if (
+                    isinstance(value, (_Tensor, list, tuple, dict))
+                    and type(value) not in _NO_TENSORS
+                ):
                     return self._mixed(operation, func, args, kwargs)
         if text is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -241,28 +231,28 @@ class TypedMode(ContextMode):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """The next common case: plain operands of types whose join is known, nothing written."""
+        """Cast and run a call of plain operands whose join is known, or pass it to ``_checked``."""
         places: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:
             places += kwargs
         operands = []
         texts = []
-        for place, one in zip(places, values, strict=True):
-            its_type = type(one)
-            if its_type is _Tensor or its_type is Parameter:
-                its = one.__dict__.get(ATTRIBUTE)
-                if one._backward_hooks or one._post_accumulate_grad_hooks:
+        for place, value in zip(places, values, strict=True):
+            value_type = type(value)
+            if value_type is _Tensor or value_type is Parameter:
+                its_text = value.__dict__.get(ATTRIBUTE)
+                if value._backward_hooks or value._post_accumulate_grad_hooks:
                     break
-                if its is None:
-                    if not one.is_leaf:
+                if its_text is None:
+                    if not value.is_leaf:
                         break
-                    its = INVARIANT
-                operands.append((place, one))
-                texts.append(its)
-            elif its_type in _NO_TENSORS:
+                    its_text = INVARIANT
+                operands.append((place, value))
+                texts.append(its_text)
+            elif value_type in _NO_TENSORS:
                 continue
-            elif its_type is not tuple or not all(type(entry) in _NO_TENSORS for entry in one):
+            elif value_type is not tuple or not all(type(entry) in _NO_TENSORS for entry in value):
                 break
         else:
             found = self.joins.get(tuple(texts))
@@ -281,28 +271,28 @@ class TypedMode(ContextMode):
     ) -> Any:
         if found.is_missing and torch.is_grad_enabled():
             args = list(args)
-            for (place, one), missing in zip(operands, found.missing, strict=True):
-                if missing and one.requires_grad:
-                    cast = self.casts.cast(one, missing)
+            for (place, operand), missing in zip(operands, found.missing, strict=True):
+                if missing and operand.requires_grad:
+                    cast = self.casts.cast(operand, missing)
                     if type(place) is int:
                         args[place] = cast
                     else:
                         kwargs = {**(kwargs or {}), place: cast}
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if type(result) is _Tensor and not any(result is one for _, one in operands):
+        if type(result) is _Tensor and not any(result is operand for _, operand in operands):
             result.__dict__[ATTRIBUTE] = found.text
             return result
-        return self._marked(result, found.text, [one for _, one in operands])
+        return self._marked(result, found.text, [operand for _, operand in operands])
 
     def _checked(
         self, operation: TorchFunction, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """All that is not the common case."""
+        """Run any call, and let its refusal pass through an operator as no TypeError."""
         try:
             return self._special(operation, func, args, kwargs)
         except MeshdistError as error:
             if operation.name in OPERATORS and isinstance(error, TypeError):
-                raise passing(error) from None
+                raise as_no_type_error(error) from None
             raise
 
     # -- one operation, any operands ----------------------------------------------------------
@@ -315,7 +305,7 @@ class TypedMode(ContextMode):
         kwargs: Mapping[str, Any],
         added: str = INVARIANT,
     ) -> Any:
-        """Join, cast, call and mark. ``added`` is a type that the results have besides."""
+        """Join, cast, call and mark, for any operands; results have the type ``added``, too."""
         written = written_tensors(operation, args, kwargs)
         out = kwargs.get("out")
         operands = self._operands(operation, args, kwargs)
@@ -326,15 +316,15 @@ class TypedMode(ContextMode):
             self.check_write(operation, target, joined.text, operands)
         if torch.is_grad_enabled():
             swaps: dict[int, torch.Tensor] = {}
-            for one, missing in zip(operands, joined.missing, strict=False):
-                if missing and one.requires_grad:
-                    swaps[id(one)] = self.casts.cast(one, missing)
+            for operand, missing in zip(operands, joined.missing, strict=False):
+                if missing and operand.requires_grad:
+                    swaps[id(operand)] = self.casts.cast(operand, missing)
             if swaps:
                 args, kwargs = _swapped(args, swaps), _swapped(kwargs, swaps)
         result = call(*args, **kwargs)
         if written:
             for target in written:
-                is_out = out is not None and not any(target is one for one in operands)
+                is_out = out is not None and not any(target is operand for operand in operands)
                 target.__dict__[ATTRIBUTE] = self.widened(target, joined.text, is_out=is_out)
                 _mark_base(target, type_of(target))
             if any(result is target for target in written):
@@ -344,27 +334,22 @@ class TypedMode(ContextMode):
     def _operands(
         self, operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        """The tensors whose values the operation reads, in the order of its arguments."""
+        """Return the tensors whose values the operation reads, in the order of its arguments."""
         ignored = {place for place, _ in operation.ignores}
         names = {name for _, name in operation.ignores} | {"out"}
-        found: list[torch.Tensor] = []
-        for place, one in enumerate(args):
-            if place not in ignored:
-                collect(one, found)
-        for name, one in kwargs.items():
-            if name not in names:
-                collect(one, found)
-        return found
+        read = [value for place, value in enumerate(args) if place not in ignored]
+        return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
-        """The result with its type; an operand that comes back as it is keeps its own."""
+        """Set the type of a result, and return it; a view of it where it is an operand."""
         if isinstance(result, _Tensor):
-            if type_of(result) != text and any(result is one for one in operands):
+            # An operand that is given back as it is keeps its own type.
+            if type_of(result) != text and any(result is x for x in operands):
                 result = result.view_as(result)
             result.__dict__[ATTRIBUTE] = text
             return result
         if type(result) in (tuple, list):
-            return type(result)([self._marked(one, text, operands) for one in result])
+            return type(result)([self._marked(x, text, operands) for x in result])
         mark(result, text)
         return result
 
@@ -383,11 +368,9 @@ class TypedMode(ContextMode):
             return func(*args, **kwargs)
         if kind is Kind.ROWS and has_own_rows(operation, args, kwargs):
             result = self._run(operation, func, args, kwargs)
-            found: list[torch.Tensor] = []
-            collect(result, found)
-            for one in found:
-                if axes_of_kind(type_of(one), "V"):
-                    one.__dict__[_OWN_ROWS] = True
+            for x in tensors_in(result):
+                if axes_of_kind(type_of(x), "V"):
+                    x.__dict__[_OWN_ROWS] = True
             return result
         if operation.name == "__format__" and args[0].dim():
             return func(*args)  # no number: it is shown
@@ -409,7 +392,7 @@ class TypedMode(ContextMode):
             return func(*args)
         if kind is Kind.NORM:
             operands = self._operands(operation, args, kwargs)
-            if any(axes_of_kind(type_of(one), "V") for one in operands) and _is_clipping():
+            if any(axes_of_kind(type_of(x), "V") for x in operands) and _is_clipping():
                 raise own_norm(operands, self.mesh)
         if kind is Kind.ITEMS or (kind is Kind.NORM and isinstance(args[0], (list, tuple))):
             return run_on_items(self, operation, func, args, kwargs)
@@ -420,12 +403,12 @@ class TypedMode(ContextMode):
         return self._run(operation, func, args, kwargs)
 
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A custom Function, as any other operation."""
+        """Run ``call``, the ``apply`` of a custom Function, as any other operation."""
         return self._run(TorchFunction(function.__name__), call, args, kwargs)
 
 
-class NotingMode(TypedMode):
-    """The mode until its first backward has begun: results are noted (``provenance``)."""
+class _NotingMode(_TypedMode):
+    """The mode until the mesh's first backward has begun, which notes results (``provenance``)."""
 
     num_noted = 0
 
@@ -442,13 +425,9 @@ class NotingMode(TypedMode):
         return result
 
     def note(self, result: Any, name: str, operands: Any) -> None:
-        results: list[torch.Tensor] = []
-        collect(result, results)
-        for one in results:
-            if one.grad_fn is not None:
-                found: list[torch.Tensor] = []
-                collect(operands, found)
-                note_result(self.num_noted, one, name, found)
+        for made in tensors_in(result):
+            if made.grad_fn is not None:
+                note_result(self.num_noted, made, name, tensors_in(operands))
                 self.num_noted += 1
         if self.num_noted > 100_000:  # in a context without a backward
             self.stop_notes()
@@ -456,14 +435,32 @@ class NotingMode(TypedMode):
     def stop_notes(self) -> None:
         self.mesh.caches.of(Backwards).has_passed = True
         if not self.is_checked:
-            self.__class__ = TypedMode  # type: ignore[assignment]
+            self.__class__ = _TypedMode  # type: ignore[assignment]
 
     def note_next_time(self) -> bool:
         return True
 
 
+def _type_with_items(text: str | None, items: Sequence[Any]) -> str | None:
+    """Return the type that all tensors of ``items`` share with ``text``, else ``_UNCOMMON``."""
+    for item in items:
+        item_type = type(item)
+        if item_type is _Tensor or item_type is Parameter:
+            its_text = item.__dict__.get(ATTRIBUTE)
+            if its_text is None and item.is_leaf:
+                its_text = INVARIANT
+            if text is None:
+                text = its_text
+            has_hooks = item._backward_hooks or item._post_accumulate_grad_hooks
+            if its_text != text or its_text is None or has_hooks:
+                return _UNCOMMON
+        elif item_type not in _NO_TENSORS:
+            return _UNCOMMON
+    return text
+
+
 def _is_clipping() -> bool:
-    """Return whether the call is one of ``torch.nn.utils.clip_grad_norm_``."""
+    """Return whether ``torch.nn.utils.clip_grad_norm_`` is on the stack, called by the program."""
     frame = sys._getframe(1)
     while is_between[frame.f_code.co_filename] and frame.f_back is not None:
         if frame.f_code.co_name == "clip_grad_norm_":
@@ -475,25 +472,25 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether a call has a tensor of which no values are read: ``x.to(dtype)`` has none."""
-    return any(isinstance(argument(one, args, kwargs), _Tensor) for one in operation.ignores)
+    """Return whether a call has a tensor argument of which no values are read."""
+    return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
 
 
 def _mark_base(target: Any, text: str) -> None:
-    """Give a type to a leaf without one that a write through a view of it has made a result."""
+    """Set the type of a leaf without a type, after a write through ``target``, a view of it."""
     base = target._base if isinstance(target, _Tensor) else None
     if base is not None and ATTRIBUTE not in base.__dict__:
         base.__dict__[ATTRIBUTE] = text
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
-    """``tree`` with other tensors in the place of some."""
+    """Return ``tree`` with its tensors replaced by those under their ``id`` in ``swaps``."""
     if isinstance(tree, _Tensor):
         return swaps.get(id(tree), tree)
     if type(tree) in (tuple, list):
-        return type(tree)([_swapped(one, swaps) for one in tree])
+        return type(tree)([_swapped(entry, swaps) for entry in tree])
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_swapped(one, swaps) for one in tree))
+        return type(tree)(*(_swapped(entry, swaps) for entry in tree))
     if isinstance(tree, dict):
-        return {key: _swapped(one, swaps) for key, one in tree.items()}
+        return {key: _swapped(entry, swaps) for key, entry in tree.items()}
     return tree

@@ -1,4 +1,4 @@
-"""Where a value became varying: which operation joined it over an axis, and which leaf brought it.
+"""Where a value became varying: the operation that joined it over an axis, and the leaf.
 
 Until a mesh's first typed backward has begun, each node of autograd's graph is given a note of the
 operation that made it. A loss that varies is refused there, and the notes are read from the loss
@@ -31,15 +31,13 @@ from ..mesh.device_mesh import DeviceMesh
 from .refusals import axes_argument, name_of, tensor_text, type_of, where
 from .torch_functions import LINEARITY
 
-__all__ = ["note_result", "varying_loss"]
-
 _NOTE = "meshdist: where types joined"
-"""Under which a node's metadata, torch's place for what is known of one, has its note."""
+"""The key of a note in the metadata of a node of autograd."""
 
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand without a history, which varies over ``axes``; a batch is not trained."""
+    """An operand without a history, a parameter or a batch, that varies over ``axes``."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -54,10 +52,10 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _MakingOperation:
-    """The operation that made a value which varies over ``axes``.
+    """A note of the operation that made a value, and of the axes over which the value varies.
 
     Args:
-        leaves: those of its operands that vary and have no history, or what they are made of.
+        leaves: its varying operands without a history, and those of operands made of parameters.
         is_of_leaves: whether it is made of parameters alone, as ``weight.T``: it joins nothing.
     """
 
@@ -72,26 +70,34 @@ class _MakingOperation:
         return f"{self.name} at {show_site(self.site)}"
 
     def leaves_over(self, axis: str) -> list[_Operand]:
-        """The leaves that brought ``axis``."""
-        return [one for one in self.leaves if axis in one.axes]
+        """Return the leaves that vary over ``axis``."""
+        return [leaf for leaf in self.leaves if axis in leaf.axes]
 
 
 def note_result(
     number: int, result: torch.Tensor, name: str, operands: Sequence[torch.Tensor]
 ) -> None:
-    """Note on the node of ``result`` what made it, unless the operation gave an operand back."""
+    """Note on the autograd node of ``result`` the operation that made it.
+
+    Args:
+        number: counts the operations of a context, in their order.
+    """
     node: Any = result.grad_fn
-    if _NOTE in node.metadata:
+    if _NOTE in node.metadata:  # the operation gave an operand back
         return
     leaves: list[_Operand] = []
     is_of_leaves = bool(operands)
-    for one in operands:
-        below: Any = one.grad_fn
+    for operand in operands:
+        below: Any = operand.grad_fn
         if below is None:
-            axes = axes_of_kind(type_of(one), "V")
+            axes = axes_of_kind(type_of(operand), "V")
             if axes:
-                leaves.append(_Operand(weakref.ref(one), axes, one.requires_grad, tensor_text(one)))
-            is_of_leaves &= one.requires_grad
+                leaves.append(
+                    _Operand(
+                        weakref.ref(operand), axes, operand.requires_grad, tensor_text(operand)
+                    )
+                )
+            is_of_leaves &= operand.requires_grad
         elif _NOTE in below.metadata and below.metadata[_NOTE].is_of_leaves:
             leaves += below.metadata[_NOTE].leaves
         else:
@@ -106,7 +112,7 @@ def note_result(
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
-    """The operations through which ``loss`` came to vary over ``axis``, the first one first."""
+    """Return the operations through which ``loss`` came to vary over ``axis``, in their order."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: list[_MakingOperation] = []
@@ -127,17 +133,15 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """The error of a backward at a loss that varies over ``axes``: where it became so.
-
-    A mean of the loss is offered over axes that data brought. Over those that parameters brought it
-    would train another model: there a psum is missing behind the last of them.
-    """
+    """Return the error of a backward from a varying loss, which names where it became varying."""
+    # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
+    # mean would train another model: there a psum is missing behind the last of them.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []
     for axis in axes:
         joins = _find_joins(loss, axis) if is_noted else []
-        with_leaves = [one for one in joins if one.leaves_over(axis)]
-        bringing = [one for one in with_leaves if not one.is_of_leaves] or with_leaves
-        of = {leaf.is_trained for one in bringing for leaf in one.leaves_over(axis)}
+        with_leaves = [join for join in joins if join.leaves_over(axis)]
+        bringing = [join for join in with_leaves if not join.is_of_leaves] or with_leaves
+        of = {leaf.is_trained for join in bringing for leaf in join.leaves_over(axis)}
         if not joins:
             means.append(axis)
             continue

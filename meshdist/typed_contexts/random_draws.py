@@ -1,9 +1,9 @@
 """``md.seed``, and the types of what random generators draw inside typed contexts.
 
-A draw differs between ranks exactly where the states differ that they draw from, and no look at a
-state tells. So ``md.seed`` notes along which axes it has made them differ. The note holds for as
-long as the generator's ``initial_seed()`` is what it was then: every other way of seeding changes
-that, while the states that checkpoints put back do not.
+A draw differs between ranks exactly where the generators' states differ, which a rank cannot see
+from its own state. So ``md.seed`` notes the axes along which it has made them differ. The note is
+valid while the generator's ``initial_seed()`` is what it was then: every other way of seeding
+changes that number, while a checkpoint that restores a state does not.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
 from ..runtime.generators import seed_notes
-from .context import ContextMode, collect
+from .context import ContextMode, tensors_in
 from .refusals import type_of, unseeded_draw
 from .torch_functions import TorchFunction
-
-__all__ = ["seed", "type_of_draw"]
 
 _WORD = 1 << 64
 _NUMPY_WORD = 1 << 32
@@ -40,7 +38,7 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """A generator's seed, and the axes of ``layout``, if any, along which seeds differ."""
+    """A note of a generator's seed, and of the axes of ``layout`` along which seeds differ."""
 
     number: int
     axes: tuple[str, ...] = ()
@@ -70,7 +68,7 @@ def seed(
         differ_over: axes along which ranks shall draw their own numbers.
         mesh: has the axes; None takes the mesh in force.
         generator: is seeded alone. None seeds torch's own generators, of all devices, NumPy's
-            global one and that of ``random``.
+            global generator and that of ``random``.
 
     Raises:
         KindError: an argument is of the wrong type.
@@ -115,9 +113,9 @@ def seed(
 
 
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """The mesh that has the axes, None where there are none, and the axes in its order."""
+    """Return the mesh that has the axes, None without axes, and the axes in the mesh's order."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
-    if not isinstance(names, (tuple, list)) or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(
             f"md.seed cannot take {differ_over!r} as differ_over",
             expected="the name of an axis, or a tuple of names",
@@ -138,7 +136,7 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
 
 
 def _number_at(number: int, mesh: DeviceMesh, axes: Sequence[str]) -> int:
-    """The seed of the ranks with this one's coordinates along ``axes``: unlike all others'."""
+    """Return the seed that just the ranks with this rank's coordinates along ``axes`` use."""
     coordinate = " ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes)
     digest = hashlib.sha256(f"{number} {coordinate}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -154,7 +152,7 @@ def type_of_draw(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Axes that a draw over ``operands`` varies along; raises if md.seed did not set the state."""
+    """Return the type of a draw; raise if it depends on a state that md.seed did not set."""
     given = _find_generator(args, kwargs)
     noted = seed_notes().get(given or torch.default_generator)
     generator = given or _own_generator(args, kwargs)
@@ -163,9 +161,9 @@ def type_of_draw(
         text = _type_over(noted.axes, noted.layout, mode.mesh.layout)
         if text is not None:
             return INVARIANT if text and _is_of_a_loader() else text
-    kinds = [kinds_in(type_of(one)) for one in operands]
+    kinds = [kinds_in(type_of(each)) for each in operands]
     lacking = [
-        axis for axis in mode.mesh.axis_names if not any(one.get(axis) == "V" for one in kinds)
+        axis for axis in mode.mesh.axis_names if not any(each.get(axis) == "V" for each in kinds)
     ]
     if not lacking or _is_of_a_loader():
         return INVARIANT
@@ -184,10 +182,8 @@ _LOADERS = frozenset(
 
 
 def _is_of_a_loader() -> bool:
-    """Whether a DataLoader or a sampler of torch draws: numbers, of which batches have no types.
-
-    What the loader gives is typed where it enters, by md.annotate.
-    """
+    """Return whether a DataLoader or a sampler of torch draws."""
+    # Its draws are indices; the batches get types where they enter, by md.annotate.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_between[frame.f_code.co_filename]:
         if frame.f_globals.get("__name__") in _LOADERS:
@@ -205,9 +201,10 @@ def _type_over(axes: tuple[str, ...], seeded: Layout | None, layout: Layout) -> 
 def varying_axes(
     axes: tuple[str, ...], seeded: Layout | None, layout: Layout
 ) -> tuple[str, ...] | None:
-    """The axes of ``layout`` along which states differ that differ along ``axes`` of ``seeded``.
+    """Return the axes of ``layout`` along which seeds differ, or None if a rank has no seed.
 
-    None where a rank of ``layout`` was not seeded.
+    Args:
+        axes: those of ``seeded`` along which seeds differ; without a layout none do.
     """
     if seeded is None:
         return ()
@@ -228,21 +225,20 @@ def varying_axes(
 
 
 def _find_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
-    """The generator that a call names."""
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Generator):
-            return one
+    """Return the generator among the arguments of a call, or None."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
     return None
 
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """torch's own generator on the device of a call that names none."""
+    """Return torch's own generator on the device of a call that names no generator."""
     if not torch.cuda.is_initialized():
         return torch.default_generator
     device = kwargs.get("device")
     if device is None:
-        given: list[torch.Tensor] = []
-        collect((*args, *kwargs.values()), given)
+        given = tensors_in((*args, *kwargs.values()))
         device = given[0].device if given else torch.get_default_device()
     device = torch.device(device)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Refusals of typed contexts, in words: one function for each kind; how they pass operators."""
+"""The errors of typed contexts, one function for each kind, and the texts of types in them."""
 
 from __future__ import annotations
 
@@ -15,81 +15,47 @@ from ..functional.axis_types import ATTRIBUTE, KINDS, axes_of_kind, kinds_in, sh
 from ..functional.value_checks import names_of
 from ..mesh.device_mesh import DeviceMesh
 
-__all__ = [
-    "OPERATORS",
-    "axes_argument",
-    "foreign_axis",
-    "foreign_leaf",
-    "foreign_mesh",
-    "mesh_text",
-    "name_of",
-    "of_a_subclass",
-    "own_norm",
-    "owned_loss",
-    "passing",
-    "refused_join",
-    "refused_loss",
-    "refused_sharding",
-    "refused_verb",
-    "refused_write",
-    "tensor_text",
-    "transformed",
-    "type_as_text",
-    "type_of",
-    "uneven_leaf",
-    "unmarked_shard",
-    "unseeded_draw",
-    "unseen_history",
-    "where",
-]
-
 
 def type_of(tensor: torch.Tensor) -> str:
-    """The text of a tensor's type; one without a mark is invariant."""
+    """Return the text of a tensor's type: "", which is invariant, where it has no mark."""
     found: str = tensor.__dict__.get(ATTRIBUTE, "")
     return found
 
 
 def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
-    """A tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``."""
+    """Return a tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``."""
     text = type_of(tensor) if text is None else text
     return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
 
 
 def type_as_text(dtype: object, dims: str, kinds: str) -> str:
-    """A dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
+    """Return a dtype, dims and kinds as types are shown: ``float32[8@dp, 4]{U:tp}``."""
     return f"{dtype_name(dtype)}[{dims}]" + (f"{{{kinds}}}" if kinds else "")
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """A mesh's axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
+    """Return a mesh with its axes and sizes: ``DeviceMesh(dp=2, tp=2)``."""
     return f"DeviceMesh({mesh.layout.axis_text()})"
 
 
-def _axes_text(mesh: DeviceMesh, axes: Sequence[str]) -> str:
-    """Axes with their sizes: ``axis 'dp' (size 2)``."""
-    sizes = mesh.axis_sizes
-    each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
-    return f"{'axis' if len(axes) == 1 else 'axes'} {each}"
-
-
 def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
-    """This rank, the axes that the message is about, and the line of the program."""
-    rank = mesh.world.rank
+    """Return text of this rank, of ``axes`` with their sizes, and of the line of the program."""
+    rank, sizes = mesh.world.rank, mesh.axis_sizes
     place = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
-    about = f"; {_axes_text(mesh, axes)}" if axes else ""
+    each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
+    about = f"; {'axis' if len(axes) == 1 else 'axes'} {each}" if axes else ""
     return f"{place}{about}; {show_site(call_site())}"
 
 
 def operands_text(operands: Sequence[torch.Tensor]) -> str:
-    """An operation's operands with their types, one a line."""
-    return "\n".join(f"operand {place}: {tensor_text(one)}" for place, one in enumerate(operands))
+    """Return text of an operation's operands with their types, each on a line."""
+    return "\n".join(f"operand {place}: {tensor_text(x)}" for place, x in enumerate(operands))
 
 
 def refused_verb(
     verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
 ) -> AxisTypeError:
-    """A functional verb over an axis where its operand is of a kind that it does not take."""
+    """Return the error of a functional verb over an axis where it takes no operand of this kind."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
@@ -111,7 +77,7 @@ def refused_verb(
 def refused_sharding(
     verb: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """A value whose kind over an axis is not what a pattern or spec says of it."""
+    """Return the error of a value whose kind over an axis is not what a pattern or spec says."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
         "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
@@ -137,7 +103,7 @@ def refused_sharding(
 def unmarked_shard(
     verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """A value that its pattern cuts, and whose gradient would be summed as that of an equal one."""
+    """Return the error of an invariant value that its pattern or spec cuts over ``axis``."""
     if x.is_leaf:
         name = name_of(x, "w")
         found = f"{name}: {tensor_text(x)}, a leaf without a mark"
@@ -162,14 +128,14 @@ def unmarked_shard(
 
 
 def name_of(tensor: torch.Tensor, default: str) -> str:
-    """The program's name for ``tensor``, in the functions that led here."""
+    """Return the program's name for ``tensor``, in the functions that led here, or a default."""
     return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
 def foreign_mesh(
     verb: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
 ) -> AxisTypeError:
-    """A verb over axes that the context's mesh does not have."""
+    """Return the error of a verb over axes that the context's mesh does not have."""
     return AxisTypeError(
         f"{verb} over {shown(axes)} of a mesh that is no part of the context's",
         where=where(mesh),
@@ -180,7 +146,7 @@ def foreign_mesh(
 
 
 def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
-    """The fix where the operand of a verb is equal on all ranks indeed."""
+    """Return the fix for a verb on an invariant operand that is indeed equal on all ranks."""
     if verb == "psum":
         return (
             "to count a value that is equal on all ranks, multiply by "
@@ -197,7 +163,7 @@ def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
 def refused_join(
     name: str, operands: Sequence[torch.Tensor], axis: str, operand: int, mesh: DeviceMesh
 ) -> AxisTypeError:
-    """An operation on an unreduced value that is not linear in it."""
+    """Return the error of an operation that is not linear in an unreduced operand."""
     target = operands[0]
     if operand and name.endswith("_") and target.is_leaf and "U" not in type_of(target):
         return AxisTypeError(
@@ -222,7 +188,7 @@ def refused_join(
 def refused_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """A backward of a loss whose gradient would be a summand on each rank."""
+    """Return the error of a backward from a loss that is reduced over ``axes``."""
     return AxisTypeError(
         f"{verb} of a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
@@ -237,7 +203,7 @@ def refused_loss(
 def owned_loss(
     loss: torch.Tensor, axis: str, owner: str, mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """A loss that is complete over an axis over which gradients will be divided once more."""
+    """Return the error of a loss that is equal over an axis whose owner will average gradients."""
     kind = kinds_in(type_of(loss)).get(axis, "I")
     return AxisTypeError(
         f"{verb} of a loss {KINDS[kind]} over {axis!r}, which {owner} owns and divides",
@@ -251,7 +217,7 @@ def owned_loss(
 def foreign_leaf(
     leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """A leaf that gets a sum of gradients, beside leaves whose owner takes their mean."""
+    """Return the error of a leaf outside of a wrapper that owns the axes of the loss."""
     axes, owner = list(owners), next(iter(owners.values()))
     return AxisTypeError(
         f"{verb} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "
@@ -266,7 +232,7 @@ def foreign_leaf(
 
 
 def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -> JoinError:
-    """A leaf that is trained where a rank may have no data left."""
+    """Return the error of a leaf's summed gradient in a loop where ranks may run out of data."""
     axes = list(kinds_in(missing))
     return JoinError(
         f"{verb} in an uneven loop meets a leaf whose gradient is summed over {shown(axes)}",
@@ -280,7 +246,7 @@ def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -
 
 
 def axes_argument(axes: Sequence[str]) -> str:
-    """Axes as the argument of a verb: ``'dp'``, or ``('dp', 'tp')``."""
+    """Return axes as the argument of a verb is typed: ``'dp'``, or ``('dp', 'tp')``."""
     return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
 
 
@@ -292,7 +258,12 @@ def refused_write(
     mesh: DeviceMesh,
     why: str,
 ) -> AxisTypeError:
-    """A write in place that would change a type that other tensors rely on."""
+    """Return the error of a write in place that would change a type that must stay.
+
+    Args:
+        text: the type of the value that is written.
+        why: the reason why the target must keep its type.
+    """
     before, after = kinds_in(type_of(target)), kinds_in(text)
     changes = {
         axis: (before.get(axis, "I"), kind)
@@ -309,7 +280,7 @@ def refused_write(
     fix = f"cast it before: {cast}"
     if becomes == "V" and target.is_leaf and target.requires_grad:
         cure = "where it is drawn, build the model first, and md.seed(..., differ_over=) behind it"
-        if name != "copy_" and any(axes[0] in kinds_in(type_of(one)) for one in operands):
+        if name != "copy_" and any(axes[0] in kinds_in(type_of(x)) for x in operands):
             cure = (
                 f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, "
                 f"as {_RECIPE} does it"
@@ -331,20 +302,20 @@ _RECIPE = "docs/axis_types.md, 'Clipping by the norm',"
 
 
 def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
-    """torch's clipping of gradients, some of which are parts."""
-    axes = sorted({axis for one in operands for axis in axes_of_kind(type_of(one), "V")})
+    """Return the error of ``clip_grad_norm_`` on gradients of which some vary."""
+    axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
         f"clip_grad_norm_ of gradients that vary over {shown(axes)} finds another on each rank",
         where=where(mesh, axes),
         expected="one norm, that of the gradients of all ranks: else replicas part",
-        found=operands_text([one for one in operands if axes_of_kind(type_of(one), "V")][:4]),
+        found=operands_text([x for x in operands if axes_of_kind(type_of(x), "V")][:4]),
         fix="sum the squares of each gradient over the axes along which it varies, and clip by the "
         f"root of their sum: {_RECIPE} has the function",
     )
 
 
 def unseen_history(tensor: torch.Tensor, operation: str, mesh: DeviceMesh) -> AxisTypeError:
-    """A tensor with a gradient function and no type."""
+    """Return the error of a tensor with a gradient function and no type."""
     made = type(tensor.grad_fn).__name__ if tensor.grad_fn is not None else "an unknown function"
     return AxisTypeError(
         f"an operand of {operation} has a history that the context did not see",
@@ -366,7 +337,12 @@ def unseeded_draw(
     *,
     is_own: bool,
 ) -> AxisTypeError:
-    """A draw that differs along axes which are not known."""
+    """Return the error of a draw from a generator whose state md.seed did not set.
+
+    Args:
+        axes: those over which no operand varies.
+        is_own: whether the generator is torch's own.
+    """
     source = "torch's own generator" if is_own else "a generator of the program's"
     given = "" if is_own else ", generator=g"
     rest = [axis for axis in mesh.axis_names if axis not in axes]
@@ -386,7 +362,7 @@ def unseeded_draw(
 def foreign_axis(
     axis: str, tensor: torch.Tensor, operation: str, mesh: DeviceMesh
 ) -> AxisTypeError:
-    """A tensor whose type names an axis of another mesh."""
+    """Return the error of a tensor whose type names an axis that the context's mesh lacks."""
     return AxisTypeError(
         f"axis {axis!r} of an operand of {operation} is not in mesh ({mesh.layout.axis_text()})",
         where=where(mesh),
@@ -397,7 +373,7 @@ def foreign_axis(
 
 
 def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisTypeError:
-    """A value that is not invariant, inside a transform of torch.func."""
+    """Return the error of a value that is not invariant, inside a transform of torch.func."""
     return AxisTypeError(
         f"{operation} inside a transform of torch.func has an operand that is not invariant",
         where=where(mesh),
@@ -409,7 +385,7 @@ def transformed(operation: str, tensor: torch.Tensor, mesh: DeviceMesh) -> AxisT
 
 
 def of_a_subclass(tensor: torch.Tensor, operation: str) -> KindError:
-    """A subclass of Tensor, whose operations a context cannot follow."""
+    """Return the error of an operand of a subclass of Tensor, which a context cannot follow."""
     return KindError(
         f"{operation} in a typed context has an operand of type {type(tensor).__name__}",
         expected="plain tensors and parameters",
@@ -432,25 +408,24 @@ OPERATORS = frozenset(
     for name in _NAMES.split()
     for prefix, suffix in (("", ""), ("", "_"), ("__", "__"))
 )
-"""The names under which a mode sees what operators do."""
+"""The names under which a mode sees the calls of operators."""
 
 
 class _WithoutTypeError(type):
-    """The class of classes that have all bases but TypeError."""
+    """The metaclass of error classes that do not inherit from TypeError, though a base does."""
 
     def mro(cls) -> list[type]:
-        return [one for one in super().mro() if one is not TypeError]
+        return [base for base in super().mro() if base is not TypeError]
 
 
 _variants: dict[type, type] = {}
 
 
-def passing(error: MeshdistError) -> MeshdistError:
-    """``error``, as one that is no TypeError any more; a copy by pickle is what it was before.
-
-    ``x + y`` on tensors takes any TypeError for "these two cannot be added" and drops it: ``+``
-    then raises one without a word of ours, and ``==`` quietly gives False.
-    """
+def as_no_type_error(error: MeshdistError) -> MeshdistError:
+    """Return ``error``, whose class is changed to a variant that is no TypeError."""
+    # `x + y` on tensors takes any TypeError for "these two cannot be added" and drops it: `+` then
+    # raises a TypeError without our text, and `==` quietly gives False. A copy by pickle is of the
+    # first class again.
     kind = type(error)
     if kind not in _variants:
 
@@ -468,7 +443,7 @@ def passing(error: MeshdistError) -> MeshdistError:
 
 
 class _Remade:
-    """Makes an error of the class that it had before it passed through an operator."""
+    """A callable for pickle, which makes an error of its class before ``as_no_type_error``."""
 
     def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
         self._kind = kind

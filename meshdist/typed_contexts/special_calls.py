@@ -1,10 +1,10 @@
 """Calls that a typed context sees in other ways: numbers that are read, lists, custom Functions.
 
-While a context is open anywhere in the process, ``apply`` of custom Functions is overridden on a
-class of torch's that every one has it from, and that is asked at each call: an ``apply`` that the
-program has taken from its class before is seen as well. From torch 2.15 on ``apply`` is torch's
-core's, so the class of the Functions hands out ours. One that was taken before goes straight to the
-core, and is refused when that asks the Function for its ``forward``.
+While a context is open anywhere in the process, ``apply`` of custom Functions is overridden on the
+class of torch's from which all Functions inherit it, and which is asked at each call: so an
+``apply`` that the program has looked up earlier is seen as well. From torch 2.15 on ``apply`` is a
+method of torch's core, so the metaclass of Functions hands out ours. An ``apply`` that was looked
+up earlier goes straight to the core, and is refused when the core asks for ``forward``.
 """
 
 from __future__ import annotations
@@ -37,25 +37,23 @@ from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning
 from ..functional.axis_types import ATTRIBUTE, kinds_in, shown
 from ..mesh.device_mesh import DeviceMesh
-from .context import ContextMode, collect, find_context
+from .context import ContextMode, find_context, tensors_in
 from .refusals import tensor_text, type_of, where
 from .torch_functions import LINEARITY, TorchFunction
 from .verb_calls import watch
-
-__all__ = ["calls_seen", "run_on_items", "warn_of_number"]
 
 _UNTYPED = "read it in `with md.untyped():`, where it may differ"
 
 
 def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Warn, once a place, where one of the operands varies over some axis."""
-    kinds = {axis: kind for one in operands for axis, kind in kinds_in(type_of(one)).items()}
+    """Warn, once a line of the program, if a number is read of operands that vary over an axis."""
+    kinds = {axis: kind for x in operands for axis, kind in kinds_in(type_of(x)).items()}
     varying = sorted(axis for axis, kind in kinds.items() if kind == "V")
     if not varying:
         return
     frame = program_frame(sys._getframe(1))
     ways = [f"make it equal first, for example lax.pmean(x, {varying[0]!r}) or lax.pmax", _UNTYPED]
-    if any(DTYPES[one.dtype].group in ("integers", "unsigned") for one in operands):
+    if any(DTYPES[x.dtype].group in ("integers", "unsigned") for x in operands):
         ways.reverse()  # sizes and counts are data: the ranks' own, such as tokens of each expert
     text = explain(
         f"{name} of a value that varies over {shown(varying)} gives another number on each rank",
@@ -80,75 +78,73 @@ def run_on_items(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """``_foreach_*`` and ``_fused_*``: what holds of the items' operation holds of each item."""
+    """Run ``_foreach_*`` or ``_fused_*``, typing each place of its lists as an operation alone."""
     given = [*args, *kwargs.values()]
-    several = (one for one in given if isinstance(one, (list, tuple)) and one)
-    lists = [each for each in several if all(isinstance(one, torch.Tensor) for one in each)]
-    singles = [one for one in given if isinstance(one, torch.Tensor)]
+    several = (value for value in given if isinstance(value, (list, tuple)) and value)
+    lists = [items for items in several if all(isinstance(x, torch.Tensor) for x in items)]
+    singles = [value for value in given if isinstance(value, torch.Tensor)]
     if not lists:
         return call(*args, **kwargs)
     length = len(lists[0])
-    written = {id(one) for one in _written(operation, args)}
-    read = [one for one in singles if id(one) not in written]
+    written = {id(x) for x in _written(operation, args)}
+    read = [x for x in singles if id(x) not in written]
     name = operation.name.removeprefix("_foreach_")
     single = TorchFunction(operation.name, linearity=LINEARITY.get(name, ""))
     texts, swaps = [], {}
     for place in range(length):
-        operands = [one[place] for one in lists if len(one) == length] + read
+        operands = [items[place] for items in lists if len(items) == length] + read
         joined = mode.joined(single, operands)
         texts.append(joined.text)
-        for one, missing in zip(operands, joined.missing, strict=True):
-            if id(one) in written:
-                mode.check_write(single, one, joined.text, operands)
-            elif missing and one.requires_grad and torch.is_grad_enabled():
-                swaps[id(one), place] = mode.casts.cast(one, missing)
+        for x, missing in zip(operands, joined.missing, strict=True):
+            if id(x) in written:
+                mode.check_write(single, x, joined.text, operands)
+            elif missing and x.requires_grad and torch.is_grad_enabled():
+                swaps[id(x), place] = mode.casts.cast(x, missing)
     if swaps:
-        args = [_swapped(one, swaps, length) for one in args]
-        kwargs = {key: _swapped(one, swaps, length) for key, one in kwargs.items()}
-    totals = [one for one in singles if id(one) in written]
-    for one in totals:  # made of all items
-        whole = mode.joined(single, [*totals, *(item for each in lists for item in each)]).text
-        mode.check_write(single, one, whole, lists[0])
+        args = [_swapped(value, swaps, length) for value in args]
+        kwargs = {key: _swapped(value, swaps, length) for key, value in kwargs.items()}
+    totals = [x for x in singles if id(x) in written]
+    for total in totals:  # made of all items
+        whole = mode.joined(single, [*totals, *(x for items in lists for x in items)]).text
+        mode.check_write(single, total, whole, lists[0])
     result = call(*args, **kwargs)
-    for one in totals:
-        one.__dict__[ATTRIBUTE] = whole
-    for one in lists:
-        if len(one) == length:
-            for entry, text in zip(one, texts, strict=True):
-                if id(entry) in written:
-                    entry.__dict__[ATTRIBUTE] = text
+    for total in totals:
+        total.__dict__[ATTRIBUTE] = whole
+    for items in lists:
+        if len(items) == length:
+            for x, text in zip(items, texts, strict=True):
+                if id(x) in written:
+                    x.__dict__[ATTRIBUTE] = text
     if isinstance(result, (list, tuple)) and len(result) == length:
-        for entry, text in zip(result, texts, strict=True):
-            if isinstance(entry, torch.Tensor):
-                entry.__dict__[ATTRIBUTE] = text
+        for x, text in zip(result, texts, strict=True):
+            if isinstance(x, torch.Tensor):
+                x.__dict__[ATTRIBUTE] = text
     return result
 
 
 @cache
 def _written_places(name: str) -> frozenset[int]:
-    """The positions of the arguments that a function of this name writes, lists and tensors."""
+    """Return the positions of the arguments that a function of this name writes."""
     packet = getattr(torch.ops.aten, name)
     schema = getattr(packet, packet.overloads()[0])._schema
     return frozenset(
         place
-        for place, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     )
 
 
 def _written(operation: TorchFunction, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that are written: items of lists, and those that stand alone."""
+    """Return the tensors that a function on lists writes: items of lists, and single tensors."""
     if not operation.name.endswith("_"):
         return []
     places = _written_places(operation.name)
-    found: list[torch.Tensor] = []
-    collect([one for place, one in enumerate(args) if place in places], found)
-    return found
+    return tensors_in([value for place, value in enumerate(args) if place in places])
 
 
 def _swapped(given: Any, swaps: Mapping[Any, torch.Tensor], length: int) -> Any:
     if isinstance(given, (list, tuple)) and len(given) == length:
-        return [swaps.get((id(one), place), one) for place, one in enumerate(given)]
+        return [swaps.get((id(item), place), item) for place, item in enumerate(given)]
     return given
 
 
@@ -158,7 +154,7 @@ _num_open = 0
 
 @contextmanager
 def calls_seen() -> Iterator[None]:
-    """Let contexts see the calls of custom Functions, and of verbs in place."""
+    """Let contexts see calls of custom Functions, and of verbs in place, inside the block."""
     global _num_open
     with _changing:
         _num_open += 1
@@ -182,10 +178,8 @@ def calls_seen() -> Iterator[None]:
 
 
 def _part_of(cls: Any, name: str) -> Any:
-    """An attribute of a custom Function: its ``apply`` as contexts see it, if it is torch's core's.
-
-    Torch's core asks for ``forward`` with no mode enabled where that ``apply`` has been called.
-    """
+    """Return an attribute of a custom Function, ``_seen_call`` in place of the core's ``apply``."""
+    # torch's core asks for `forward` with a mode enabled only where its own `apply` was called.
     found = type.__getattribute__(cls, name)
     if name not in ("apply", "forward") or not is_mode_enabled() or are_transforms_active():
         return found
@@ -224,11 +218,11 @@ def _seen_call(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return call(*args, **kwargs)
 
     if issubclass(cls, BackwardHookFunction):  # its results are its arguments, place by place
-        texts = [mode.type_of(one, cls.__name__) for one in args]
+        texts = [mode.type_of(x, cls.__name__) for x in args]
         results = unseen(*args, **kwargs)
-        for one, text in zip(
+        for x, text in zip(
             results if isinstance(results, tuple) else (results,), texts, strict=True
         ):
-            one.__dict__[ATTRIBUTE] = text
+            x.__dict__[ATTRIBUTE] = text
         return results
     return mode.apply(cls, unseen, args, kwargs)

@@ -1,9 +1,8 @@
 """The rules of typed contexts for torch's functions: closed tables, by name.
 
-Nearly all functions are ordinary: all their results take the join of their operands. The tables
-name those that are not, and the few that are linear. What is known of a function is found once and
-remembered, also for those that torch offers in several places (``torch.add``, ``Tensor.add``,
-``torch.ops.aten.add``).
+Nearly all functions are ordinary: all their results take the joined type of their operands. The
+tables name the others, and the few that are linear. The rule of a function is found once and kept;
+``torch.add``, ``Tensor.add`` and ``torch.ops.aten.add`` follow the same tables.
 """
 
 from __future__ import annotations
@@ -18,28 +17,16 @@ import torch
 
 from ..collectives.torch_private import OverloadPacket
 
-__all__ = [
-    "LINEARITY",
-    "OPERATIONS",
-    "Kind",
-    "TorchFunction",
-    "Place",
-    "argument",
-    "draws",
-    "has_own_rows",
-    "written_tensors",
-]
-
 
 class Kind(Enum):
-    """How a typed context treats a function."""
+    """The ways in which a typed context treats a function."""
 
     ORDINARY = auto()
-    """Results take the join of the operands' types."""
+    """Results take the joined type of the operands."""
     FREE = auto()
     """It reads no values, or changes none: shapes, flags."""
     NUMBER = auto()
-    """It turns values into Python's or NumPy's, or hands out their memory."""
+    """It turns tensors into numbers of Python or arrays of NumPy, or gives away their memory."""
     ROWS = auto()
     """The shape of its result may depend on its operands' values."""
     SIZE = auto()
@@ -57,25 +44,23 @@ class Kind(Enum):
     GRADIENT = auto()
     """``torch.autograd.grad``."""
     GET_GRAD = auto()
-    """Reads ``.grad``."""
+    """It reads ``.grad``."""
     SET_GRAD = auto()
-    """Sets ``.grad``."""
+    """It sets ``.grad``."""
     SET_DATA = auto()
-    """Sets ``.data``."""
+    """It sets ``.data``."""
 
 
 Place = tuple[int, str]
-"""An argument: its position, and its name."""
+"""The position and the name of an argument."""
 
 
 @dataclass(frozen=True)
 class TorchFunction:
-    """A function of torch.
+    """The rule of a function of torch in typed contexts.
 
     Args:
-        name: as messages call it.
-        kind: how it is treated.
-        linearity: how it is linear in unreduced operands; see ``axis_types.join_types``.
+        linearity: in which unreduced operands it is linear; see ``axis_types.join_types``.
         adds_numbers: whether a number beside an unreduced operand would be added on every rank.
         writes: the arguments that it writes.
         ignores: the arguments of which it reads no more than shape, dtype and device.
@@ -89,131 +74,92 @@ class TorchFunction:
     ignores: tuple[Place, ...] = ()
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_FREE = frozenset(
-    _words(
-        """
-        __delitem__ __dlpack_device__ __hash__ __reduce_ex__ __repr__
-        __setstate__ _backward_hooks _base _cdata _grad_fn _has_symbolic_sizes_strides _is_view
-        _post_accumulate_grad_hooks _set_grad_enabled _version broadcast_shapes can_cast
-        data_ptr dense_dim device dim dim_order dtype element_size get_device grad_dtype grad_fn
-        has_names is_coalesced is_complex is_conj is_contiguous is_cpu is_cuda is_distributed
-        is_floating_point is_inference is_ipu is_leaf is_maia is_meta is_mkldnn is_mps is_mtia
-        is_neg is_nested is_pinned is_quantized is_same_size is_set_to is_shared is_signed
-        is_sparse is_sparse_csr is_tensor is_vulkan is_xla is_xpu itemsize layout name names
-        nbytes ndim ndimension output_nr promote_types record_stream requires_grad
-        requires_grad_ result_type retain_grad retains_grad share_memory_ sparse_dim
-        storage_offset storage_type stride typename volatile
-        """
-    )
-)
-_NUMBERS = frozenset(
-    _words(
-        """
-        __array__ __bool__ __complex__ __contains__ __cuda_array_interface__ __dlpack__
-        __float__ __format__ __index__ __int__ __long__ __nonzero__ allclose equal is_nonzero item
-        numpy storage tolist untyped_storage
-        """
-    )
-)
-_DRAWS = frozenset(
-    _words(
-        """
+_NAMES: dict[Kind, str] = {
+    Kind.FREE: """
+        __delitem__ __dlpack_device__ __hash__ __reduce_ex__ __repr__ __setstate__ _backward_hooks
+        _base _cdata _grad_fn _has_symbolic_sizes_strides _is_view _post_accumulate_grad_hooks
+        _set_grad_enabled _version broadcast_shapes can_cast data_ptr dense_dim device dim dim_order
+        dtype element_size get_device grad_dtype grad_fn has_names is_coalesced is_complex is_conj
+        is_contiguous is_cpu is_cuda is_distributed is_floating_point is_inference is_ipu is_leaf
+        is_maia is_meta is_mkldnn is_mps is_mtia is_neg is_nested is_pinned is_quantized
+        is_same_size is_set_to is_shared is_signed is_sparse is_sparse_csr is_tensor is_vulkan
+        is_xla is_xpu itemsize layout name names nbytes ndim ndimension output_nr promote_types
+        record_stream requires_grad requires_grad_ result_type retain_grad retains_grad
+        share_memory_ sparse_dim storage_offset storage_type stride typename volatile
+    """,
+    Kind.NUMBER: """
+        __array__ __bool__ __complex__ __contains__ __cuda_array_interface__ __dlpack__ __float__
+        __format__ __index__ __int__ __long__ __nonzero__ allclose equal is_nonzero item numpy
+        storage tolist untyped_storage
+    """,
+    Kind.DRAW: """
         _cudnn_rnn _efficient_attention_forward _flash_attention_forward
-        _flash_attention_forward_no_dropout_inplace _fused_dropout _philox_normal_
-        _philox_uniform_ _sample_dirichlet _scaled_dot_product_attention_math_for_mps
+        _flash_attention_forward_no_dropout_inplace _fused_dropout _philox_normal_ _philox_uniform_
+        _sample_dirichlet _scaled_dot_product_attention_math_for_mps
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
         _scaled_dot_product_fused_attention_overrideable _standard_gamma alpha_dropout
         alpha_dropout_ bernoulli bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d
         dropout3d dropout_ exponential exponential_ feature_alpha_dropout feature_alpha_dropout_
-        feature_dropout feature_dropout_ fractional_max_pool2d
-        fractional_max_pool2d_with_indices fractional_max_pool3d
-        fractional_max_pool3d_with_indices geometric geometric_ gru gumbel_softmax
-        kaiming_normal_ kaiming_uniform_ log_normal log_normal_ lstm miopen_rnn
-        multi_head_attention_forward multinomial native_dropout normal normal_
-        normal_functional orthogonal_ pca_lowrank poisson rand rand_like randint randint_like
-        randn randn_like random random_ randperm rnn_relu rnn_tanh rrelu rrelu_
-        rrelu_with_noise rrelu_with_noise_
-        rrelu_with_noise_functional scaled_dot_product_attention sparse_ svd_lowrank
-        trunc_normal_ uniform uniform_ xavier_normal_ xavier_uniform_
-        """
-    )
-)
-
-_KINDS = MappingProxyType(
-    {
-        **dict.fromkeys(_FREE, Kind.FREE),
-        **dict.fromkeys(_NUMBERS, Kind.NUMBER),
-        **dict.fromkeys(_DRAWS, Kind.DRAW),
-        **dict.fromkeys(("_foreach_norm", "linalg_vector_norm"), Kind.NORM),
-        **dict.fromkeys(_words("__len__ nelement numel shape size"), Kind.SIZE),
-        **dict.fromkeys(_words("register_hook register_post_accumulate_grad_hook"), Kind.HOOK),
-        **dict.fromkeys(
-            _words(
-                """
-                __getitem__ _unique2 argwhere bincount masked_select nonzero repeat_interleave
-                unique unique_consecutive unique_dim where
-                """
-            ),
-            Kind.ROWS,
-        ),
-    }
-)
-# A closed table: what it lacks refuses unreduced operands.
-_SHAPES = _words(
-    """
-    H T __deepcopy__ __getitem__ __reversed__ adjoint as_strided as_subclass atleast_1d
-    atleast_2d atleast_3d chunk clone conj conj_physical contiguous cpu cuda data detach detach_
-    diag diag_embed diagonal dsplit expand expand_as flatten flip fliplr flipud gather hsplit
-    imag index_select mH mT masked_select matrix_H mean movedim moveaxis narrow permute ravel
-    real repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 select
-    split split_with_sizes squeeze squeeze_ sum sum_to_size swapaxes swapdims t t_ take
-    take_along_dim tensor_split tile to trace transpose transpose_ tril triu type type_as unbind
-    unflatten unfold unsafe_chunk unsafe_split unsqueeze unsqueeze_ view view_as view_as_complex
-    view_as_real vsplit bfloat16 cdouble cfloat chalf double float half negative neg neg_
-    negative_ __neg__ positive div div_ divide divide_ true_divide true_divide_ __truediv__
-    __div__ __itruediv__ __idiv__ zero_
-    """
-)
-_SUMS = _words(
-    """
-    add add_ sub sub_ subtract subtract_ rsub __add__ __radd__ __iadd__ __sub__ __rsub__
-    __isub__
-    """
-)
-_JOININGS = _words(
-    """
-    cat concat concatenate stack hstack vstack dstack row_stack column_stack block_diag copy_
-    __setitem__ broadcast_tensors
-    """
-)
-_PRODUCTS = _words(
-    """
-    mul mul_ multiply multiply_ __mul__ __rmul__ __imul__ matmul __matmul__ __rmatmul__ mm bmm
-    mv dot vdot inner outer ger einsum tensordot kron chain_matmul
-    """
-)
+        feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+        fractional_max_pool3d fractional_max_pool3d_with_indices geometric geometric_ gru
+        gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal log_normal_ lstm miopen_rnn
+        multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
+        orthogonal_ pca_lowrank poisson rand rand_like randint randint_like randn randn_like random
+        random_ randperm rnn_relu rnn_tanh rrelu rrelu_ rrelu_with_noise rrelu_with_noise_
+        rrelu_with_noise_functional scaled_dot_product_attention sparse_ svd_lowrank trunc_normal_
+        uniform uniform_ xavier_normal_ xavier_uniform_
+    """,
+    Kind.NORM: "_foreach_norm linalg_vector_norm",
+    Kind.SIZE: "__len__ nelement numel shape size",
+    Kind.HOOK: "register_hook register_post_accumulate_grad_hook",
+    Kind.ROWS: """
+        __getitem__ _unique2 argwhere bincount masked_select nonzero repeat_interleave unique
+        unique_consecutive unique_dim where
+    """,
+}
+_KINDS = MappingProxyType({name: kind for kind, names in _NAMES.items() for name in names.split()})
+_SUMS = """
+    add add_ sub sub_ subtract subtract_ rsub __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__
+"""
+# A closed table: a function that it lacks refuses unreduced operands.
+_LINEAR = {
+    "first": """
+        H T __deepcopy__ __getitem__ __reversed__ adjoint as_strided as_subclass atleast_1d
+        atleast_2d atleast_3d chunk clone conj conj_physical contiguous cpu cuda data detach detach_
+        diag diag_embed diagonal dsplit expand expand_as flatten flip fliplr flipud gather hsplit
+        imag index_select mH mT masked_select matrix_H mean movedim moveaxis narrow permute ravel
+        real repeat repeat_interleave reshape reshape_as resolve_conj resolve_neg roll rot90 select
+        split split_with_sizes squeeze squeeze_ sum sum_to_size swapaxes swapdims t t_ take
+        take_along_dim tensor_split tile to trace transpose transpose_ tril triu type type_as unbind
+        unflatten unfold unsafe_chunk unsafe_split unsqueeze unsqueeze_ view view_as view_as_complex
+        view_as_real vsplit bfloat16 cdouble cfloat chalf double float half negative neg neg_
+        negative_ __neg__ positive div div_ divide divide_ true_divide true_divide_ __truediv__
+        __div__ __itruediv__ __idiv__ zero_
+    """,
+    "add": f"""
+        {_SUMS}
+        cat concat concatenate stack hstack vstack dstack row_stack column_stack block_diag copy_
+        __setitem__ broadcast_tensors
+    """,
+    "multiply": """
+        mul mul_ multiply multiply_ __mul__ __rmul__ __imul__ matmul __matmul__ __rmatmul__ mm bmm
+        mv dot vdot inner outer ger einsum tensordot kron chain_matmul
+    """,
+    "multiply add": "linear",
+    "add multiply": "addmm addbmm addmv addr baddbmm addmm_ addbmm_ addmv_ addr_ baddbmm_",
+}
 LINEARITY = MappingProxyType(
-    {
-        **dict.fromkeys(_SHAPES, "first"),
-        **dict.fromkeys(_SUMS + _JOININGS, "add"),
-        **dict.fromkeys(_PRODUCTS, "multiply"),
-        "linear": "multiply add",
-        **dict.fromkeys(
-            _words("addmm addbmm addmv addr baddbmm addmm_ addbmm_ addmv_ addr_ baddbmm_"),
-            "add multiply",
-        ),
-    }
+    {name: linearity for linearity, names in _LINEAR.items() for name in names.split()}
 )
-_ADDS_NUMBERS = frozenset(_SUMS)
+_ADDS_NUMBERS = frozenset(_SUMS.split())
 
 # What is written besides the first argument of a name that ends in an underscore, and out=.
-_DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
+_DROPOUTS = (
+    *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+    *("alpha_dropout", "feature_alpha_dropout"),
+)
 _WRITES = MappingProxyType(
     {
         **dict.fromkeys((*_DROPOUTS, "rrelu"), ((0, "input"),)),
@@ -256,7 +202,7 @@ _CALLS: dict[Any, Kind] = {
 
 
 class _Operations(dict[Any, TorchFunction]):
-    """The rule of each function, found at its first use."""
+    """A dict of functions' rules, which finds a rule at its first use."""
 
     def __missing__(self, function: Any) -> TorchFunction:
         found = _find_operation(function)
@@ -288,7 +234,7 @@ def _find_operation(function: Any) -> TorchFunction:
 
 
 def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
-    """The rule for getting, setting or deleting an attribute of a tensor."""
+    """Return the rule for getting, setting or deleting an attribute of a tensor."""
     name = getattr(descriptor, "__name__", "") or getattr(
         getattr(descriptor, "fget", None), "__name__", "an attribute"
     )
@@ -299,7 +245,7 @@ def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a name can be trusted to mean what torch means by it."""
+    """Return whether a function is torch's, so that the tables hold for its name."""
     namespace = getattr(function, "namespace", None) or getattr(function, "_qualified_op_name", "")
     if namespace:
         return str(namespace).partition("::")[0] in ("aten", "prims")
@@ -309,7 +255,7 @@ def _is_of_torch(function: Any) -> bool:
 
 
 def _find_schema(function: Any) -> Any:
-    """The schema of a function of ``torch.ops``, None of any other."""
+    """Return the schema of a function of ``torch.ops``, or None for any other function."""
     if isinstance(function, OverloadPacket):
         overloads = function.overloads()
         return getattr(function, overloads[0])._schema if overloads else None
@@ -319,9 +265,9 @@ def _find_schema(function: Any) -> Any:
 def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:
     if schema is not None:
         return tuple(
-            (place, one.name)
-            for place, one in enumerate(schema.arguments)
-            if one.alias_info is not None and one.alias_info.is_write
+            (place, argument.name)
+            for place, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
         )
     if name in _WRITES:
         return _WRITES[name]
@@ -339,7 +285,7 @@ OPERATIONS: dict[Any, TorchFunction] = _Operations()
 
 
 def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """The argument at ``place`` of a call; None where it is not given.
+    """Return the argument at ``place`` of a call, or None if it is not given.
 
     Example:
         >>> argument((1, "running_mean"), ("x", "mean"), None)
@@ -352,7 +298,7 @@ def argument(place: Place, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 
 
 def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Return whether this call of a function that may draw does: dropout of nothing does not."""
+    """Return whether this call draws from a random generator; dropout with p=0 does not."""
     switches = _DRAWS_IF.get(operation.name, ())
     if kwargs and "train" in kwargs:  # torch.dropout's name for it
         kwargs = {**kwargs, "training": kwargs["train"]}
@@ -362,25 +308,25 @@ def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
-    """Whether the shape of the result of this call of a function of ``ROWS`` depends on values."""
+    """Return whether this call, of a ``ROWS`` function, has a shape that depends on values."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1
     if operation.name != "__getitem__":
         return True
     index = args[1] if type(args[1]) is tuple else args[1:]
-    return any(isinstance(one, torch.Tensor) and one.dtype is torch.bool for one in index)
+    return any(isinstance(part, torch.Tensor) and part.dtype is torch.bool for part in index)
 
 
 def written_tensors(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """The arguments that this call writes in place, those given as ``out`` included."""
+    """Return the tensors that this call writes in place, with those given as ``out``."""
     written: list[Any] = []
     if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
         written = [argument(place, args, kwargs) for place in operation.writes]
     out = None if kwargs is None else kwargs.get("out")
     written.extend(out if isinstance(out, (tuple, list)) else [out])
-    found = {id(one): one for one in written if isinstance(one, torch.Tensor)}
+    found = {id(x): x for x in written if isinstance(x, torch.Tensor)}
     return list(found.values())
 
 
@@ -400,11 +346,11 @@ _ALPHA_DROPOUT = (((1, "p"), 0.5), ((2, "training"), False))
 _RNN = (((5, "dropout"), 0.0), ((6, "training"), False))
 _DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyType(
     {
-        **dict.fromkeys(_words("dropout dropout1d dropout2d dropout3d"), _DROPOUT),
-        **dict.fromkeys(_words("dropout_ feature_dropout feature_dropout_"), _DROPOUT),
+        **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), _DROPOUT),
+        **dict.fromkeys(("dropout_", "feature_dropout", "feature_dropout_"), _DROPOUT),
         "native_dropout": _DROPOUT,
-        **dict.fromkeys(_words("alpha_dropout alpha_dropout_"), _ALPHA_DROPOUT),
-        **dict.fromkeys(_words("feature_alpha_dropout feature_alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(("alpha_dropout", "alpha_dropout_"), _ALPHA_DROPOUT),
+        **dict.fromkeys(("feature_alpha_dropout", "feature_alpha_dropout_"), _ALPHA_DROPOUT),
         **dict.fromkeys(("rrelu", "rrelu_"), (((3, "training"), False),)),
         "scaled_dot_product_attention": (((4, "dropout_p"), 0.0),),
         "multi_head_attention_forward": (((10, "dropout_p"), 0.0), ((13, "training"), True)),

@@ -1,10 +1,11 @@
-"""Verbs inside typed contexts: the functional ones, and torch's, which write in place.
+"""Verbs inside typed contexts: functional verbs, and torch's verbs, which write in place.
 
-Of functional verbs the kinds are checked by the verbs' table, and the results are marked. torch's
-verbs run as if there were no context; what they write is marked. Such a verb overwrites a tensor as
-a whole. Over the axes of its group the tensor is from then on what the verb makes it: invariant
-where all members hold the same, else varying. Over all other axes it takes the join of what the
-verb has read. Other views of its memory keep their types.
+The kinds that a functional verb takes and gives stand in the table of ``axis_types``: operands are
+checked, and results are marked. torch's verbs run as if there were no context; the tensors that
+they write are marked. Such a verb overwrites a tensor as a whole. Over the axes of its group the
+tensor is then invariant where all members hold the same, else varying. Over all other axes it
+takes the joined type of the tensors that the verb has read. Other views of its memory keep their
+types.
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from ..functional.axis_types import (
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..verb_table import VERBS, Form, Verb
-from .context import ContextMode, collect, find_context, mark
+from .context import ContextMode, find_context, tensors_in
 from .refusals import foreign_mesh, refused_verb, type_of
 from .torch_functions import TorchFunction
-
-__all__ = ["TypedVerb", "find_typed_verb", "kinds_over", "made_equal", "watch"]
 
 
 def watch(
@@ -44,7 +43,7 @@ def watch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run ``call``, which runs ``verb``; where a context sees it, mark what was written."""
+    """Run ``call``, which runs a torch verb; in a context set the types of written tensors."""
     mode = find_context()
     if mode is None:
         return call(*args, **kwargs)
@@ -52,54 +51,50 @@ def watch(
         result = call(*args, **kwargs)
         row = VERBS[verb.__name__]
         if row.writes:
-            given = _parameters(verb).bind(*args, **kwargs).arguments
+            given = _signature(verb).bind(*args, **kwargs).arguments
             _mark(mode, row, given)
     return result
 
 
-@cache
-def _parameters(verb: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(verb)
+_signature = cache(inspect.signature)
 
 
 def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
-    written: list[torch.Tensor] = []
+    """Set the types of the tensors that a call of a torch verb, with these arguments, wrote."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
-        written = [one.tensor for one in operations if VERBS[one.op.__name__].writes]
+        written = [each.tensor for each in operations if VERBS[each.op.__name__].writes]
         group = operations[0].group if operations else None
     else:
-        collect(given.get(row.writes), written)
-    read: list[torch.Tensor] = []
-    # Where the source alone has a list, the others' tensors must have the types of what comes.
+        written = tensors_in(given.get(row.writes))
+    # Where the source alone has a list (scatter), other ranks read the type off their outputs.
     is_of_source = row.is_plain and row.carrier.takes is Form.AT_ROOT
-    for name in (*row.reads, row.writes) if is_of_source else row.reads:
-        collect(given.get(name), read)
+    names = (*row.reads, row.writes) if is_of_source else row.reads
+    read = tensors_in([given.get(name) for name in names])
     kinds = kinds_over(mode.mesh, resolve_group(group), row.kind)
     joined = _joined(read)
-    for one in written:
-        if isinstance(one, torch.Tensor):
-            one.__dict__[ATTRIBUTE] = with_kinds(joined if row.reads else type_of(one), kinds)
+    for tensor in written:
+        if isinstance(tensor, torch.Tensor):
+            before = joined if row.reads else type_of(tensor)
+            tensor.__dict__[ATTRIBUTE] = with_kinds(before, kinds)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """The join of types; what is unreduced stays so, since verbs move or add summands."""
-    found = join_types([type_of(one) for one in tensors])
+    """Return the joined type of tensors, in which unreduced kinds stay: verbs move summands."""
+    found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
     kinds: dict[str, str] = {}
-    for one in tensors:
-        kinds.update(kinds_in(type_of(one)))
+    for tensor in tensors:
+        kinds.update(kinds_in(type_of(tensor)))
     return with_kinds(INVARIANT, kinds)
 
 
 def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
-    """The kinds over the axes of ``mesh`` that a verb over ``group`` gives, by axis.
-
-    Where the members are not just the ranks along some axes, what they hold varies over each axis
-    along which they differ.
-    """
+    """Return the kinds by axis of a tensor that a verb over ``group`` makes ``kind`` there."""
+    # A group whose members are not just all ranks along some axes makes nothing invariant: the
+    # tensor varies over each axis along which members differ.
     places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
     inside = [place for place in places if place is not None]
     axes = [
@@ -116,16 +111,16 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
 
 
 def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
-    """Say inside a context that a room of ours has made ``tensors`` equal on all of ``group``."""
+    """Set, inside a context, the types of tensors that this package made equal on a group."""
     mode = find_context()
     if mode is not None:
         kinds = kinds_over(mode.mesh, group, "I")
-        for one in tensors:
-            one.__dict__[ATTRIBUTE] = with_kinds(type_of(one), kinds)
+        for tensor in tensors:
+            tensor.__dict__[ATTRIBUTE] = with_kinds(type_of(tensor), kinds)
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """The verb as the context has it that the call is in; None where there is no context."""
+    """Return the call of a verb over the axes of a mesh, or None if no context sees it."""
     mode = find_context()
     if mode is None:
         return None
@@ -136,7 +131,7 @@ def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> Typed
 
 
 class TypedVerb:
-    """One call of a functional verb inside a context, over ``axes`` in the order of the call."""
+    """A call of a functional verb inside a context, over axes of the context's mesh."""
 
     def __init__(self, mode: ContextMode, verb: str, axes: tuple[str, ...], to: str | None) -> None:
         self._mode = mode
@@ -145,14 +140,14 @@ class TypedVerb:
         self._to = to
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """The type of what the verb makes of ``x``; raises for a kind that it does not take."""
+        """Return the type of the verb's result for ``x``; raise if it does not take its kind."""
         verb, to = self._verb, self._to
         text = self._mode.operand_type(x, verb)
         kinds, results = kinds_in(text), {}
         for axis in self._axes:
             kind = find_result_kind(verb, kinds.get(axis, "I"), to)
             if kind is None:
-                taken = [one for one in KINDS if find_result_kind(verb, one, to) is not None]
+                taken = [other for other in KINDS if find_result_kind(verb, other, to) is not None]
                 if not taken:  # there is no such ``to``, as the verb itself will say
                     return text
                 raise refused_verb(verb, x, axis, self._mode.mesh, taken, argument)
@@ -162,7 +157,7 @@ class TypedVerb:
     def checked(
         self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
     ) -> Callable[..., torch.Tensor]:
-        """``on_tensor`` for ``x``, which is fit for it or raises; the result has its type."""
+        """Return ``on_tensor`` with typed results, for calls on ``x``; raise if ``x`` is unfit."""
         text = self.result_type(x, argument)
 
         def call(x: torch.Tensor, group: ProcessGroup, *, leaf: str) -> torch.Tensor:
@@ -177,32 +172,19 @@ class TypedVerb:
         return call
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
-        """The operands of a verb that has several, cast to their join, and its text.
-
-        ``x`` is the one whose kind the verb asks for. What is no tensor has no type.
-
-        Raises:
-            AxisTypeError: as ``result_type``; or the operands do not join.
-        """
+        """Return operands cast to their joined type, and that type; raise if ``x`` is unfit."""
         given = [x, *others]
-        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):
             self.result_type(x, "operand")
         found = self._mode.joined(TorchFunction(self._verb), tensors)
-        missing = {id(one): kinds for one, kinds in zip(tensors, found.missing, strict=True)}
+        missing = {id(x): kinds for x, kinds in zip(tensors, found.missing, strict=True)}
         return [
-            self._mode.cast(one, kinds_in(missing[id(one)])) if id(one) in missing else one
-            for one in given
+            self._mode.cast(x, kinds_in(missing[id(x)])) if id(x) in missing else x for x in given
         ], found.text
 
-    @staticmethod
-    def marked(result: Any, text: str) -> Any:
-        """``result`` with its type; an array of another library has none."""
-        mark(result, text)
-        return result
-
     def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf: str) -> torch.Tensor:
-        """A cast from each kind that ``x`` is of, over its axes: their transposes differ."""
+        """Return ``x`` cast over axes of each of its kinds in turn, since transposes differ."""
         kinds = kinds_in(self._mode.operand_type(x, self._verb))
         result = x
         for kind, word in KINDS.items():
@@ -214,7 +196,7 @@ class TypedVerb:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
-    """The axes of the context's mesh along which the ranks of ``axes`` lie; raises for none."""
+    """Return the axes of the context's mesh along which the ranks of ``axes`` lie, or raise."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
@@ -228,7 +210,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
 
 
 def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
-    """The axes of ``mesh`` along which exactly these ranks lie, through this one; None if none."""
+    """Return the axes along which ``ranks`` are just this rank's group, or None without such."""
     wanted = set(ranks)
     for count in range(mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):
