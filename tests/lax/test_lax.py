@@ -604,7 +604,7 @@ def test_the_module_offers_its_public_names_alone() -> None:
     rooms = {name for name, value in vars(lax).items() if isinstance(value, ModuleType)}
     names = {name for name in vars(lax) if name.isidentifier() and not name.startswith("__")}
     assert names - rooms == set(lax.__all__)
-    assert rooms == {"axes", "reducing", "moving", "asserting"}
+    assert rooms - {"asserting"} == {"axes", "reducing", "moving"}  # loaded by md.assert_equal
 
 
 # -- a model split over tp ----------------------------------------------------------------------
