@@ -36,11 +36,11 @@ _LOW = 0xFFFFFFFF
 
 
 class StatementTooLong(Exception):
-    """It takes more words than there are."""
+    """A statement takes more words than there are."""
 
 
 class CallWords:
-    """One member's part in what one group's members show.
+    """A member's part in the words that a group's members show each other.
 
     Args:
         words: this process's shared words, in which this member's own lie.
@@ -71,7 +71,7 @@ class CallWords:
         """Of what this member has shown last."""
 
     def sees_all(self) -> bool:
-        """Return whether the words of all members are seen; one that was in no context has none."""
+        """Return whether the words of all members are seen; before a context a member has none."""
         for member in tuple(self._missing):
             view = self._regions.find(member, _NUM_WORDS)
             if view is not None:
@@ -91,7 +91,7 @@ class CallWords:
     # -- of this member ---------------------------------------------------------------------------
 
     def has_room(self, data: bytes) -> bool:
-        """Whether a statement can be shown now, over nothing that a member has yet to read."""
+        """Return whether a statement can be shown now, over nothing that is still to be read."""
         fits = data in self._told or _num_words(data) <= self._left_over()
         least = self.number + 2 - WINDOW if fits else self.number
         if self._all_reached < least:
@@ -135,13 +135,13 @@ class CallWords:
         return word
 
     def _left_over(self) -> int:
-        """How many words are left in the half that is written."""
+        """Return the number of words left in the half that is written."""
         return _FIRST + (self._turn % 2 + 1) * _HALF - self._end
 
     # -- of the others ----------------------------------------------------------------------------
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
-        """Whether a member has come to what follows this one's last word: a round, or no round."""
+        """Return whether a member has come to what follows this member's last word."""
         shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
         return any(
             word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)
@@ -161,7 +161,7 @@ class CallWords:
         return found
 
     def find_silent(self) -> list[int]:
-        """The members that have not come to what this one has shown."""
+        """Return the members that have not come to what this member has shown."""
         views = sorted(self._views.items())
         return [member for member, view in views if self._find(view, self.number) is None]
 
@@ -181,7 +181,7 @@ class CallWords:
         return self._seed + number & _LOW
 
     def _checksum(self, data: bytes, word: int) -> int:
-        """Of what is written for a word: what was there in another turn has another."""
+        """Return the checksum of what a word stands for, different in each turn of the words."""
         return crc32(data, self._seed ^ word)
 
     # -- contexts ---------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ class CallWords:
         self._mine[_LEFT] = 0
 
     def leave(self, number: int) -> None:
-        """This member has made its calls up to ``number``, and makes no more in the context."""
+        """Show that this member makes no calls after ``number`` in the context."""
         self._mine[_LEFT] = 1 + number
 
     def find_left(self) -> int | None:
-        """A member that has left, and does not make the call that this one has shown."""
+        """Return a member that has left before the call that this member has shown, or None."""
         for member, view in self._views.items():
             if 0 < view[_LEFT] <= self.number and self._regions.is_current(member):
                 return member
@@ -203,7 +203,7 @@ class CallWords:
 
 
 def num_bytes() -> int:
-    """How long a statement may be."""
+    """Return the most bytes that a statement may have."""
     return 8 * (_HALF - 1)
 
 

@@ -74,19 +74,19 @@ class GroupFacts:
 
     @property
     def here(self) -> str:
-        """This member, for messages."""
+        """Return the text of this member and its group, for messages."""
         return f"rank {self.ranks[self.rank]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A verb, and all that is equal each time that it is called so. Found by ``get_call``.
+    """A verb, and all that is equal each time that it is called so; ``get_call`` finds it.
 
     Args:
         verb: its public name.
         data: the shapes and dtypes of what it is called on.
-        op_number: the number of its reduction, if it is one.
-        root: the place of its source or destination in the group, if it has one.
+        op_number: the number of its reduction; None where it does not reduce.
+        root: the place of its source or destination in the group; None where it has none.
         title: what the verb is a part of, equal on all members; "" where it stands for itself.
         is_uneven: whether members may differ in how many elements go to and come from each.
         layouts: how the tensors lie in memory, where that must be equal on all members; else ().
@@ -126,7 +126,7 @@ class Call:
 
     @property
     def op(self) -> ReduceKind | None:
-        """Its reduction, if it is one."""
+        """Return the reduction; None where the verb does not reduce."""
         return _OPS.get(self.op_number)
 
     @property
@@ -168,19 +168,16 @@ class Call:
         return self.with_arguments(self.arguments)
 
     def with_arguments(self, arguments: Sequence[str]) -> str:
-        """As ``text``, with these arguments."""
+        """Return ``text`` with these arguments in place of the shapes."""
         title = f" of {self.title}" if self.title else ""
         return f"{self.verb}({', '.join(arguments)}){title}"
 
 
 class Note(NamedTuple):
-    """One time that a verb was called. Its tensors are not kept.
-
-    The recorder, and the native core for plain calls, keep these fields as plain tuples, which cost
-    less to make.
+    """A time that a verb was called, without its tensors; kept as a plain tuple until it is read.
 
     Args:
-        sequence: the number of collectives on its group's communicator so far, with this one.
+        sequence: the number of collectives on its group's communicator so far, this call included.
         group: whose call it was.
         sizes: how many elements go to and come from each member, where members may differ in that;
             else ().
@@ -241,7 +238,7 @@ class Note(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """As ``text``, with its group, and its number in the members' common sequence."""
+        """Return ``text`` with the group, and the number in the members' common sequence."""
         if self.is_message:  # the two ends of a message need not agree on a number
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"

@@ -69,7 +69,7 @@ def set_debug_level(arg0: DebugLevel) -> None:
     """Set the debug level of meshdist and of torch.distributed, from now on.
 
     OFF is the default. INFO logs more, and lets the members of a group on NCCL wait for each other
-    and compare their calls before they enqueue one. DETAIL also makes the members of groups that
+    and compare their calls before they are enqueued. DETAIL also makes the members of groups that
     span hosts compare their calls before data moves, and checks the gradients in the backward of
     ``psum``.
     Members of one group set it alike.
@@ -107,7 +107,7 @@ def set_debug_level_from_env() -> None:
 
 
 def shows_stacks() -> bool:
-    """Whether errors show the stack of each call: TORCH_SHOW_CPP_STACKTRACES=1, as for torch's."""
+    """Return whether errors show the stack of each call, by TORCH_SHOW_CPP_STACKTRACES=1."""
     return os.environ.get("TORCH_SHOW_CPP_STACKTRACES") == "1"
 
 

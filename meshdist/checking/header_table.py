@@ -68,11 +68,7 @@ _LOW = 0xFFFFFFFF
 
 
 class HeaderTable:
-    """One member's part in one group's headers.
-
-    Its words are: one per collective, tables of sizes for uneven ones, a log of messages per other
-    member, one per collective for the header of an offer, and one that says that the member's
-    process has exited normally.
+    """A member's part in the headers that a group's members show each other.
 
     Args:
         words: this process's shared words, in which this member's own lie.
@@ -80,8 +76,8 @@ class HeaderTable:
         hosts: the host of each member, as a number; those on other hosts are not compared.
         member: its place in the group.
         regions: the words of the other members.
-        new_log: makes what notes the messages between this member and another one: the native
-            core's. Where there is none, messages are not compared.
+        new_log: makes the native core's log of messages between this member and another; without
+            it messages are not compared.
 
     Raises:
         MemoryError: there is no room for them.
@@ -97,7 +93,7 @@ class HeaderTable:
         new_log: Callable[..., Any] | None = None,
     ) -> None:
         size = len(hosts)
-        others = [one for one in range(size) if one != member and hosts[one] == hosts[member]]
+        others = [it for it in range(size) if it != member and hosts[it] == hosts[member]]
         self._mine = words.reserve(key, self.num_words(size))
         self._release = partial(words.release, key)
         self._member = member
@@ -137,7 +133,7 @@ class HeaderTable:
 
     @staticmethod
     def num_words(size: int) -> int:
-        """How many words a member of a group of ``size`` writes on."""
+        """Return the number of words on which a member of a group of ``size`` writes."""
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
@@ -169,11 +165,11 @@ class HeaderTable:
 
     @property
     def reaches_all_words(self) -> bool:
-        """Whether all members are on this host, so that their words are seen sooner or later."""
+        """Return whether all members are on this host, where their words are seen in the end."""
         return self._sees_all
 
     def is_awaited(self, sequence: int) -> bool:
-        """Whether a member whose words are seen has come to call ``sequence``, or a later one."""
+        """Return whether a member whose words are seen has come to call ``sequence`` or beyond."""
         if self._missing:
             self._find_missing()
         place = sequence % WINDOW
@@ -208,11 +204,8 @@ class HeaderTable:
         return self._differing(sequence, word, sent, taken)
 
     def look_again(self, sequence: int) -> list[int] | None:
-        """The members whose call ``sequence`` differs from this member's, now that more have come.
-
-        None where none does and one has not come to it yet, this member included. Call it before
-        the words of that call are overwritten.
-        """
+        """Return the members whose call ``sequence`` differs; None while some are still to come."""
+        # It must be called before the words of that call are overwritten.
         place = sequence % WINDOW
         word = self._mine[place]
         if word >> 32 != sequence & _LOW:
@@ -245,11 +238,9 @@ class HeaderTable:
         return differing
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
-        """A member so far behind that call ``sequence`` would overwrite what it has not seen.
-
-        Call it before every uneven call and every ``CHECK_EVERY``-th other one; as long as there
-        is such a member the call has to wait.
-        """
+        """Return a member that has still to see the words which call ``sequence`` overwrites."""
+        # It is called before every uneven call, and before every ``CHECK_EVERY``-th of the others;
+        # as long as there is such a member the call has to wait.
         window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
         reached = sequence - window
         if reached <= 0:
@@ -264,7 +255,7 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until no member is behind, or ``check`` raises; return one that still is."""
+        """Wait until no member is behind, or ``check`` raises; return a member that still is."""
         if self.find_behind(sequence, is_uneven) is None:  # by far the most frequent
             return None
         find_behind = partial(self.find_behind, sequence, is_uneven)
@@ -275,10 +266,7 @@ class HeaderTable:
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
     ) -> list[int] | None:
-        """Wait until all members have entered call ``sequence``; return those that differ.
-
-        None where one has not come in time.
-        """
+        """Wait for call ``sequence`` of all members; return those that differ, None if some lack."""
         found: list[list[int]] = []
 
         def have_come() -> bool:
@@ -311,10 +299,8 @@ class HeaderTable:
             )
 
     def find_sender(self, tag: int) -> int | None:
-        """A member that has noted a message under ``tag`` for which there is no receive yet.
-
-        Round robin, where several have. For tags for which ``can_find_sender`` was true.
-        """
+        """Return a member that has noted a message under ``tag`` which no receive takes yet."""
+        # Round robin, where several have; for tags for which ``can_find_sender`` was true.
         with self._messages_lock:
             for place, peer in enumerate(self._round_robin):
                 log = self._messages.get(peer)
@@ -341,12 +327,12 @@ class HeaderTable:
                 log.note_any(tag)
 
     def message_words(self, words: memoryview, reader: int) -> memoryview:
-        """Where in ``words``, a member's, it notes its messages with member ``reader``."""
+        """Return the part of a member's ``words`` for its messages with member ``reader``."""
         start = WINDOW + _UNEVEN_WINDOW * self._uneven_words + reader * _MESSAGE_WORDS
         return words[start : start + _MESSAGE_WORDS]
 
     def _find_messages_of(self, peer: int) -> memoryview | None:
-        """Where another member notes its messages with this one, if its words have been found."""
+        """Return a peer's words of its messages with this member, if they have been found."""
         view = dict(self._views).get(peer)
         return None if view is None else self.message_words(view, self._member)
 
@@ -422,5 +408,5 @@ class HeaderTable:
 
 
 def _is_behind(noted: int, sequence: int) -> bool:
-    """Whether the number of a noted call, of which 32 bits are kept, is below ``sequence``."""
+    """Return whether a noted call's number, of which 32 bits are kept, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31

@@ -5,7 +5,7 @@ tells a program nothing that the error's text does not, and stands between the e
 that is to be mended: one ``up`` in a debugger goes there. pytest and IPython hide that last frame,
 too, for its ``__tracebackhide__``. At debug level DETAIL all frames stay.
 
-The handlers of exceptions cost a call nothing until there is one.
+The handlers of exceptions cost a call nothing until an exception comes.
 
 Python runs the handlers of signals on the main thread, between two steps of whatever that does. A
 verb that waits there goes on only when the handler returns, and the other ranks know nothing of the
@@ -75,7 +75,7 @@ _BETWEEN = (
 
 
 class _BetweenFiles(dict[str, bool]):
-    """Whether a file lies between the program and the wire: this package's and torch's do."""
+    """Tells of a file whether it lies between program and wire, as ours and torch's do."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = found = file.startswith(_BETWEEN)
@@ -141,10 +141,8 @@ R = TypeVar("R")
 
 
 def end_here(error: BaseException) -> None:
-    """Let the traceback of ``error`` end in the frame that has caught it, and raises it again.
-
-    It stays as it is where a frame of the program lies below: the error then comes from there.
-    """
+    """Raise ``error`` again, with a traceback that ends in the frame that has caught it."""
+    # It stays as it is where a frame of the program lies below: the error then comes from there.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:
         caught.tb_next = None
@@ -177,7 +175,7 @@ def _keeps_all() -> bool:
 
 
 def _find_program(caught: TracebackType) -> TracebackType | None:
-    """The first frame of the program below the one that has caught an error."""
+    """Return the first frame of the program below the frame that has caught an error."""
     below = caught.tb_next
     while below is not None and is_between[below.tb_frame.f_code.co_filename]:
         below = below.tb_next
@@ -196,7 +194,7 @@ def is_nested() -> bool:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether an error that leaves our code is Ctrl-C's, or raised in a frame of the program."""
+    """Return whether an error leaving our code is Ctrl-C's, or of a frame of the program."""
     files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return not (isinstance(error, Exception) and all(is_between[file] for file in files))
 
@@ -260,7 +258,7 @@ def set_aside() -> Iterator[None]:
 
 
 def _forget_in_child() -> None:
-    """A forked child is in no verb of its parent's, and its one thread is the main one."""
+    """Forget the parent's verbs in a forked child, whose only thread is the main thread."""
     global _main_thread
     _main_thread = get_ident()
     under_way[0] = None
@@ -280,7 +278,7 @@ def stack_text(thread_id: int) -> str:
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Where a thread is, as in ``train.py:8 in step``; "" if ``call``, its last, tells that."""
+    """Return where a thread is, as in ``train.py:8 in step``; "" if its last ``call`` tells."""
     own = _own_frames(thread_id)
     if not own:
         return ""
@@ -296,4 +294,4 @@ def _own_frames(thread_id: int) -> list[FrameType]:
         return []
     frames = [frame for frame, _ in traceback.walk_stack(innermost)][::-1]
     frames = [frame for frame in frames if not is_between[frame.f_code.co_filename]]
-    return [one for one in frames if not one.f_code.co_filename.startswith(_LIBRARIES)] or frames
+    return [it for it in frames if not it.f_code.co_filename.startswith(_LIBRARIES)] or frames

@@ -40,7 +40,7 @@ _MOST_ENTRIES = (_DIRECTORY_WORDS - _ENTRIES) // 2
 
 
 class WordsAddress(NamedTuple):
-    """Where other processes of the host find a process's shared words; in JSON a list.
+    """The address at which other processes of the host find a process's shared words.
 
     Args:
         pid: the process.
@@ -54,7 +54,7 @@ class WordsAddress(NamedTuple):
 
 
 class SharedWords:
-    """This process's shared words: regions of 64-bit words, each under a key of its own.
+    """Regions of 64-bit words that this process shares, each under a key of its own.
 
     Raises:
         OSError: the system has no such memory.
@@ -131,7 +131,7 @@ class SharedWordsView:
     """Another process's shared words, to read.
 
     Raises:
-        OSError: it cannot be reached from here, or is not the one that was meant.
+        OSError: it cannot be reached from here, or is not the process that was meant.
     """
 
     def __init__(self, address: WordsAddress) -> None:
@@ -201,7 +201,7 @@ class Regions:
         return None if view is None else view.find(key, num_words)
 
     def reaches(self, member: int) -> bool:
-        """Return whether a member's region is found as soon as the member asks for one."""
+        """Return whether a member's region is found as soon as the member asks for a region."""
         view, _ = self._look(member)
         return view is not None and not view.is_full()
 
@@ -225,21 +225,21 @@ class Regions:
 
 
 class SignsOfLife:
-    """How a process finds the lowest process of its host that is alive, and the number it tells.
-
-    Each counts its beats in words that it shares, and writes the number there that it tells:
-
-        rank 0   beat 812   tells 3
-        rank 1   beat 809   tells 3     reads the words of rank 0
-        rank 2   beat 811   tells 3     reads the words of rank 0
-
-    Where rank 0 ends its words are gone; where it is stopped, or gets no time, they show one beat
-    for a second, and rank 1 is the lowest until rank 0 beats again.
+    """Beats by which a process finds the lowest process of its host alive, and its number.
 
     Args:
         mine: the words of this process; None where it has none.
         regions: those of the ``num_lower`` lower processes.
     """
+
+    # Each counts its beats in words that it shares, and writes the number there that it tells:
+    #
+    #     rank 0   beat 812   tells 3
+    #     rank 1   beat 809   tells 3     reads the words of rank 0
+    #     rank 2   beat 811   tells 3     reads the words of rank 0
+    #
+    # Where rank 0 ends its words are gone; where it is stopped, or gets no time, they show the same
+    # beat for a second, and rank 1 is the lowest until rank 0 beats again.
 
     def __init__(self, mine: memoryview | None, regions: Regions, num_lower: int) -> None:
         self._mine, self._regions = mine, regions
