@@ -266,7 +266,7 @@ class HeaderTable:
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
     ) -> list[int] | None:
-        """Wait for call ``sequence`` of all members; return those that differ, None if some lack."""
+        """Wait for all in call ``sequence``; return members that differ, None if some lack."""
         found: list[list[int]] = []
 
         def have_come() -> bool:
