@@ -154,8 +154,8 @@ Status Collectives::reduce_by_halves(Job& job) {
   //
   // No call returns before round g + 2 is complete: until then the other reads its memory.
   //
-  // Where member 0 cannot read b 16:32 it says "to 16" and "missed" in round g + 1. Then both go on
-  // by slots, in rounds of their own: for 0:16 member 0 gives a+b, which member 1 copies; for 16:32
+  // Where member 0 cannot read b 16:32 it says "to 16" and "missed" in round g + 1. Then both finish
+  // by slots, in three more rounds: for 0:16 member 0 gives a+b, which member 1 copies; for 16:32
   // both give what they have and both reduce; for 32:48 member 1 gives a+b, which member 0 copies.
   const std::uint64_t first = rounds_.next();
   Input input = reduce_input(job);
