@@ -1,12 +1,13 @@
 // All-to-all. What a member gives travels through its own slots, which it divides into a lane for each
-// member that it gives something: as wide as that is long, so that all its lanes end together. All
-// members know all lanes, since they have published what they give.
+// member that it gives something. Widths are in proportion to lengths, so that its lanes end in about the
+// same round. All members know all lanes, since they have published what they give.
 //
 // Where all members give and take small parts of one size, these travel with the first round, which
 // publishes the sizes, and no other follows.
 //
-// The rounds begin together. From the second on only members that exchange something wait for each
-// other, and a member whose own are over goes on with what follows (layout.h says why it may).
+// In the first round all members wait for all. From the second on only members that exchange something
+// wait for each other; a member whose exchanges are over skips to the call that follows (layout.h says
+// why it may).
 #include <algorithm>
 #include <cstring>
 
@@ -16,7 +17,8 @@
 namespace meshdist {
 namespace {
 
-// Of members that exchange something: rounds behind their last one, after which the slots were read.
+// So many rounds after the last that has data for either, a member has seen that the other read its
+// slots.
 constexpr std::uint64_t kRoundsToRead = 2;
 
 }  // namespace
@@ -144,8 +146,8 @@ void Collectives::lay_side_by_side(Lane* lanes, std::size_t room) const {
   }
 }
 
-// Find until when this member waits for each other one, from round `first` on; returns the round that
-// follows for all of them.
+// Set in which round, from `first` on, this member ceases to wait for each other member; return the
+// round that follows the all-to-all on all members.
 std::uint64_t Collectives::find_ends(std::uint64_t first) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;

@@ -106,7 +106,8 @@ Status Collectives::run(Job& job) {
   return job.layouts.empty() ? run_as_it_lies(job) : run_in_row_major_order(job, plain);
 }
 
-// All members find the same, but for what they offer: `begin` leaves out what any may offer.
+// Whether a call takes one round if no member offers its memory; all members find the same. `begin`
+// declines the calls in which a member may offer.
 bool Collectives::is_of_one_round(const Job& job) const {
   const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
   if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
@@ -148,8 +149,8 @@ Status Collectives::finish(Job& job) {
   return status;
 }
 
-// What a member whose layout is not row-major does where layouts differ: `plain` is the same job
-// without it. Programs seldom come here, so it need not be fast.
+// Run `job` on row-major copies of the tensors that lie in another order; `plain` is `job` without
+// layouts. Programs seldom come here, so it need not be fast.
 Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   const bool is_list = job.verb() == Verb::all_reduce_list;
   const auto parts = is_list ? job.outs : std::vector<Part>{{job.out, job.count()}};
@@ -212,7 +213,7 @@ Status Collectives::described(Status status) {
   return status;
 }
 
-// Before each call: the first time find out whether every member can read all others' memory.
+// At the first call find out whether every member can read all others' memory.
 Status Collectives::try_reading(const Call& call) {
   if (has_tried_reading_) return Status::ok;
   has_tried_reading_ = true;
@@ -252,7 +253,8 @@ bool Collectives::streams(std::size_t bytes) const {
       .load(std::memory_order_relaxed);
 }
 
-// Agree on the call that was announced in `round`, and heed what the first member found.
+// Agree on the call that was announced in `round`, and take over which stores the first member found
+// faster.
 Status Collectives::agree(const Job& job, std::uint64_t round) {
   const Status status = rounds_.agree(round, job.call);
   if (status == Status::ok || status == Status::mismatch) {
@@ -290,8 +292,8 @@ void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes
   }
 }
 
-// What a round of a call on `bytes` bytes has, so that it stays in the caches. Ranks that share cores
-// pay for every round.
+// The bytes of each round of a call on `bytes` bytes: few, so that they stay in the caches; but more
+// where ranks share cores, to which every round is dear.
 std::size_t Collectives::near_chunk(std::size_t bytes) const {
   const bool is_short = !streams(bytes) && !end_.is_crowded;
   return is_short ? std::min(tuning.chunk_bytes, tuning.near_chunk_bytes) : tuning.chunk_bytes;
@@ -321,7 +323,7 @@ bool Collectives::is_fetched(std::size_t bytes) const {
 bool Collectives::offers(const Input& input) const {
   const bool gives = input.giver == kEveryone || input.giver == static_cast<int>(end_.rank);
   if (end_.size < 2 || !gives) return false;
-  const auto holds = [&](const auto& one) { return one.second->holds(input.data, input.bytes); };
+  const auto holds = [&](const auto& row) { return row.second->holds(input.data, input.bytes); };
   const auto& memories = end_.memories;
   return input.is_fetched || (input.bytes >= tuning.shared_bytes &&
                               std::any_of(memories.begin(), memories.end(), holds));
@@ -376,9 +378,9 @@ bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size
   return true;
 }
 
-// Publish that this member has read all it wants, or could not, and wait until all have: their
-// inputs stay till then. Where a member could not, none tries again, and the status is `unsupported`:
-// the caller does it in another way.
+// Publish that this member has read what it needs of the others' memory, or could not, and wait for
+// all to say so: no member's input may change before. If any could not, no member reads others' memory
+// again, and the status is `unsupported`: the caller takes another way.
 Status Collectives::finish_direct(const Job& job, bool is_done) {
   const std::uint64_t round = rounds_.next();
   rounds_.line(end_.rank, round).hints = is_done ? 0u : kHintMissed;

@@ -7,11 +7,12 @@
 // to round g before it publishes round g + 2; so what it reads is never written over while there
 // are four of each.
 //
-// In the rounds of an all-to-all whose parts differ that holds for each two members that exchange
-// something, as long as they do, and for all of them in the first (all_to_all.cpp). A member that is
-// done before others goes on with the first round behind: it has seen of every member it gave to a
-// round two behind the last that had something for that one, so that its slots were read. Its flags
-// may then be those of later rounds, which show as well that it has published those before.
+// An all-to-all whose parts differ keeps this rule pair by pair (all_to_all.cpp). All members wait
+// for all in its first round. In later ones a member waits only for members with which it exchanges
+// something, until two rounds after the last that has data for either: by then the other has read
+// its slots. A member that waits for no other any more skips to the round that follows the whole
+// all-to-all. So its flag may show a later round than the one that another member waits for; a flag
+// says that all rounds up to its own were published.
 //
 // A group that only small calls have used needs little memory: its slots and rings begin in *first*
 // parts of some pages, and only these are reserved when it opens. The whole slots and rings lie

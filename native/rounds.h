@@ -50,7 +50,8 @@ class Rounds {
     }
   }
 
-  // The round before which each member is waited for, of rounds that not all need; null: in all.
+  // For rounds that only some members need: for each member the first round in which it is waited
+  // for no longer. Null where every round waits for all.
   using Ends = std::vector<std::uint64_t>;
 
   // Wait until all members, or those that `ends` names, have published `round`.
@@ -64,7 +65,7 @@ class Rounds {
     return Status::ok;
   }
 
-  // Go on with a later round, together with members that run those before it.
+  // Skip to a later round, which all members will run; others may still run those before it.
   void go_on_with(std::uint64_t round) { next_ = round; }
 
   // Wait for everyone's announcement in `round` and compare. Where calls differ all members find
@@ -131,9 +132,9 @@ class Rounds {
   // Make `failure` of a call that ended with `status` in `round`.
   void describe(Status status, std::uint64_t round);
 
-  // What this member announces beside its header; the first member's counts.
+  // The hints in every announcement of this member; others read the first member's alone.
   std::uint32_t hints_ = 0;
-  // The same, for the next announcement alone.
+  // The hints in its next announcement alone; others read those of all members.
   std::uint32_t call_hints_ = 0;
 
  private:
