@@ -12,9 +12,9 @@ Drawn case: two boxes of a 3 x 4 array, A for one member and B for another, are 
     [8   9  10]  11    B: row 2:3,                         A         B
                           columns 0:3
 
-          sizes    begins in x       strides in x    begins in the buffer    strides there
-    A     2 x 2    0 * 4 + 2 = 2     4, 1            0                       2, 1
-    B     1 x 3    2 * 4 + 0 = 8     4, 1            2 * 2 = 4               3, 1
+          sizes    offset, in x     strides, in x    at, in the buffer    packed: strides there
+    A     2, 2     0 * 4 + 2 = 2    4, 1             0                    2, 1
+    B     1, 3     2 * 4 + 0 = 8    4, 1             2 * 2 = 4            3, 1
 
 So each box is one strided copy, into the buffer and out of it. Boxes that follow one another in
 memory, as whole rows do, need none: the buffer is then a view of the array.
