@@ -3,7 +3,7 @@
 Changes in product form are verbs: equal parts move between all members of a group. Slices come
 first and cost nothing. Then the axes that move from one dim to another are one equal all-to-all,
 and those that leave are one all-gather: together they receive as many bytes as one exchange would.
-Each packs by one strided copy and unpacks by one. Summed axes are a reduce-scatter.
+Each packs by one strided copy and unpacks by another. Summed axes are a reduce-scatter.
 
 One rank's part of an exchange is the boxes that it receives, sends and keeps. In each dim my
 interval of the target meets some cells of the source; their products are the boxes that I receive.
@@ -64,23 +64,23 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     steps: list[Step] = []
     mesh_sizes, shape = change.source.mesh_sizes, change.source.local_shape(coordinate)
     spread = change.summed or change.moving
-    taken = _taken(change, coordinate, spread)
+    taken = _find_slice(change, coordinate, spread)
     if taken is not None:
         steps.append(taken)
         shape = taken.shape
     if spread:
         group = group_at(spread, mesh_sizes, coordinate)
-        pack = _packed(change, spread, coordinate, shape)
+        pack = _packing(change, spread, coordinate, shape)
         part = shape = pack.shape[1:]
         if change.summed:
             steps.append(VerbStep(shape, *group, "reduce_scatter_tensor", part, pack))
         else:
-            unpack = _merged(change, spread, (), part)
+            unpack = _unpacking(change, spread, (), part)
             shape = unpack.shape
             steps.append(VerbStep(shape, *group, "all_to_all_single", part, pack, unpack))
     if change.gathered:
         group, part = group_at(change.gathered, mesh_sizes, coordinate), shape
-        unpack = _merged(change, change.gathered, spread, part)
+        unpack = _unpacking(change, change.gathered, spread, part)
         steps.append(VerbStep(unpack.shape, *group, "all_gather_into_tensor", part, unpack=unpack))
     if change.padded:
         steps.append(_pad(change, coordinate))
@@ -90,13 +90,13 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 def group_at(
     axes: tuple[int, ...], mesh_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], int, int]:
-    """Return the fields of a ``GroupStep``: the axes, how many members, this rank's place."""
+    """Return the fields of a ``GroupStep``: the axes, the number of members, this rank's place."""
     size = math.prod(mesh_sizes[axis] for axis in axes)
     return axes, size, place_along(axes, mesh_sizes, coordinate)
 
 
-def _taken(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -> Take | None:
-    """The slice along dims that free axes alone cut anew."""
+def _find_slice(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -> Take | None:
+    """Return the step that slices dims which free axes alone cut anew; None if nothing is cut."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     box = tuple(
         own if not dim.new or not set(dim.new).isdisjoint(spread) else kept
@@ -105,10 +105,10 @@ def _taken(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -
     return None if box == source else _take(box, source)
 
 
-def _packed(
+def _packing(
     change: Change, spread: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """From the local array to a part per member: dims that ``spread`` cuts anew are split."""
+    """Return the packing of a local array into a part for each member along the axes ``spread``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
     taken: list[int | None] = []
@@ -130,10 +130,14 @@ def _packed(
     return Arrangement(tuple(view), tuple(taken), tuple(order), (members, *part))
 
 
-def _merged(
+def _unpacking(
     change: Change, axes: Sequence[int], merged: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """From a part per member along ``axes`` to dims that join them, beside those merged before."""
+    """Return the unpacking of a part per member along ``axes`` into dims that join them.
+
+    Args:
+        merged: the axes whose parts a dim of ``shape`` joins already.
+    """
     sizes = change.source.mesh_sizes
     view = [sizes[axis] for axis in axes]
     dim_of = {axis: number for number, axis in enumerate(axes)}
@@ -160,8 +164,8 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
     return Pad(shape_of(target), relative(box, target))
 
 
-class _Met(NamedTuple):
-    """One cell that an interval meets: what it adds to a place, and the common interval."""
+class _Overlap(NamedTuple):
+    """The overlap of an interval with a cell, and what the cell adds to the place of its peer."""
 
     place: int  # of the peer, along axes that cut the source
     replica: int  # of the peer, along axes that divide boxes
@@ -171,7 +175,7 @@ class _Met(NamedTuple):
 
 
 def exchange_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the steps of one rank that carry out ``change`` by boxes: one exchange."""
+    """Return the single step by which a rank carries out ``change`` with boxes: an exchange."""
     group = _Group(change, coordinate)
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     kept, receives = group.receives(target)
@@ -212,14 +216,14 @@ def _take(box: Box, origin: Box) -> Take:
 
 
 def relative(box: Box, origin: Box) -> Box:
-    """Return ``box`` counted from the start of ``origin``."""
+    """Return a box with its bounds counted from the start of ``origin``."""
     return tuple([(a - o, b - o) for (a, b), (o, _) in zip(box, origin, strict=True)])
 
 
 def coordinates_along(
     axes: Sequence[int], sizes: Sequence[int], strides: dict[int, int]
 ) -> list[int]:
-    """Return what each coordinate along ``axes`` adds to a place, row-major."""
+    """Return the number that each coordinate along ``axes`` adds to a place, row-major."""
     added = [0]
     for axis in axes:
         stride = strides[axis]
@@ -228,7 +232,7 @@ def coordinates_along(
 
 
 class _Group:
-    """The group of an exchange, seen from one of its members."""
+    """The group of an exchange, seen from this rank."""
 
     def __init__(self, change: Change, coordinate: tuple[int, ...]) -> None:
         self.change, self.coordinate = change, coordinate
@@ -255,7 +259,7 @@ class _Group:
     # ---------------------------------------------------------------- what comes
 
     def receives(self, target: Box) -> tuple[Box | None, list[Part]]:
-        """Return the box that stays here, and what comes from where, in the whole array."""
+        """Return the box that stays here, and the place and box of each part that comes."""
         per_dim = []
         for dim, interval in zip(self.change.dims, target, strict=True):
             per_dim.append(list(self._sources(dim.source, interval)))
@@ -275,8 +279,8 @@ class _Group:
                         found += [(place + replica + s, part) for s in self.summands]
         return kept, found
 
-    def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Met]:
-        """The cells of the source that an interval meets, of those that this rank takes from."""
+    def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
+        """Yield the overlaps of an interval with the source's cells from which this rank takes."""
         padded = self.change.padded
         for cell, start, stop in _cells_in(source, interval):
             place, rest = 0, cell
@@ -286,12 +290,12 @@ class _Group:
                     break
                 place += index * self.strides.get(axis, 0)
             else:
-                yield _Met(place, 0, 0, start, stop)
+                yield _Overlap(place, 0, 0, start, stop)
 
     # ---------------------------------------------------------------- what goes
 
     def sends(self, source: Box) -> list[Part]:
-        """Return what goes where, in the whole array."""
+        """Return the place and the box of each part that this rank sends."""
         change, sizes = self.change, self.change.source.mesh_sizes
         per_dim = []
         for dim, interval in zip(change.dims, source, strict=True):
@@ -319,8 +323,8 @@ class _Group:
                     found += [(at + replica + s, box) for s in there if s != self.my_summand]
         return found
 
-    def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Met]:
-        """The cells of the target that an interval meets, of those that this rank sends to."""
+    def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
+        """Yield the overlaps of an interval with the target's cells to which this rank sends."""
         change = self.change
         for cell, start, stop in _cells_in(target, interval):
             place = replica = summand = 0
@@ -337,10 +341,10 @@ class _Group:
                 else:
                     replica += index * self.strides[axis]
             else:
-                yield _Met(place, replica, summand, start, stop)
+                yield _Overlap(place, replica, summand, start, stop)
 
     def _parts(self, box: Box) -> list[Box | None]:
-        """Cut a box along its longest dim, a part for each replica; None where it is empty."""
+        """Return the parts of a box for the replicas, cut along its longest dim; None if empty."""
         lengths = shape_of(box)
         dim = lengths.index(max(lengths))
         start, count = box[dim][0], len(self.replicas)
@@ -355,7 +359,7 @@ class _Group:
 
 
 def _cells_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """The cells that an interval meets, and their common intervals."""
+    """Yield each cell that an interval meets, and the (start, stop) of their overlap."""
     start, stop = interval
     if start >= stop:
         return

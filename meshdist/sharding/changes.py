@@ -29,14 +29,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DimChange:
-    """How the cut of one dim changes.
+    """A dim's cut before and after a change.
 
     Args:
-        source: the cut before.
-        target: the cut afterwards.
-        num_common: how many major axes cut both at the same boundaries.
-        left: the minor axes that cut the source alone, or otherwise.
-        new: the minor axes that cut the target alone, or otherwise.
+        num_common: the number of major axes that cut both at the same boundaries.
+        left: the minor axes that cut the source alone, or otherwise than the target.
+        new: the minor axes that cut the target alone, or otherwise than the source.
     """
 
     source: DimSplit
@@ -58,17 +56,11 @@ class DimChange:
 
 @dataclass(frozen=True)
 class Change:
-    """All that a plan does between two placements over the same axes, as one exchange.
+    """The whole change between two placements over the same axes, as a single exchange makes it."""
 
-    Along an axis where the target is unreduced a rank takes from ranks of its own coordinate alone:
-    from other summands of one sum, or, where the axis cuts the source, from shards that are padded.
-
-    Args:
-        source: where the array lies.
-        target: where it shall lie.
-        dims: how the cut of each dim changes.
-    """
-
+    # Along an axis where the target is unreduced a rank takes from ranks of its own coordinate
+    # alone: from other summands of one sum, or, where the axis cuts the source, from shards that
+    # are padded.
     source: Placement
     target: Placement
     dims: tuple[DimChange, ...]
@@ -85,10 +77,9 @@ class Change:
 
     @cached_property
     def dividing(self) -> tuple[int, ...]:
-        """The free axes of the source that cut a dim of the target which the source cuts otherwise.
-
-        Ranks along them would idle as senders: each sends its part of every box instead.
-        """
+        """The free axes of the source along which ranks share the sending of each box."""
+        # They cut a dim of the target that the source cuts otherwise. All ranks along them hold
+        # each box, and all but the first would idle if they sent nothing.
         free = self.source.free_axes
         return tuple(sorted(a for dim in self.dims if dim.left for a in dim.new if a in free))
 
@@ -114,11 +105,9 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Return whether equal parts move between all members of a group, so that verbs do it.
-
-        Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
-        loses padded axes alone.
-        """
+        """Return whether equal parts move between all members of a group, so that verbs do it."""
+        # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
+        # loses padded axes alone.
         equal = {*self.moving, *self.summed}
         for dim in self.dims:
             left, new = dim.left, dim.new
@@ -138,10 +127,8 @@ class Change:
 
     @cached_property
     def num_received(self) -> int:
-        """How many elements all ranks receive together.
-
-        Each rank takes its part of the target once per summand, but what it holds itself.
-        """
+        """The number of elements that all ranks receive together."""
+        # Each rank takes its part of the target once per summand, except what it holds itself.
         sizes, target = self.source.mesh_sizes, self.target
         once = {*target.cut_axes, *self.padded}
         wanted = math.prod(target.shape)
@@ -151,7 +138,7 @@ class Change:
 
     @cached_property
     def _num_held(self) -> int:
-        """How many elements of its part of the target each rank holds, of all ranks together."""
+        """The number of elements that ranks hold of their own parts of the target, all together."""
         sizes = self.source.mesh_sizes
         held, table = 1, None
         counted: set[int] = set()
@@ -180,7 +167,7 @@ def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
 
 
 def bare(placement: Placement) -> Placement:
-    """Return a placement without what moves no values: axes of size 1, and reduced axes' name."""
+    """Return a placement without what moves no values: cuts along axes of size 1, reduced axes."""
     sizes = placement.mesh_sizes
     return Placement(
         sizes,
@@ -202,7 +189,7 @@ def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]
 
 
 def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
-    """Return the number of the first dim whose cells are the largest, on the mean."""
+    """Return the index of the first dim whose cells are the largest, on the mean."""
     return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 
@@ -215,12 +202,12 @@ def _without_ones(dim: DimSplit) -> DimSplit:
 
 
 def _num_common(source: DimSplit, target: DimSplit) -> int:
-    """How many major axes cut both dims at equal boundaries."""
+    """Return the number of major axes that cut both dims at equal boundaries."""
     if source == target:
         return len(source.axes)
     count = 0
-    for one, other in zip(source.axes, target.axes, strict=False):
-        if one != other:
+    for before, after in zip(source.axes, target.axes, strict=False):
+        if before != after:
             break
         count += 1
     if source.cell_sizes is None and target.cell_sizes is None:
@@ -231,7 +218,7 @@ def _num_common(source: DimSplit, target: DimSplit) -> int:
 
 
 def _common_cut(split: DimSplit, num_axes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The boundaries of the cells along the first axes alone."""
+    """Return the boundaries of the larger cells that the first axes alone make."""
     return split.boundary_array[:: math.prod(split.axis_sizes[num_axes:])]
 
 
@@ -245,7 +232,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def _overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """How much of its cell of the target each coordinate holds: a dim per axis of the mesh."""
+    """Return the overlap of both cells at each coordinate, with a dim per axis of the mesh."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)
@@ -255,7 +242,7 @@ def _overlap_table(
 def _cell_tables(
     split: DimSplit, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """The starts and stops of the cells, by the coordinates along the mesh's axes."""
+    """Return the starts and stops of the cells, with a dim per axis of the mesh."""
     bounds = split.boundary_array
     order = sorted(range(len(split.axes)), key=split.axes.__getitem__)
     shape = [1] * ndim

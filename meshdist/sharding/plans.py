@@ -23,7 +23,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
-    """Return how long a step takes one rank by the constants of its axes' links."""
+    """Return the seconds that a step takes one rank by the constants of its axes' links."""
     if not isinstance(step, GroupStep):
         return 0.0
     price = step.price
@@ -32,7 +32,7 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
-    """Return one line: what a rank does, with whom, what shape it has then, bytes and time."""
+    """Return a line on a step: its words and ranks, the shape of its result, bytes and time."""
     shape = _shape_text(step.shape)
     if not isinstance(step, GroupStep):
         return f"{step.words}: {shape}; nothing is sent"
@@ -47,7 +47,7 @@ def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) 
 
 
 def bytes_text(count: int) -> str:
-    """Return a number of bytes, shortly.
+    """Return a number of bytes as a short text with its unit.
 
     Example:
         >>> bytes_text(1000), bytes_text(1536), bytes_text(64 << 20)
@@ -70,15 +70,11 @@ _TRANSPOSE = "transpose of "
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The way of one rank's part of an array from one placement to another.
+    """The way of one rank's part of an array from one placement to another over the same axes.
 
     Args:
-        source: where the array lies.
-        target: where it shall lie, over the same axes.
-        coordinate: this rank's.
         layout: the ranks along the axes, by which the groups of the steps are found.
-        links: how fast each axis is.
-        title: how reports name the plan, equal on all ranks.
+        title: the plan's name in reports, equal on all ranks.
     """
 
     source: Placement
@@ -99,7 +95,7 @@ class Plan:
 
     @cached_property
     def T(self) -> Plan:
-        """The transpose: from where the target's cotangent lies to where the source's does."""
+        """The transpose: the plan from the target's cotangent to the source's cotangent."""
         once = self.title.removeprefix(_TRANSPOSE)
         return make_plan(
             self.target.transposed(),
@@ -112,7 +108,7 @@ class Plan:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes of each group that the steps need, in mesh order, in the order of first use."""
+        """The axes of each group that the steps need, in the order of first use."""
         axes = (step.axes for step in self.steps if isinstance(step, GroupStep))
         return tuple(dict.fromkeys(axes))
 
@@ -125,8 +121,8 @@ class Plan:
         return itemsize * sum(step.price.sent for step in self.steps)
 
     def peak_bytes(self, itemsize: int = _ITEMSIZE) -> int:
-        """Return the most bytes that live at once: the source's part, a step's input and result,
-        and what the step packs and receives."""
+        """Return the most bytes that live at once, from the source's part to the result."""
+        # The source's part lives throughout, beside a step's input, result and buffers.
         before = math.prod(self.source.local_shape(self.coordinate))
         peak, held, is_copy = before, before, False
         for step in self.steps:
@@ -139,7 +135,7 @@ class Plan:
     def estimated_s(
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
-        """Return the time of this rank's steps by the constants of links; None: the plan's own."""
+        """Return the time of this rank's steps by the constants of ``links``, or of its own."""
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
 
@@ -191,12 +187,12 @@ def make_plan(
     links: tuple[Link, ...] | None = None,
     title: str = "a plan",
 ) -> Plan:
-    """Return one rank's plan between two placements over the same axes; kept by all arguments.
+    """Return one rank's plan between two placements over the same axes, one object for equal calls.
 
     Args:
         layout: the ranks along the axes; None counts them row-major.
-        links: one per axis, equal on all ranks; None takes shared memory's.
-        title: how reports name the plan, equal on all ranks.
+        links: a link per axis, equal on all ranks; None takes shared memory's.
+        title: the plan's name in reports, equal on all ranks.
     """
     sizes = source.mesh_sizes
     layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)
@@ -206,12 +202,10 @@ def make_plan(
 def _values_alone(
     source: Placement, target: Placement, coordinate: tuple[int, ...]
 ) -> tuple[Placement, Placement, bool]:
-    """Both placements as far as they move values, and whether this rank has zeros alone.
-
-    Where a free axis becomes unreduced, coordinate 0 keeps the value: for the ranks there the axis
-    has size 1, and the others do nothing.
-    """
+    """Return both placements without what moves no values, and whether this rank gets zeros."""
     source, target = bare(source), bare(target)
+    # Where a free axis becomes unreduced, coordinate 0 keeps the value: for the ranks there the
+    # axis has size 1, and the others do nothing.
     free = source.free_axes
     void = [axis for axis in target.unreduced if axis in free]
     if not void:

@@ -1,4 +1,4 @@
-"""Two meshes over the same ranks as one: their common refinement by strides.
+"""Two meshes over the same ranks seen as a single mesh: their common refinement by strides.
 
 With ranks counted in the source's order, each axis is a number of places at some stride. The
 strides of both meshes, and where their axes end, are cuts; where each cut divides the next, the
@@ -29,7 +29,7 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class Refinement:
-    """One list of axes for two meshes.
+    """The common axes of two meshes over the same ranks.
 
     Args:
         layout: the ranks along the common axes, in the source's order.
@@ -43,26 +43,23 @@ class Refinement:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """For each common axis the axis of the source that it is a part of."""
+        """The axis of the source that each common axis is a part of."""
         found = {part: axis for axis, parts in enumerate(self.source_axes) for part in parts}
         # The only common axis of a mesh of one rank is a part of none.
         return tuple(found.get(axis, 0) for axis in range(self.layout.ndim))
 
     def source_placement(self, placement: Placement) -> Placement:
-        """Return a placement on the source mesh over the common axes."""
+        """Return a placement on the source mesh as a placement over the common axes."""
         return _refined(placement, self.source_axes, self.layout.sizes)
 
     def target_placement(self, placement: Placement) -> Placement:
-        """Return a placement on the target mesh over the common axes."""
+        """Return a placement on the target mesh as a placement over the common axes."""
         return _refined(placement, self.target_axes, self.layout.sizes)
 
 
 @lru_cache(maxsize=256)
 def refine(source: Layout, target: Layout) -> Refinement:
-    """Return the common refinement of two meshes.
-
-    Raises:
-        MeshError: they hold other ranks, or no axes make up the axes of both.
+    """Return the coarsest axes that make up the axes of both meshes; raises MeshError without any.
 
     Example:
         >>> found = refine(
@@ -85,7 +82,7 @@ def refine(source: Layout, target: Layout) -> Refinement:
             found=f"{_order_text(source)}; and {_order_text(target)}",
             fix="make one mesh from the other by unflatten, flatten and transpose",
         )
-    own = _row_major(source.sizes)
+    own = Layout.from_shape(source.sizes).modes
     cuts = {1, source.num_ranks}
     cuts.update(
         cut for axis in (*own, *modes) for n, stride in axis for cut in (stride, stride * n)
@@ -112,21 +109,17 @@ def refine(source: Layout, target: Layout) -> Refinement:
 def _places_in(
     source: Layout, target: Layout, where: str
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The place of each of the target's ranks in the source's row-major order."""
+    """Return the place of each of the target's ranks in the source's row-major order."""
     ranks, wanted = source.ranks().ravel(), target.ranks()
     order = np.argsort(ranks)
     if not np.array_equal(ranks[order], np.sort(wanted.ravel())):
         raise MeshError(
             "an array moves between meshes over the same ranks only",
             where=where,
-            expected=_set_text(source),
-            found=_set_text(target),
+            expected=ranks_text(sorted(ranks.tolist())),
+            found=ranks_text(sorted(wanted.ravel().tolist())),
         )
     return order[np.searchsorted(ranks, wanted, sorter=order)]
-
-
-def _set_text(layout: Layout) -> str:
-    return ranks_text(sorted(layout.ranks().ravel().tolist()))
 
 
 def _order_text(layout: Layout) -> str:
@@ -134,17 +127,8 @@ def _order_text(layout: Layout) -> str:
     return ranks_text(ranks[:_SHOWN]) + (", ..." if len(ranks) > _SHOWN else "")
 
 
-def _row_major(sizes: tuple[int, ...]) -> list[AxisModes]:
-    axes: list[AxisModes] = []
-    stride = 1
-    for size in reversed(sizes):
-        axes.append(((size, stride),) if size > 1 else ())
-        stride *= size
-    return axes[::-1]
-
-
 def _parts(axis: AxisModes, strides: list[int]) -> tuple[int, ...]:
-    """The common axes, given by their strides, that make up one axis."""
+    """Return the common axes, given by their strides, that make up an axis of a mesh."""
     return tuple(
         number
         for size, stride in axis
@@ -160,7 +144,7 @@ def _names(
     target_axes: tuple[tuple[int, ...], ...],
     count: int,
 ) -> tuple[str, ...] | None:
-    """The name of a mesh's axis where one common axis makes it up, else those of both, joined."""
+    """Return a name per common axis: of the axis that it is in full, else of both meshes' axes."""
     if source.names is None or target.names is None:
         return None
     found = [""] * count

@@ -1,12 +1,12 @@
 """The route of a plan: the stages from one placement to another, chosen by their price.
 
-Without a sum there is one: a single exchange. With one there are candidates: every destination
-takes all summands, or one of those that end up equal does, which they gather from each other; an
-all-reduce, then an exchange; a reduce-scatter, then an exchange. The latter two also after slices
-along free axes, so that replicas share the work. The fewest elements that all ranks receive
-together win; of equal ones the route with fewer exchanges by boxes, which verbs outrun, then the
-quicker one by constant links, in whole nanoseconds, then that of fewer verbs, then the first: so
-all ranks choose alike.
+Without a sum the only route is a single exchange. With a sum there are candidates: every
+destination takes all summands, or of the ranks that end up equal each takes a part, which they
+gather from each other; an all-reduce, then an exchange; a reduce-scatter, then an exchange. The
+latter two also after slices along free axes, so that replicas share the work. The fewest elements
+that all ranks receive together win; of equal counts the route with fewer exchanges by boxes, which
+verbs outrun, then the quicker route by constant links, in whole nanoseconds, then that of fewer
+verbs, then the first: so all ranks choose alike.
 
 Estimates, and choices between equal bytes, read how fast an axis is, as constants. All ranks of a
 mesh must choose alike, so nothing that one rank measures may enter: a link follows from the wire of
@@ -74,7 +74,7 @@ class Link:
 
     Args:
         latency_s: the time of one message, however short.
-        bytes_per_s: how many bytes a rank receives in a second; it sends as many meanwhile.
+        bytes_per_s: the bytes that a rank receives in a second; it sends as many meanwhile.
 
     Raises:
         ArgumentError: a latency that is negative or infinite, or a rate that is not positive.
@@ -95,7 +95,7 @@ class Link:
             )
 
     def time_s(self, messages: int, num_bytes: float) -> float:
-        """Return the time of so many messages one after the other, and of their bytes."""
+        """Return the time of so many messages in turn, and of their bytes."""
         return messages * self.latency_s + num_bytes / self.bytes_per_s
 
 
@@ -113,14 +113,14 @@ _LINKS = {
 
 
 def default_link(wire: str, *, spans_hosts: bool) -> Link:
-    """Return the constants of a wire; those of Gloo for a wire that is not listed."""
+    """Return the constant speed of a wire; Gloo's for a wire that is not listed."""
     return _LINKS.get(wire, _LINKS["gloo"])[spans_hosts]
 
 
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return one link per axis of ``layout``: those given, by name or index, else the defaults."""
+    """Return a link per axis of ``layout``: those given by name or index, else the defaults."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):
@@ -145,7 +145,7 @@ def links_of(
 
 
 def slowest(links: Sequence[Link], axes: Sequence[int]) -> Link:
-    """Return the link of a group over several axes: the worst of theirs in both numbers."""
+    """Return the link of a group over several axes: the worst of their latencies and rates."""
     chosen = [links[axis] for axis in axes]
     return Link(max(c.latency_s for c in chosen), min(c.bytes_per_s for c in chosen))
 
@@ -170,7 +170,7 @@ class Sum:
 
     @cached_property
     def num_received(self) -> int:
-        """How many elements all ranks receive together."""
+        """The number of elements that all ranks receive together."""
         members = math.prod(self.placement.mesh_sizes[axis] for axis in self.axes)
         return 2 * (members - 1) * (_num_held_in_all(self.placement) // members)
 
@@ -212,27 +212,27 @@ def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 
 
 def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
-    """Ways to sum, each with its price: the elements that all ranks receive together."""
+    """Yield ways to sum, each behind the number of elements that all ranks receive together."""
     source, target, summed = whole.source, whole.target, whole.summed
     yield whole.num_received, (None, None)
     if target.dims:
         copies = [axis for axis in target.free_axes if target.mesh_sizes[axis] > 1]
         homes = {axis: _home(axis, target, source) for axis in copies}
-        for once in _placed_anew(target, source, homes, target.unreduced) if copies else ():
+        for once in _with_more_cuts(target, source, homes, target.unreduced) if copies else ():
             price = change_between(source, once).num_received
             yield price + change_between(once, target).num_received, (None, once)
     members = math.prod(source.mesh_sizes[axis] for axis in summed)
     kept = tuple(axis for axis in source.unreduced if axis not in summed)
     for sliced in _slicings(whole):
         homes = {axis: _home(axis, source, target) for axis in sliced}
-        part = next(_placed_anew(source, target, homes, source.unreduced))
+        part = next(_with_more_cuts(source, target, homes, source.unreduced))
         done = replace(part, unreduced=kept)
         price = 2 * (members - 1) * (_num_held_in_all(part) // members)
         yield price + change_between(done, target).num_received, (part, done)
         if not source.dims:
             continue  # a scalar cannot be cut
         homes |= {axis: _home(axis, source, target) for axis in summed}
-        for scattered in _placed_anew(source, target, homes, kept):
+        for scattered in _with_more_cuts(source, target, homes, kept):
             price = (members - 1) * _num_held_in_all(scattered)
             yield price + change_between(scattered, target).num_received, (None, scattered)
 
@@ -250,7 +250,7 @@ def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
-    """The sets of free axes to slice along, before a sum, for nothing."""
+    """Yield sets of free axes to slice along before a sum, which sends nothing."""
     target = whole.target
     useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
     if not target.dims:
@@ -265,18 +265,22 @@ def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
 
 
 def _home(axis: int, source: Placement, target: Placement) -> int:
-    """The dim that an axis shall cut: the target's, else the one with the largest cells."""
+    """Return the dim that an axis shall cut: the target's, else the dim of the largest cells."""
     for number, dim in enumerate(target.dims):
         if axis in dim.axes:
             return number
     return dim_of_largest_cells(source.dims)
 
 
-def _placed_anew(
+def _with_more_cuts(
     start: Placement, end: Placement, homes: dict[int, int], unreduced: tuple[int, ...]
 ) -> Iterator[Placement]:
-    """``start`` with more axes that cut its dims: those of ``end`` first, in its order; the others
-    in either order, where there are several."""
+    """Yield ``start`` with its dims cut further, each by the axes of which it is the home.
+
+    Args:
+        end: its order is kept for the axes that it has; the others stand behind, in either order.
+        homes: the dim that each new axis cuts.
+    """
     sizes = start.mesh_sizes
     tried: list[Placement] = []
     for axes in (list(homes), list(homes)[::-1]):
@@ -296,19 +300,17 @@ def _placed_anew(
 
 
 def _num_held_in_all(placement: Placement) -> int:
-    """How many elements all ranks hold together."""
+    """Return the number of elements that all ranks hold together."""
     sizes = placement.mesh_sizes
     copies = (size for axis, size in enumerate(sizes) if axis not in placement.cut_axes)
     return math.prod(placement.shape) * math.prod(copies)
 
 
 def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tuple[int, int, int]:
-    """The key between routes of equal bytes: boxes, nanoseconds, then verbs in all.
-
-    Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks: an
-    all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice, as
-    floats 1.7e-21 s less.
-    """
+    """Return the key between routes of equal bytes: exchanges by boxes, nanoseconds, verbs."""
+    # Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks:
+    # an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice,
+    # as floats 1.7e-21 s less.
     time, boxes, verbs = Fraction(0), 0, 0
     for stage in route:
         if stage.num_received == 0:

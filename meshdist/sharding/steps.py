@@ -1,4 +1,4 @@
-"""The steps of a plan: what one rank does to its local array, one step after the other.
+"""The steps of a plan: what one rank does to its local array, step by step.
 
 There are four kinds. Each says its price and its words, and ``carrying`` has an action for each. A
 step takes the local array that the step before it gave, and ``shape`` is what it gives. Boxes are
@@ -40,16 +40,14 @@ Part = tuple[int, Box]
 class Arrangement:
     """A view of an array whose dims are split, taken from, permuted and merged again.
 
-    In NumPy's words: ``x.reshape(view)[taken].transpose(order).reshape(shape)``, which costs one
-    strided copy, or none where ``is_plain``.
-
     Args:
-        view: the sizes after the split.
         taken: per dim of the view an index to take, which drops the dim, or None to keep it all.
         order: the dims that are left, in their new order.
         shape: the shape in the end.
     """
 
+    # In NumPy's words: x.reshape(view)[taken].transpose(order).reshape(shape), which costs one
+    # strided copy, or none where it is plain.
     view: tuple[int, ...]
     taken: tuple[int | None, ...]
     order: tuple[int, ...]
@@ -57,7 +55,7 @@ class Arrangement:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether it keeps all elements in their order, so that a reshape alone does it."""
+        """Return whether all elements stay in their order, so that a reshape alone is enough."""
         sizes = self.view
         if any(index is not None and sizes[dim] != 1 for dim, index in enumerate(self.taken)):
             return False
@@ -67,11 +65,10 @@ class Arrangement:
 
 
 class Price(NamedTuple):
-    """The cost of a step for one rank in elements: bytes are these times the size of an element.
+    """The cost of a step for one rank, counted in elements.
 
     Args:
-        received, sent: a rank's own part does not travel.
-        num_peers: how many members send to this rank, one after the other.
+        num_peers: the number of members that send to this rank, in turn.
         buffered: elements packed and received beside the step's input and its result.
     """
 
@@ -83,46 +80,46 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Step(ABC):
-    """One step: a kind that does not say its price and its words cannot be made."""
+    """A step of a plan, whose kind says its price and its words."""
 
     shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
-        """The kind's name, or the verb's."""
+        """The name of the step's kind, or of its verb."""
         return type(self).__name__.lower()
 
     @property
     @abstractmethod
     def price(self) -> Price:
-        """The cost for this rank."""
+        """The cost of the step for this rank."""
 
     @property
     @abstractmethod
     def words(self) -> str:
-        """A few words for reports."""
+        """A few words that reports show for the step."""
 
 
 @dataclass(frozen=True)
 class Take(Step):
-    """Keep one box of the local array."""
+    """A step that keeps one box of the local array."""
 
     box: Box
     price = Price()
 
     @property
     def words(self) -> str:
-        """Which box is kept."""
+        """The box that is kept, as text."""
         return f"keep {box_text(self.box)}"
 
 
 @dataclass(frozen=True)
 class Pad(Step):
-    """Put the local array into zeros, as a summand of a value that becomes unreduced.
+    """A step that puts the local array into zeros, as a summand of a value that becomes unreduced.
 
     Args:
-        box: where the whole local array goes; None where another rank keeps the value and this
-            rank has zeros alone.
+        box: the part of the result that gets the local array; None where another rank keeps the
+            value and this rank has zeros alone.
     """
 
     box: Box | None
@@ -130,7 +127,7 @@ class Pad(Step):
 
     @property
     def words(self) -> str:
-        """The box that the zeros surround."""
+        """The box that the zeros surround, as text."""
         return "zeros" if self.box is None else f"zeros around {box_text(self.box)}"
 
 
@@ -145,12 +142,13 @@ class GroupStep(Step):
 
 @dataclass(frozen=True)
 class VerbStep(GroupStep):
-    """A verb by which equal parts move between all members.
+    """A step in which a verb moves equal parts between all members.
 
     Args:
         verb: a name in ``VERBS``.
-        part: the shape of what goes to, or comes from, each member.
-        pack: from the local array to a part per member, which are sent; None sends it as it lies.
+        part: the shape of the part that goes to, or comes from, each member.
+        pack: from the local array to a part for each member, which are sent; None sends it as it
+            lies.
         unpack: from the received parts, in group order, to the result; None where they are that.
     """
 
@@ -161,7 +159,7 @@ class VerbStep(GroupStep):
 
     @cached_property
     def price(self) -> Price:
-        """A part to and from each other member; twice that for a sum which all shall have."""
+        """The cost: a part to and from each other member, twice that for an all-reduce."""
         others, count = self.size - 1, math.prod(self.part)
         copies = (how for how in (self.pack, self.unpack) if how is not None and not how.is_plain)
         buffered = sum(math.prod(how.shape) for how in copies)
@@ -183,16 +181,16 @@ class VerbStep(GroupStep):
 
 @dataclass(frozen=True)
 class Exchange(GroupStep):
-    """Send boxes to members of the group and receive boxes from them.
+    """A step that sends boxes to members of the group and receives boxes from them.
 
     Args:
         sends: per member that gets something its place and the box of the local array before, by
             place; at most one box each.
         receives: per member that sends something its place and the box of the result, by place.
-        kept: the box of the local array, and the box of the result, that stay on this rank.
+        kept: the box of the local array that stays on this rank, and that box of the result.
         is_covered: whether boxes and ``kept`` fill the result; else the rest of it is zeros.
-        is_summed: whether received boxes are summands: equal boxes of the result are added. Two of
-            them are equal or disjoint, ``kept`` among them.
+        is_summed: whether equal boxes of the result are added, ``kept`` among them; any two are
+            equal or disjoint.
     """
 
     sends: tuple[Part, ...]
@@ -203,23 +201,21 @@ class Exchange(GroupStep):
 
     @cached_property
     def price(self) -> Price:
-        """All boxes; each is packed or unpacked."""
+        """The cost of all boxes, each of which is packed or unpacked."""
         received, sent = (sum(volume(box) for _, box in x) for x in (self.receives, self.sends))
         return Price(received, sent, len(self.receives), received + sent)
 
     @property
     def words(self) -> str:
-        """How many boxes come and go."""
+        """The number of boxes that come and go, as text."""
         summed = " and sum" if self.is_summed else ""
         receives, sends = len(self.receives) or "none", len(self.sends) or "none"
         return f"exchange{summed} boxes ({receives} in, {sends} out)"
 
     @cached_property
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Per box of the result the places of its summands, ascending, this rank's among them.
-
-        Added in this order, a sum has equal bits on every rank that makes it.
-        """
+        """Each box of the result, with the ascending places of its summands, also this rank's."""
+        # Added in this order, a sum has equal bits on every rank that makes it.
         places: dict[Box, list[int]] = {}
         kept = [] if self.kept is None else [(self.place, self.kept[1])]
         for place, box in sorted([*self.receives, *kept]):
