@@ -51,12 +51,12 @@ __all__ = ["Boxes", "Carrier", "Rearrangement", "fresh_copy"]
 
 
 def fresh_copy(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of ``x`` in new memory."""
+    """Return a contiguous copy of a tensor in new memory."""
     return new_like(x).copy_(x)
 
 
 class Rearrangement:
-    """Carries out an ``Arrangement`` on tensors of one shape."""
+    """A function that applies an ``Arrangement`` to tensors of one shape."""
 
     __slots__ = ("_index", "_is_plain", "_order", "_shape", "_sizes", "_view")
 
@@ -66,14 +66,14 @@ class Rearrangement:
         self._shape = arrangement.shape
         taken = arrangement.taken
         self._index = None
-        if any(one is not None for one in taken):
-            self._index = tuple(slice(None) if one is None else one for one in taken)
-        kept = [size for size, one in zip(arrangement.view, taken, strict=True) if one is None]
+        if any(index is not None for index in taken):
+            self._index = tuple(slice(None) if index is None else index for index in taken)
+        kept = [size for size, index in zip(arrangement.view, taken, strict=True) if index is None]
         self._order = arrangement.order
         self._sizes = tuple(kept[dim] for dim in arrangement.order)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` rearranged, contiguous: a view of it where that does, else new memory."""
+        """Return ``x`` rearranged and contiguous: a view of it if possible, else new memory."""
         if self._is_plain and x.is_contiguous():
             return x.view(self._shape)
         out = new_like(x, self._shape)
@@ -84,15 +84,13 @@ class Rearrangement:
         return out
 
     def of_received(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of memory that was just received, which may be ``x`` with another shape.
-
-        It is no view: autograd lets nobody write to views that a custom Function returns.
-        """
+        """Return ``x`` rearranged, never as a view: ``x`` itself in a new shape, or new memory."""
+        # Autograd refuses writes to a view that a custom Function returned.
         return x.resize_(self._shape) if self._is_plain else self(x)
 
 
 class Boxes:
-    """Some boxes of a local array, none empty, in order in a flat buffer of ``total`` numbers."""
+    """Boxes of a local array, none empty, and their places in a flat buffer of ``total`` items."""
 
     __slots__ = ("_boxes", "_parts", "_start", "total")
 
@@ -101,7 +99,7 @@ class Boxes:
         volumes = [volume(box) for box in boxes]
         self.total = sum(volumes)
         self._boxes = [index_of(box) for box in boxes]
-        # Per box its sizes, its place in a contiguous array, and its place in the buffer.
+        # Per box its sizes, its strides and start in a contiguous array and in the buffer.
         self._parts = []
         at = 0
         for box, size in zip(boxes, volumes, strict=True):
@@ -117,7 +115,7 @@ class Boxes:
         self._start = offsets[0] if is_run and offsets else None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """The buffer: a view of ``x`` where the boxes lie so in memory, else new memory."""
+        """Return the buffer of the boxes: a view of ``x`` if they are adjacent, else new memory."""
         run = self.find_run(x)
         if run is not None:
             return run
@@ -133,7 +131,7 @@ class Boxes:
         return flat
 
     def find_run(self, x: torch.Tensor) -> torch.Tensor | None:
-        """A view of ``x`` that is the buffer; None where the boxes do not lie so in memory."""
+        """Return the buffer as a view of ``x``, or None where the boxes are not adjacent in it."""
         start = self._start
         if start is None or not x.is_contiguous():
             return None
@@ -145,12 +143,12 @@ class Boxes:
             out.as_strided(sizes, strides, offset).copy_(flat.as_strided(sizes, packed, at))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of the buffer, one for each box."""
+        """Return a view of the buffer for each box."""
         return [flat.as_strided(sizes, packed, at) for sizes, _, _, packed, at in self._parts]
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous array.
+    """Return the strides of a contiguous array.
 
     Example:
         >>> _row_major((2, 3, 4))
@@ -160,7 +158,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether the elements of a box follow one another in a contiguous array.
+    """Return whether the elements of a box are adjacent in a contiguous array of this shape.
 
     Example:
         >>> _is_run(((1, 3), (0, 4)), (5, 4)), _is_run(((1, 3), (0, 2)), (5, 4))
@@ -175,11 +173,11 @@ _Action: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Carrier:
-    """Carries out the steps of this rank's plan; making one opens their groups, collectively.
+    """A function that takes a local array through steps; its constructor opens their groups.
 
     Args:
-        shape: of its local array before the steps.
-        title: under which the steps' verbs are entered, equal on all ranks.
+        shape: of the local array before the steps.
+        title: the name under which members compare the steps' verbs, equal on all ranks.
     """
 
     __slots__ = ("_actions", "_is_fresh")
@@ -195,7 +193,7 @@ class Carrier:
             shape = step.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The result of the steps on ``x``: contiguous, in new memory, without a gradient."""
+        """Return the result of the steps on ``x``, contiguous, in new memory, without gradient."""
         if x.is_complex() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         for action in self._actions:
@@ -227,7 +225,7 @@ class _PadAction:
 
 
 class _VerbAction:
-    """A verb into new memory, or over ``x`` itself where that is new (``is_fresh``)."""
+    """The action of a verb, which writes into new memory, or in place where ``x`` is new itself."""
 
     def __init__(self, step: VerbStep, group: ProcessGroup, title: str, *, is_fresh: bool) -> None:
         row = VERBS[step.verb]
@@ -249,7 +247,7 @@ class _VerbAction:
 
 
 class _ExchangeAction:
-    """Boxes to and from the members of a group; what stays is copied beside them, or added."""
+    """The action of an exchange; the box that stays is copied into the result, or added there."""
 
     def __init__(
         self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, title: str
@@ -289,7 +287,7 @@ class _ExchangeAction:
         return out
 
     def _add_up(self, x: torch.Tensor, received: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Add summands in the order of the group's members."""
+        """Write the sums of boxes into ``out``, added in the order of the group's members."""
         for index, numbers in self._sums:
             total = out[index]
             for turn, number in enumerate(numbers):

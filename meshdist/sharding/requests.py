@@ -74,7 +74,7 @@ def plan(
         mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
             processes.
         shape: of the whole array. A pattern can take ``sizes`` instead.
-        links: how fast each axis is, by name or index, or one ``md.Link`` for all; equal on all
+        links: the speed of each axis, by name or index, or one ``md.Link`` for all; equal on all
             ranks. By default constants of the axis's wire, which differ where it leaves the host.
         rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
         sizes: the whole sizes of a pattern's dims, by name.
@@ -167,13 +167,7 @@ def plan_shardings(
     rank: int,
     links: tuple[Link, ...],
 ) -> Plan:
-    """Return one rank's plan between two shardings; ``links`` are of the source's axes.
-
-    Raises:
-        MeshError: meshes over other ranks, or without a common refinement.
-        NotInGroupError: the mesh does not hold the rank.
-        ShapeError: a spec does not fit the shape.
-    """
+    """Return one rank's plan between two shardings; ``links`` are of the source's axes."""
     here, there = source.placement(shape), target.placement(shape)
     title = _title(source, target, shape)
     if source.layout == target.layout:
@@ -191,14 +185,14 @@ def plan_shardings(
 
 
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
-    """Return the rank whose plan is meant: this process's, or a bare layout's first."""
+    """Return the rank whose plan is meant: ``rank``, else this process's or a layout's first."""
     if rank is not None:
         return get_whole_number(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
-    """Return one link per axis: those given, else the constants of the axes' wires."""
+    """Return a link per axis: those given, else the constants of the axes' wires."""
     layout = _layout_of(mesh)
     if isinstance(mesh, Layout):
         return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
@@ -260,30 +254,27 @@ def _spec_text(spec: PartitionSpec, sizes: tuple[tuple[int, tuple[int, ...]], ..
 
 def _title(source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]) -> str:
     here, there = (
-        _spec_text(one.spec, tuple(one.shard_sizes.items()) if one.shard_sizes else ())
-        for one in (source, target)
+        _spec_text(sharding.spec, tuple(sharding.shard_sizes.items()))
+        for sharding in (source, target)
     )
     return f"{here} -> {there} of shape {shape}"
 
 
 @dataclass(frozen=True)
 class ReshardRequest:
-    """How local arrays lie before and after a call, and the plan between.
-
-    A pattern's groups stand for several parts. What moves are parts, in the order of the right
-    side, so that the result needs no copy to be joined: ``take_apart`` and ``join`` are what einops
-    does to a local array before and after.
+    """A call that moves an array: its shardings before and after, and this rank's plan between.
 
     Args:
         verb: the public call.
-        mesh: whose groups the plan's axes mean.
+        mesh: the mesh whose groups the plan's axes mean.
         meshes: the source's and the target's.
-        source: how the array lies.
-        target: how it shall lie.
-        plan: this rank's.
-        take_apart: einops' pattern, and the local sizes that it needs; None where nothing is done.
-        join: einops' pattern; None where nothing is done.
+        split: einops' pattern that splits a local array into parts, with the local sizes that it
+            needs; None for nothing.
+        merge: einops' pattern that merges the parts of the result; None for nothing.
     """
+
+    # A pattern's groups stand for several parts. What moves are parts, in the order of the right
+    # side, so that the result needs no copy to be merged.
 
     verb: str
     mesh: DeviceMesh
@@ -291,12 +282,12 @@ class ReshardRequest:
     source: NamedSharding
     target: NamedSharding
     plan: Plan
-    take_apart: tuple[str, Mapping[str, int]] | None = None
-    join: str | None = None
+    split: tuple[str, Mapping[str, int]] | None = None
+    merge: str | None = None
 
 
 def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of a call, or the one in force; raise unless this rank is in it."""
+    """Return the mesh of a call, or the mesh in force; raise unless this rank is in it."""
     mesh = mesh_in_force(verb) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise KindError(
@@ -316,8 +307,8 @@ def pattern_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Make the request of ``reshard(x, "left -> right")``; raises as ``pattern_sizes.regroup``."""
-    _check_hashable(text, sizes)
+    """Return the request of ``reshard(x, "left -> right")``."""
+    _check_sizes(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
     )
@@ -330,19 +321,19 @@ def pattern_request(
         links=mesh_links(mesh),
         title=f"{text} of shape {left.shape}",
     )
-    take_apart = join = None
+    split = merge = None
     if found.is_reordered or any(count != 1 for count in (*left.counts, *right.counts)):
         letters = {name: f"d{place}" for place, name in enumerate(left.names)}
         names = [letters[name] for name in right.names]
         local = plan.source.local_shape(plan.coordinate)
-        take_apart = (
+        split = (
             f"{_side_text(left.names, left.counts, letters)} -> {' '.join(names)}",
             dict(zip(names, local, strict=True)),
         )
-        join = f"{' '.join(names)} -> {_side_text(right.names, right.counts, letters)}"
+        merge = f"{' '.join(names)} -> {_side_text(right.names, right.counts, letters)}"
     meshes = (mesh, mesh)
     return ReshardRequest(
-        "reshard", mesh, meshes, left.sharding, right.sharding, plan, take_apart, join
+        "reshard", mesh, meshes, left.sharding, right.sharding, plan, split, merge
     )
 
 
@@ -352,7 +343,7 @@ def sharding_request(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
 ) -> ReshardRequest:
-    """Make the request of ``reshard(x, source, target)``; raises where a shape does not fit."""
+    """Return the request of ``reshard(x, source, target)``, or raise where a shape does not fit."""
     shape = whole_shape(source, local_shape) if shape is None else shape
     check_shard("reshard", get_mesh("reshard", source.mesh), source, shape, local_shape)
     get_mesh("reshard", target.mesh)
@@ -362,10 +353,10 @@ def sharding_request(
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
 ) -> ReshardRequest:
-    """Make the request of ``shard``, from whole to shards; raises as ``size_side`` does."""
+    """Return the request of ``shard``, from the whole to shards."""
     target = pattern
     if not isinstance(target, NamedSharding):
-        _check_hashable(target, sizes)
+        _check_sizes(target, sizes)
         target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
     return move_request("shard", NamedSharding(mesh, P()), on_mesh(mesh, target), shape)
 
@@ -377,12 +368,12 @@ def unshard_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Make the request of ``unshard``, from shards to the whole; raises as ``shard_request``."""
+    """Return the request of ``unshard``, from shards to the whole."""
     if isinstance(pattern, NamedSharding):
         source = pattern
         shape = whole_shape(source, local_shape) if shape is None else shape
     else:
-        _check_hashable(pattern, sizes)
+        _check_sizes(pattern, sizes)
         side = size_side(
             pattern,
             mesh.layout,
@@ -399,12 +390,7 @@ def unshard_request(
 def move_request(
     verb: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> ReshardRequest:
-    """A move between shardings on a DeviceMesh each, for an array of known shape.
-
-    Raises:
-        MeshError: the meshes hold other ranks, or have no common refinement.
-        ShapeError: a spec does not fit the shape.
-    """
+    """Return the request to move an array of known shape from one sharding to another."""
     mesh, other = source.mesh, target.mesh
     plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
     whole = mesh
@@ -414,10 +400,8 @@ def move_request(
 
 
 def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the whole array: each dim's shard times the number of shards.
-
-    Dims that the spec has entries for, and the array lacks, are left out: a placement refuses them.
-    """
+    """Return the shape of the whole array: each dim's shard times the number of shards."""
+    # Entries of the spec beyond the array's dims are left to the placement, which refuses them.
     sizes, entries = sharding.layout.axis_sizes, sharding.spec.partitions
     whole = []
     for dim, size in enumerate(local_shape):
@@ -448,22 +432,22 @@ def check_shard(
         )
 
 
-def _check_hashable(text: str, sizes: _Sizes) -> None:
-    """Raise KindError where a text is none, or a size no whole number: both are keys of caches."""
-    parse(text)
+def _check_sizes(text: str, sizes: _Sizes) -> None:
+    """Raise KindError unless a pattern is text and its sizes are whole numbers."""
+    parse(text)  # both are keys of caches, and must be hashable
     for name, size in sizes.items():
         get_whole_number(size, f"the size of dim {name!r}", where=f"pattern {text!r}")
 
 
 def on_mesh(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
-    """A sharding that a pattern gave, which knows a layout alone, on the mesh."""
+    """Return a sharding that lies on a bare layout as a sharding on the mesh."""
     if sharding.mesh is mesh:
         return sharding
     return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
 
 
 def _side_text(names: Sequence[str], counts: Sequence[int], letters: Mapping[str, str]) -> str:
-    """One side of einops' pattern.
+    """Return a side of einops' pattern.
 
     Example:
         >>> _side_text(("h", "k", "s"), (2, 0, 1), {"h": "d0", "k": "d1", "s": "d2"})

@@ -41,12 +41,12 @@ __all__ = [
 ]
 
 _PASSES = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
-"""By the kind that a sharding says, the kinds of values that are cast to it, or taken for it: what
-each rank has is its summand where the sharding says so, as for ``lax.psum``."""
+"""For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
+summand where the sharding says so, as for ``lax.psum``."""
 
 
 def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
-    """The kind of a value over each axis of a sharding's mesh.
+    """Return the kind of a value over each axis of a sharding's mesh.
 
     Example:
         >>> from ..mesh.layout import Layout
@@ -66,12 +66,7 @@ def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
 def typed_operand(
     mode: ContextMode, verb: str, x: torch.Tensor, source: NamedSharding, mesh: DeviceMesh
 ) -> torch.Tensor:
-    """``x``, cast where it is invariant and its sharding says more.
-
-    Raises:
-        AxisTypeError: ``x`` is of another kind over one of the axes; it requires a gradient, is
-            cut, and nothing says that its parts differ; or the axes are none of the context's mesh.
-    """
+    """Return ``x``, cast to the kinds of its sharding over axes on which it is invariant."""
     _check_mesh(mode, verb, mesh)
     kinds = kinds_in(mode.operand_type(x, verb))
     missing = {}
@@ -81,6 +76,7 @@ def typed_operand(
         if kind not in _PASSES[wanted] or (is_cut and wanted == "U"):
             raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
+            # Nothing says whether the parts of this tensor differ: its gradient depends on that.
             if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not _is_said(x):
                 raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
@@ -88,17 +84,15 @@ def typed_operand(
 
 
 def _is_said(x: torch.Tensor) -> bool:
-    """Return whether the program has said of ``x`` itself that it is equal: ``md.annotate(w)``.
-
-    A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
-    """
+    """Return whether the program marked this leaf as equal on all ranks, by ``md.annotate(w)``."""
+    # A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
     return x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__
 
 
 def typed_result(
     mode: ContextMode, verb: str, x: torch.Tensor, target: NamedSharding, mesh: DeviceMesh
 ) -> str:
-    """The type of what a resharding of ``x`` to ``target`` gives; as ``x`` over other axes."""
+    """Return the type of ``x`` once it is resharded to ``target``."""
     _check_mesh(mode, verb, mesh)
     return with_kinds(mode.operand_type(x, verb), kinds_of(target))
 
@@ -114,13 +108,13 @@ def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
 
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
-    """The plan on this mesh's groups, which are opened at the first call, collectively."""
+    """Return the plan's transfer on a mesh, whose groups the first call opens, collectively."""
     found = mesh.caches.find(Transfer, plan)
     return mesh.caches.keep(Transfer, plan, Transfer(plan, mesh)) if found is None else found
 
 
 class Transfer:
-    """A plan on the groups of a mesh; making one opens them, collectively."""
+    """A differentiable function that carries out a plan; its constructor opens groups."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -132,14 +126,14 @@ class Transfer:
         self._carrier = Carrier(plan.steps, self.shape, mesh, plan.title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The plan on ``x``, differentiable."""
+        """Return the result of the plan on ``x``."""
         if x.requires_grad and self._transpose is None:
             self._transpose = self.transpose  # opens its groups: in a backward none may open
         return call_function(_Transferred, x, self)
 
     @property
     def transpose(self) -> Transfer:
-        """The transfer from the target's cotangent to the source's, whose transpose is this one."""
+        """The transfer from the target's cotangent to the source's cotangent."""
         # No cached_property: until Python 3.12 it holds a lock, which all simulated ranks share,
         # while groups are opened.
         found = self._transpose
@@ -149,7 +143,7 @@ class Transfer:
         return found
 
     def carry(self, x: torch.Tensor) -> torch.Tensor:
-        """The plan on ``x``, or on a batch of such, whose dims stand first; without a gradient."""
+        """Return the plan's result on ``x``, or on a batch whose dims stand first; no gradient."""
         if x.dim() == len(self.shape):
             return self._carrier(x)
         batch = x.shape[: x.dim() - len(self.shape)]
@@ -166,7 +160,7 @@ class Transfer:
 
 
 def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
-    """The placement of a batch of such arrays; every rank holds its part of all of them."""
+    """Return the placement of a batch of arrays, of which every rank holds its part of each."""
     dims = (*(split_dim(size, (), ()) for size in batch), *placement.dims)
     shape = (*batch, *placement.shape)
     return Placement(placement.mesh_sizes, shape, dims, placement.unreduced, placement.reduced)
@@ -184,29 +178,21 @@ class _Transferred(LinearFunction):
 
 
 class Resharding:
-    """A request on the groups of its mesh; making one opens them, collectively."""
+    """A function that carries out a request on local arrays; its constructor opens groups."""
 
-    __slots__ = ("_alike", "_is_summed", "_join", "_lies", "_request", "_take_apart", "_transfer")
+    __slots__ = ("_alike", "_checked_text", "_is_summed", "_request", "_transfer")
 
     def __init__(self, request: ReshardRequest) -> None:
         self._request = request
-        self._take_apart, self._join = request.take_apart, request.join
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
         self._transfer = get_transfer(request.plan, request.mesh)
         here, there = kinds_of(request.source), kinds_of(request.target)
         # Along these axes parts of what each rank holds come together.
         self._alike = {axis for axis in here if here[axis] in "IR" and there.get(axis, "V") in "UV"}
-        self._lies: str | None = None  # what a tensor carried that was found to lie so
+        self._checked_text: str | None = None  # the spec's text of a tensor that fits the request
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
-        """The result of the request on this rank's ``x``, in new memory; differentiable.
-
-        Raises:
-            DtypeError: summands that are bool.
-            ArgumentError: ``x`` carries a spec by which it lies otherwise.
-            UnequalError: what ``check_replicas`` compares is not the same on every rank.
-            AxisTypeError: in a typed context, the type of ``x`` is not what the request says.
-        """
+        """Return the result of the request on this rank's ``x``, in new memory; differentiable."""
         request = self._request
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
@@ -218,21 +204,21 @@ class Resharding:
             )
         mode = find_context()
         if mode is None:
-            self._check_lies(x)
+            self._check_spec(x)
             return mark_spec(self._moved(x, check), request.target.spec)
         mesh, other = request.meshes
         text = typed_result(mode, request.verb, x, request.target, other)
         cast = typed_operand(mode, request.verb, x, request.source, mesh)
-        self._check_lies(x)
+        self._check_spec(x)
         with HiddenFromModes():
             result = mark_spec(self._moved(cast, check), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])
         return result
 
-    def _check_lies(self, x: torch.Tensor) -> None:
+    def _check_spec(self, x: torch.Tensor) -> None:
         text = x.__dict__.get(SPEC_ATTRIBUTE)
-        if text == self._lies or (carried := find_spec(x)) is None:
+        if text == self._checked_text or (carried := find_spec(x)) is None:
             return
         verb, source = self._request.verb, self._request.source
         sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
@@ -247,16 +233,17 @@ class Resharding:
                     found=f"x carries {carried!r}",
                     fix="write how it lies; if it lies otherwise by now, md.annotate(x, ...)",
                 )
-        self._lies = text
+        self._checked_text = text
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
-        check_replicas(x, self._request.meshes[0], self._alike, self._request.plan.title, check)
-        if self._take_apart is None or self._join is None:
+        request = self._request
+        check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
+        if request.split is None or request.merge is None:
             return self._transfer(x)
-        text, sizes = self._take_apart
-        return rearrange(self._transfer(rearrange(x, text, **sizes)), self._join)
+        text, sizes = request.split
+        return rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
 
 
 def _cut_dims(spec: PartitionSpec) -> dict[str, int]:
-    """The dim that each axis cuts."""
+    """Return the dim that each axis of a spec cuts."""
     return {axis: dim for dim, entry in enumerate(spec.partitions) for axis in axes_of(entry)}

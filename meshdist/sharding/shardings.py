@@ -33,7 +33,7 @@ def sharding_of(
     unreduced: Iterable[str] = (),
     reduced: Iterable[str] = (),
 ) -> NamedSharding:
-    """The sharding on ``mesh`` that cuts dims so; the inverse of ``NamedSharding.placement``.
+    """Return the sharding on a mesh with these dims; the inverse of ``NamedSharding.placement``.
 
     Example:
         >>> from meshdist import Layout
@@ -53,17 +53,15 @@ def sharding_of(
 
 
 def whole_sharding(mesh: Any) -> NamedSharding:
-    """Every rank holds the whole, and its gradient."""
+    """Return the sharding by which every rank holds the whole array, and its gradient."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def cut_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> NamedSharding:
-    """How an array lies where the dim with the largest cells is cut along more axes as well.
-
-    What it shares out, minor axes of one dim, one all-gather brings together again.
-    """
+    """Return the sharding in which the dim of the largest cells is cut along more axes, too."""
+    # The new axes are the dim's minor axes, so that a single all-gather undoes it.
     placement = sharding.placement(shape)
     dims = list(placement.dims)
     dim = dim_of_largest_cells(dims)
@@ -74,7 +72,7 @@ def cut_further(
 
 
 def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> str:
-    """The type of an array, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
+    """Return the type of an array as text, with the axes of each dim: ``float32[8@dp, 4]{U:tp}``.
 
     Example:
         >>> from meshdist import Layout, P
@@ -88,25 +86,19 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def holds_whole(placement: Placement) -> bool:
-    """Return whether every rank holds the whole array, and not a summand of it."""
+    """Return whether every rank holds the whole array, neither a part nor a summand of it."""
     sizes = placement.mesh_sizes
     return all(sizes[axis] == 1 for axis in (*placement.cut_axes, *placement.unreduced))
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """The mesh and this rank's place in it, for messages: ``rank 1 (dp=0, tp=1) of mesh (...)``."""
+    """Return this rank, its coordinate and the mesh: ``rank 1 (dp=0, tp=1) of mesh (...)``."""
     rank = mesh.get_rank()
     return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """A sharding that arrays can have on this rank; a spec alone is taken on the mesh in force.
-
-    Raises:
-        KindError: no sharding.
-        MeshError: a sharding on a bare layout; a spec where no mesh is in force.
-        NotInGroupError: this rank is not in the mesh.
-    """
+    """Return a sharding that arrays can have on this rank; a spec alone takes the mesh in force."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:

@@ -42,24 +42,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Slicing:
-    """An index of the whole array as one of this rank's shard, and the cuts of the result."""
+    """An index of the whole array as an index of this rank's shard, and the cuts of the result."""
 
     local: tuple[Any, ...]
     dims: tuple[DimSplit, ...]
 
 
 def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
-    """Find what ``index`` of the whole leaves of the shard that covers ``box``.
+    """Return the index of the shard that covers ``box`` for an index of the whole array.
 
     Args:
-        index: as between the brackets: slices, whole numbers, ``...`` and None, or a tuple of them.
-        dims: how each dim of the whole is cut.
-        box: the part of the whole that this rank holds.
-
-    Raises:
-        KindError: the index has other parts, such as arrays.
-        LengthError: too many parts, or a number outside its dim.
-        ArgumentError: a number, or a negative step, for a sharded dim.
+        index: slices, whole numbers, ``...`` and None, or a tuple of them.
 
     Example:
         >>> dims = DimSplit(8, (0,), (2,)), DimSplit(3)
@@ -105,19 +98,19 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
 
 
 def _own_part(wanted: range, first: int, stop: int, begin: int) -> slice:
-    """The elements ``first`` to ``stop`` of those wanted, in a shard that begins at ``begin``."""
+    """Return the slice of a shard, which starts at ``begin``, that wanted elements take up."""
     if stop == first:
         return slice(0, 0)
     return slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
 
 
 def _num_below(wanted: range, places: Any) -> Any:
-    """How many of the wanted elements lie before each place."""
+    """Return the number of wanted elements that lie before each place."""
     return np.clip(-((wanted.start - places) // wanted.step), 0, len(wanted))
 
 
 def _one_per_dim(index: Any, num_dims: int) -> list[Any]:
-    """The parts of an index, ``...`` written out: slices and numbers for all dims, and None."""
+    """Return the parts of an index, ``...`` written out: a slice or number per dim, and None."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if part is None or part is Ellipsis or isinstance(part, slice):
@@ -176,16 +169,12 @@ def _one_of_a_sharded_dim(number: int, dim: int, parts: Sequence[Any], place: in
 def _part_text(part: Any) -> str:
     if not isinstance(part, slice):
         return str(part)
-    ends = ["" if one is None else str(one) for one in (part.start, part.stop)]
+    ends = ["" if end is None else str(end) for end in (part.start, part.stop)]
     return ":".join(ends if part.step is None else [*ends, str(part.step)])
 
 
 def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
-    """The dims to sum over, sorted; None stands for all of them.
-
-    Raises:
-        KindError: no whole numbers.
-        ArgumentError: no such dim, or one twice.
+    """Return the dims to sum over, sorted and not negative; None stands for all dims.
 
     Example:
         >>> checked_dims(-1, 3, "sum"), checked_dims(None, 2, "sum")
@@ -208,7 +197,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
 def summed_sharding(
     shape: tuple[int, ...], sharding: NamedSharding, dims: Sequence[int], *, keepdim: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """The shape and sharding of the sum over ``dims``: unreduced over the axes that cut them."""
+    """Return the shape and sharding of a sum: it is unreduced over the axes that cut ``dims``."""
     placement = sharding.placement(shape)
     names = sharding.layout.names or ()
     kept = [
@@ -226,7 +215,7 @@ def summed_sharding(
 
 
 def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: Any) -> Array:
-    """The sum of a shard over ``dims``; over none of them, where there are none."""
+    """Return the sum of a shard over ``dims``; () sums over no dim."""
     if isinstance(local, torch.Tensor):
         if not dims:  # to torch, no dims are all dims
             return local.sum(dtype=dtype) if local.ndim == 0 else local.to(dtype or local.dtype)
@@ -237,10 +226,8 @@ def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: A
 def mean_of_shard(
     local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
 ) -> Array:
-    """The sum of a shard over ``dims``, divided by the number of elements of the whole there.
-
-    Halves are summed as float32, as the libraries do: the sum may be larger than any half.
-    """
+    """Return the sum of a shard over ``dims``, divided by the whole's number of elements there."""
+    # Halves are summed as float32, as the libraries do: the sum may be larger than any half.
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype
         if not (result.is_floating_point or result.is_complex):
@@ -265,7 +252,6 @@ class Shard:
     Args:
         index: the slices that take it out of the whole array.
         replica: the number of this copy; the rank with 0 saves it.
-        data: the local array.
     """
 
     index: tuple[slice, ...]
@@ -276,7 +262,7 @@ class Shard:
 def move(
     local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Array:
-    """This rank's shard at ``target`` of an array that lies as ``source`` says; collective."""
+    """Return this rank's shard once an array is moved from ``source`` to ``target``; collective."""
     local_shape = tuple(local.shape)
     return _carried_out(
         local,
@@ -293,12 +279,7 @@ def move_by_pattern(
     pattern: str,
     sizes: Mapping[str, int],
 ) -> tuple[Array, NamedSharding, tuple[int, ...]]:
-    """This rank's shard after ``pattern``, and the sharding and the shape of the whole then.
-
-    Raises:
-        PatternError, AxisError, ShapeError: a pattern that does not fit the mesh or the shape.
-        ArgumentError: its left side says another sharding than ``source``.
-    """
+    """Return this rank's shard after a pattern's move, and the new sharding and whole shape."""
     mesh, local_shape = source.mesh, tuple(local.shape)
     found = regroup(pattern, mesh.layout, shape=shape, sizes=sizes)
     left, right = found.source.sharding, found.target.sharding
@@ -322,7 +303,7 @@ def move_by_pattern(
 def _carried_out(
     local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], ReshardRequest]
 ) -> Array:
-    """The result of a request, made at its first use on the mesh, on this rank's shard."""
+    """Return the result of a request on this rank's shard; keeps the request by ``key``."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
     found = mesh.caches.find(Resharding, key)
     if found is None:
@@ -336,7 +317,7 @@ def no_shard(
     shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> ShapeError:
-    """The error of a local array that is no shard of the whole."""
+    """Return the error of a local array that is no shard of the whole."""
     if shape == local_shape:
         fix = "md.device_put(x, sharding) where every rank has the whole: it takes this rank's part"
     else:
