@@ -38,11 +38,10 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class SavedShard:
-    """One part of an array that was sharded.
+    """A part of an array that was saved.
 
     Args:
-        box: (start, stop) per dim, in the whole array.
-        ranks: those that held it, the one that saves it first.
+        ranks: those that held it, first the rank that saves it.
         summand: the number of this summand of an unreduced array: those of one box are added.
     """
 
@@ -105,11 +104,11 @@ class ArrayMetadata:
             sharding.placement(shape)
             shards = tuple(
                 SavedShard(
-                    tuple((int(start), int(stop)) for start, stop in one["box"]),
-                    tuple(map(int, one["ranks"])),
-                    int(one["summand"]),
+                    tuple((int(start), int(stop)) for start, stop in shard["box"]),
+                    tuple(map(int, shard["ranks"])),
+                    int(shard["summand"]),
                 )
-                for one in found["shards"]
+                for shard in found["shards"]
             )
             return cls(shape, str(found["dtype"]), sharding, shards)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -133,7 +132,7 @@ class ArrayMetadata:
 
 
 def describe_array(shape: Sequence[int], dtype: object, sharding: NamedSharding) -> dict[str, Any]:
-    """The metadata of an array, as dicts, lists, texts and whole numbers alone."""
+    """Return the metadata of an array as dicts, lists, texts and whole numbers alone."""
     layout, spec = sharding.layout, sharding.spec
     names = layout.names or ()
     placement = sharding.placement(shape)
@@ -190,13 +189,11 @@ def draw_sharding(
     width: int | None = None,
     ascii_only: bool | None = None,
 ) -> str:
-    """The type of an array, its mesh with a letter for each part, and which part each letter is.
+    """Return an array's type and its mesh as text, with a letter for the part that each rank has.
 
     Args:
-        shape, dtype, sharding: of the array.
-        rank: one to put in brackets.
-        width: columns of text to fill at most, 80 by default.
-        ascii_only: draw with + - |; by default where stdout's encoding has no other lines.
+        rank: a rank to put in brackets.
+        width, ascii_only: as ``draw`` takes them.
 
     Example:
         >>> from meshdist import Layout, P
@@ -230,7 +227,7 @@ def draw_sharding_svg(
     rank: int | None = None,
     width: int = 900,
 ) -> str:
-    """Draw as ``draw_sharding`` does, but an SVG document at most ``width`` pixels wide."""
+    """Return the drawing of ``draw_sharding`` as an SVG document, at most ``width`` pixels wide."""
     return draw_svg(
         sharding.layout,
         highlight_rank=rank,
@@ -241,7 +238,7 @@ def draw_sharding_svg(
 
 
 def _parts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
-    """The part of each rank, as it is sliced; ranks with equal parts have equal texts."""
+    """Return the part of each rank as text, equal for ranks with equal parts."""
     placement = sharding.placement(shape)
     layout = sharding.layout
     return {

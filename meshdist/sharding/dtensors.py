@@ -1,9 +1,9 @@
 """DTensors in and out: shardings as torch's placements, and back.
 
-torch cuts dims by ``torch.chunk``: all parts but the last ones are of one size, the last are short
-or empty, where ours differ by at most one. Axes cut a dim in the order of the mesh. Where another
-is meant, ``_StridedShard`` says how many shards an axis finds already made by axes after it; a
-shard is one piece of the whole then only if the sizes divide.
+torch cuts dims by ``torch.chunk``: all parts are of one size, except that the last parts are short
+or empty, where ours differ by 1 at most. Axes cut a dim in the order of the mesh. Where another
+order is meant, ``_StridedShard`` has the number of shards that axes after this axis made before it
+cuts; a shard is one piece of the whole then only if the sizes divide.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SUMS = ("sum", "avg")
 
 
 def to_placements(sharding: NamedSharding) -> tuple[Placement, ...]:
-    """Return torch's placements of a sharding, one for each axis of the mesh.
+    """Return torch's placement of a sharding along each axis of the mesh.
 
     Unreduced axes become ``Partial("sum")``. Where axes cut a dim in another order than the mesh's,
     the placement is a ``_StridedShard``. What placements cannot say is lost: ``reduced``, which
@@ -87,7 +87,7 @@ def from_placements(
     by the size of the axis: ``ShardedArray`` takes them so, and ``from_dtensor`` divides.
 
     Args:
-        placements: one for each axis of the mesh; dims may be negative.
+        placements: a placement for each axis of the mesh; dims may be negative.
         mesh: a ``DeviceMesh`` or a ``Layout``, with named axes.
         shape: of the whole array.
 
@@ -137,10 +137,8 @@ def from_placements(
 
 
 def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Return how a DTensor holds an array that lies so: with torch's sizes, and where a dim does
-    not divide, with the axes in the order of the mesh.
-    """
-    orders = []
+    """Return the sharding by which torch holds an array, with torch's sizes of shards."""
+    orders = []  # of the axes: torch holds a dim that does not divide in the mesh's order alone
     for split in sharding.placement(shape).dims:
         divides = split.size % split.num_cells == 0
         orders.append(split.axes if divides else tuple(sorted(split.axes)))
@@ -150,7 +148,7 @@ def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSha
 def _chunked(
     mesh: Any, orders: Sequence[tuple[int, ...]], shape: tuple[int, ...], kinds: PartitionSpec
 ) -> NamedSharding:
-    """The sharding whose dims ``torch.chunk`` cuts along these axes, major to minor."""
+    """Return the sharding whose dims ``torch.chunk`` cuts along axes, major to minor."""
     layout = mesh if isinstance(mesh, Layout) else mesh.layout
     names = _checked_names(layout)
     entries: list[Entry] = [tuple(names[axis] for axis in axes) for axes in orders]
@@ -165,7 +163,7 @@ def _chunked(
 
 
 def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of the cells where ``torch.chunk`` cuts axis after axis, in linear order."""
+    """Return the sizes of a dim's cells, in linear order, where ``torch.chunk`` cuts each axis."""
     cells = [size]
     for parts in axis_sizes:
         cut = []
@@ -179,11 +177,11 @@ def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
 def _order(
     layout: Layout, cuts: Sequence[tuple[int, int]], size: int, where: str
 ) -> tuple[int, ...]:
-    """The axes that cut one dim, major to minor."""
+    """Return the axes that cut a dim, major to minor, from its axes and split factors."""
     order: list[int] = []
     for axis, factor in reversed(cuts):  # those after this axis are in their order already
         before = [
-            math.prod(layout.sizes[one] for one in order[:at]) for at in range(len(order) + 1)
+            math.prod(layout.sizes[other] for other in order[:at]) for at in range(len(order) + 1)
         ]
         if factor not in before:
             raise ShapeError(
@@ -238,7 +236,7 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
 
 
 class _WarnedPlaces(set[tuple[str, int]]):
-    """The lines of the program that were warned of moves on one mesh."""
+    """The lines of the program that were warned of moves on a mesh."""
 
 
 def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
@@ -250,7 +248,7 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
     Args:
         x: a DTensor whose placements are Shard, Replicate, and Partial of sum or avg.
         mesh: ours on the ranks of its mesh, in the same order, with named axes. None takes the mesh
-            in force where it is such a one, else makes one from torch's, collectively over its
+            in force where it is such a mesh, else makes a mesh from torch's, collectively over its
             ranks.
 
     Gradient: the DTensor's, by ``to_local``. The inverse of ``to_dtensor``.
@@ -302,8 +300,8 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
     Args:
         x: a sharded array.
-        device_mesh: torch's mesh on the ranks of the array's, in the same order. None makes one at
-            the first call, collectively over the world, and keeps it with the array's mesh.
+        device_mesh: torch's mesh on the ranks of the array's, in the same order. None makes a mesh
+            at the first call, collectively over the world, and keeps it with the array's mesh.
 
     Gradient: by ``DTensor.from_local``; along reduced axes it is unreduced. The inverse of
     ``from_dtensor``.
@@ -351,7 +349,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
 
 def _is_same(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
-    """Return whether both have the same ranks at the same coordinates, and no names that differ."""
+    """Return whether both meshes have the same rank at each coordinate, and no other names."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
         names is None or tuple(names) == mesh.layout.names
@@ -368,14 +366,14 @@ def _of_other_ranks(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError
 
 
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
-    """Warn once for each line of the program: what it converts in a loop lies alike."""
+    """Warn, once for each line of the program, that ``to_dtensor`` reshards."""
     frame = program_frame(sys._getframe(1))
     place = (frame.f_code.co_filename, frame.f_lineno)
     warned = x.mesh.caches.of(_WarnedPlaces)
     if place in warned:
         return
     warned.add(place)
-    here, there = (one.placement(x.shape).dims for one in (x.sharding, held))
+    here, there = (sharding.placement(x.shape).dims for sharding in (x.sharding, held))
     places = [dim for dim, pair in enumerate(zip(here, there, strict=True)) if pair[0] != pair[1]]
     warn_caller(
         explain(
@@ -390,7 +388,7 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
 def _cells_text(
     dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
 ) -> str:
-    """How some dims are cut: ``dim 0 in 3, 3, 2, 2 along dp``."""
+    """Return the cuts of some dims as text: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
     for place in places:
         bounds = dims[place].boundaries[: shown + 1]

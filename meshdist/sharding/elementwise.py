@@ -41,6 +41,7 @@ __all__ = ["ElementwiseArray", "Operand", "join_operands"]
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""
 
+# Elementwise functions of torch without the tag: they are made of functions that have it.
 _UNTAGGED = """
     absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip conj detach divide fix
     floor_divide greater greater_equal isclose isfinite isreal less less_equal logsigmoid multiply
@@ -68,14 +69,14 @@ _Operator = Callable[[Any, Any], Any]
 def join_operands(
     operands: Sequence[Operand], linearity: str, call: str
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Shape and sharding of what ``call`` makes of ``operands``; raises where they do not fit.
+    """Return the shape and sharding of an elementwise result, or raise where operands do not fit.
 
-    ``linearity`` is how the operation is linear in unreduced operands, as ``axis_types.join_types``
-    takes it.
+    Args:
+        linearity: of the operation in unreduced operands, as ``axis_types.join_types`` takes it.
     """
     _, shape, sharding = operands[0]
     if not sharding.spec.unreduced and all(
-        one[2] == sharding and one[1] == shape for one in operands
+        operand[1:] == (shape, sharding) for operand in operands
     ):
         return shape, sharding
     for _, _, other in operands[1:]:
@@ -89,7 +90,7 @@ def join_operands(
                 "spec))",
             )
     try:
-        shape = np.broadcast_shapes(*(one[1] for one in operands))
+        shape = np.broadcast_shapes(*(own_shape for _, own_shape, _ in operands))
     except ValueError:
         raise ShapeError(
             f"{call}: the operands' shapes do not broadcast",
@@ -109,7 +110,7 @@ def join_operands(
 def _joined_dims(
     operands: Sequence[Operand], shape: tuple[int, ...], call: str
 ) -> tuple[DimSplit, ...]:
-    """How the result is cut: as every operand that has the dim in full."""
+    """Return the dims of the result, each cut as in every operand that has it in full."""
     found: list[DimSplit | None] = [None] * len(shape)
     for _, own_shape, sharding in operands:
         shift = len(shape) - len(own_shape)
@@ -182,7 +183,7 @@ def _lacking(
 def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisTypeError:
     _, shape, sharding = operands[0]
     fix = None
-    if all(one[1] == shape for one in operands):
+    if all(own_shape == shape for _, own_shape, _ in operands):
         fix = f"y.reshard(x.sharding), or x.reshard({operands[-1][2].spec!r})"
     return AxisTypeError(
         f"{call}: the operands are cut differently along dim {dim}",
@@ -194,7 +195,7 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
 
 
 def _letter(place: int) -> str:
-    """The name of an operand in messages: x, y, z, then by number."""
+    """Return the name of an operand in messages: x, y, z, then by number."""
     return "xyz"[place] if place < 3 else f"operand {place}"
 
 
@@ -207,9 +208,8 @@ def _listed(operands: Sequence[Operand], *, with_meshes: bool = False) -> str:
     return "\n".join(lines)
 
 
-# Elementwise functions of torch without the tag: they are made of functions that have it.
 def _both_ways(function: _Operator, name: str) -> tuple[_Operator, _Operator]:
-    """The methods of one of Python's operators: with the array on the left, and on the right."""
+    """Return the methods of an operator with the array on its left, and on its right."""
     return (
         lambda self, other: _operate(function, name, self, other),
         lambda self, other: _operate(function, name, other, self),
@@ -280,7 +280,7 @@ class ElementwiseArray:
             raise _not_functional(f"numpy.{name}", "out= or where=")
         function, linear_as = ufunc, "conj" if name == "conjugate" else name
         if _library(self.local) == "torch":
-            inputs = tuple(one.item() if isinstance(one, np.generic) else one for one in inputs)
+            inputs = tuple(x.item() if isinstance(x, np.generic) else x for x in inputs)
             function = _OPERATORS.get(name) or _find_torch_function(linear_as)
             if function is None or kwargs:
                 raise KindError(
@@ -327,47 +327,43 @@ def apply(
     *,
     call: str | None = None,
 ) -> Any:
-    """Apply a function to the shards of its sharded operands, element by element.
+    """Return the sharded result, or results, of an elementwise function on the operands' shards.
 
-    ``name`` is that by which ``LINEARITY`` knows the function, which is the library's of the
-    shards; "" for what is not linear. Messages say ``call``, or else ``name``.
-
-    Returns:
-        A sharded array, or a tuple of them.
+    Args:
+        name: that by which ``LINEARITY`` knows the function; "" where it is not linear.
+        call: the function's name in messages; None takes ``name``.
     """
     call = name if call is None else call
-    operands = [one for one in (*args, *kwargs.values()) if isinstance(one, ElementwiseArray)]
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, ElementwiseArray)]
     first = operands[0]
-    for one in operands[1:]:
-        if _library(one.local) != _library(first.local):
+    for operand in operands[1:]:
+        if _library(operand.local) != _library(first.local):
             raise KindError(
                 f"{call}: the shards are arrays of different libraries",
                 expected="shards of one library",
-                found=", ".join(sorted({_library(one.local) for one in operands})),
+                found=", ".join(sorted({_library(each.local) for each in operands})),
                 fix="make one of the other's, such as ShardedArray(torch.from_numpy(x.local), "
                 "x.sharding, x.shape)",
             )
     linearity = LINEARITY.get(name, "")
     if linearity == "first" and not isinstance(args[0], ElementwiseArray):
         linearity = ""  # a number divided by an unreduced value
-    is_summed = any(one.sharding.spec.unreduced for one in operands)
-    for key, one in (*enumerate(args), *kwargs.items()):
-        if not isinstance(one, ElementwiseArray) and key not in ("alpha", "beta"):
-            _check_number(one, call, first, is_added=is_summed and linearity == "add")
-    described = [(one.local.dtype, one.shape, one.sharding) for one in operands]
+    is_summed = any(operand.sharding.spec.unreduced for operand in operands)
+    for key, x in (*enumerate(args), *kwargs.items()):
+        if not isinstance(x, ElementwiseArray) and key not in ("alpha", "beta"):
+            _check_number(x, call, first, is_added=is_summed and linearity == "add")
+    described = [(operand.local.dtype, operand.shape, operand.sharding) for operand in operands]
     shape, sharding = join_operands(described, linearity, call)
-    result = function(*map(_local, args), **{key: _local(one) for key, one in kwargs.items()})
+    result = function(*map(_local, args), **{key: _local(x) for key, x in kwargs.items()})
     if isinstance(result, tuple):
-        return tuple(type(first)(one, sharding, shape) for one in result)
+        return tuple(type(first)(local, sharding, shape) for local in result)
     return type(first)(result, sharding, shape)
 
 
 def _operate(function: Callable[..., Any], name: str, left: Any, right: Any) -> Any:
-    """One of Python's operators; what it does not know is left to the other operand."""
-    for one in (left, right):
-        if not isinstance(one, (ElementwiseArray, int, float, complex)) and not hasattr(
-            one, "shape"
-        ):
+    """Return the result of a Python operator, NotImplemented beside an operand of another kind."""
+    for x in (left, right):
+        if not isinstance(x, (ElementwiseArray, int, float, complex)) and not hasattr(x, "shape"):
             return NotImplemented
     return apply(function, name, (left, right))
 
@@ -377,7 +373,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Refuse arrays that are not sharded, and numbers that each rank would add to a summand."""
+    """Raise for an array that is not sharded, or a number that each rank would add to a summand."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
@@ -417,7 +413,7 @@ def _is_pointwise(name: str) -> bool:
     """Return whether torch says of an operator that it works element by element."""
     packet = getattr(torch.ops.aten, name, None)
     return packet is not None and any(
-        torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads()
+        torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
     )
 
 
@@ -429,7 +425,7 @@ def _is_elementwise(operation: TorchFunction) -> bool:
 
 
 def _find_torch_function(name: str) -> Any:
-    """torch's function with the name of a ufunc, if it works element by element."""
+    """Return torch's function with the name of a ufunc if it works element by element, or None."""
     function = getattr(torch, name, None)
     return function if function is not None and _is_elementwise(OPERATIONS[function]) else None
 
@@ -456,11 +452,11 @@ def _not_functional(call: str, what: str) -> KindError:
 
 
 def matmul_refused(call: str, *operands: Any) -> KindError:
-    """The error of a product that would contract dims, which may be sharded."""
+    """Return the error of a product that would contract dims, which may be sharded."""
     shown = [
-        array_type(one.local.dtype, one.shape, one.sharding)
-        for one in operands
-        if isinstance(one, ElementwiseArray)
+        array_type(x.local.dtype, x.shape, x.sharding)
+        for x in operands
+        if isinstance(x, ElementwiseArray)
     ]
     return KindError(
         f"{call} of sharded arrays is not served: what it sends depends on how its dims are cut",

@@ -45,13 +45,12 @@ def draw_box(
     *,
     piece: int | None = _PIECE,
 ) -> torch.Tensor:
-    """The part ``box`` of an array of ``shape`` whose numbers ``draw`` draws, in row-major order.
+    """Return the part ``box`` of an array whose numbers ``draw`` draws, in row-major order.
 
-    ``draw`` returns so many new numbers, in one dim. They are drawn by ``piece``, a multiple of 16;
-    for None, all at once, as CUDA's numbers depend on the length of the whole. Generators draw one
-    number after the other, so every rank draws them all. On the CPU the numbers of pieces are those
-    of the whole where none is shorter than 16: torch draws normal numbers in blocks of 16, and the
-    last 16 anew where the length is no multiple.
+    Args:
+        draw: returns so many new numbers, in one dim.
+        piece: so many numbers are drawn at a time, a multiple of 16; None draws all at once, since
+            CUDA's numbers depend on the length of the whole.
 
     Example:
         >>> numbers = iter(range(100))
@@ -61,6 +60,9 @@ def draw_box(
         tensor([[13, 14],
                 [17, 18]])
     """
+    # Generators draw in sequence, so every rank draws all numbers. On the CPU the numbers of pieces
+    # are those of the whole where no piece is shorter than 16: torch draws normal numbers in blocks
+    # of 16, and the last 16 anew where the length is no multiple.
     count = math.prod(shape)
     if piece is None or count < piece + _BLOCK:
         return draw(count).view(tuple(shape))[index_of(box)].clone()
@@ -78,7 +80,7 @@ def draw_box(
 
 
 def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
-    """How many elements of a box come before ``place`` in the row-major order of the whole.
+    """Return the number of a box's elements before ``place`` in the whole's row-major order.
 
     Example:
         >>> _num_before(7, (3, 4), ((0, 3), (1, 3)))
@@ -96,7 +98,7 @@ def _num_before(place: int, shape: Sequence[int], box: Box) -> int:
 
 
 def _places(first: int, stop: int, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Where the elements ``first`` to ``stop`` of a box lie in the row-major order of the whole."""
+    """Return the places of a box's elements ``first`` to ``stop`` in the row-major whole."""
     rest = torch.arange(first, stop)
     places = torch.zeros_like(rest)
     stride = 1
@@ -155,9 +157,9 @@ def ones(
     device: Any = None,
     like: Array | None = None,
 ) -> ShardedArray:
-    """An array of ones, of which every rank makes its own shard. See ``zeros``.
+    """An array in which every element is 1, of which every rank makes its own shard. See ``zeros``.
 
-    Along axes over which it is unreduced coordinate 0 holds the ones, and all others zeros.
+    Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
     """
     making, where, shape = _begin("ones", shape, dtype, sharding, device, like)
     make = making.module.ones if _holds_values(where, shape) else making.module.zeros
@@ -272,7 +274,7 @@ def make_array_from_callback(
         shape: of the whole.
         sharding: how it lies; a ``PartitionSpec`` alone takes the mesh in force.
         data_callback: called once, with the slices that take this rank's shard out of the whole;
-            returns that shard: an array of any library, or what NumPy makes one of.
+            returns that shard: an array of any library, or what NumPy can make an array of.
         dtype: to convert the data to; None keeps theirs.
 
     Returns: an array that shares the memory of the callback's data where none is converted. Along
@@ -338,7 +340,7 @@ def make_array_from_process_local_data(
     Cost: nothing is sent.
 
     Raises:
-        As ``zeros``. ShapeError: ``local_data`` has neither the shard's size nor the whole one.
+        As ``zeros``. ShapeError: ``local_data`` has neither the shard's size nor the whole's.
         LengthError: not one size per dim.
 
     Example:
@@ -398,7 +400,7 @@ def _local_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _holds_values(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Return whether this rank's summand is the value; else it is zero."""
+    """Return whether this rank's shard has the values, and not zeros as its summand."""
     coordinate = sharding.mesh.get_coordinate() or ()
     return sharding.placement(shape).has_values(coordinate)
 
@@ -416,7 +418,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """The function that draws so many numbers, and whether pieces may be drawn one by one."""
+    """Return the function that draws so many numbers, and whether it may draw them in pieces."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):
@@ -437,12 +439,12 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 
 
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
-    """Raise on every rank where the first numbers differ: replicas would not be replicas."""
+    """Raise on every rank of the mesh if the first numbers that the ranks drew differ."""
     group = mesh.open_group()
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, first, group)
-    if any(one != of_all[0] for one in of_all):
-        heads = [f"{one[0]:.4g}, ..." for one in of_all]
+    if any(numbers != of_all[0] for numbers in of_all):
+        heads = [f"{numbers[0]:.4g}, ..." for numbers in of_all]
         raise UnequalError(
             "randn: the ranks' generators draw different numbers",
             where=f"mesh ({mesh.layout.axis_text()})",

@@ -52,7 +52,7 @@ def reshard(
         pattern: how it lies, and how it shall lie; or the ``NamedSharding`` that it has. Of a
             ``ShardedArray`` how it shall lie is enough: one side, a sharding or a spec.
         mesh: whose axes the pattern names; None takes the mesh in force. After a ``NamedSharding``:
-            the one that it shall have.
+            the sharding that it shall have.
         shape: of the whole array; None takes each dim as the shard's size times the number of
             shards, or as ``sizes`` says.
         check: whether ranks compare what they hold, along axes that the right side cuts or sums and
@@ -261,7 +261,7 @@ def _get(
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
 ) -> Resharding:
-    """The resharding that a call means, made at its first use on the mesh."""
+    """Return the resharding of a call, which is made and kept at its first use on the mesh."""
     where = _mesh_of(verb, pattern, mesh)
     key = (verb, pattern, shape, more)
     found = where.caches.find(Resharding, key)
@@ -277,7 +277,7 @@ def _asked(
     shape: tuple[int, ...],
     given: DeviceMesh | None,
 ) -> ReshardRequest:
-    """The request of a call on the mesh in force, or on the given mesh."""
+    """Return a call's request; an AxisError says so where an outer mesh has the axis."""
     try:
         return request(where, tuple(shape))
     except AxisError as error:

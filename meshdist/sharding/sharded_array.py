@@ -53,7 +53,7 @@ class ShardedArray(ElementwiseArray):
 
     Operators, ufuncs and torch's functions of single elements, slices, ``sum`` and ``mean`` compute
     with the shards alone. Nothing communicates but ``full()``, ``reshard()``, and the functions of
-    meshdist that are given one.
+    meshdist that take sharded arrays.
 
     Args:
         local: this rank's shard: a torch tensor, or an array of NumPy or CuPy.
@@ -138,7 +138,7 @@ class ShardedArray(ElementwiseArray):
 
     @property
     def addressable_shards(self) -> list[Shard]:
-        """The shards that this rank holds: one."""
+        """The shards that this rank holds: a list of one shard."""
         return [Shard(index_of(self._box), self.sharding.replica(self.mesh.get_rank()), self.local)]
 
     @property
@@ -182,7 +182,7 @@ class ShardedArray(ElementwiseArray):
         """Return what a checkpoint needs to load the array elsewhere, as JSON; nothing is sent.
 
         Shape, dtype, spec, the mesh's names and ranks, and for each part of the whole its box and
-        the ranks that hold it, the one that saves it first. Equal on every rank.
+        the ranks that hold it, first the rank that saves it. Equal on every rank.
         ``ArrayMetadata.from_json`` reads it.
         """
         return describe_array(self.shape, self.dtype, self.sharding)
@@ -270,7 +270,7 @@ class ShardedArray(ElementwiseArray):
         what it has. ``reshard`` or ``full`` adds these.
 
         Args:
-            dim: one or several dims; ``axis`` is NumPy's name for it. None: all.
+            dim: a dim or several dims; ``axis`` is NumPy's name for it. None: all.
             keepdim: keep them with size 1; ``keepdims`` is NumPy's name for it.
             dtype: of the result, as the local array's library takes it.
             out: must be None.
@@ -409,16 +409,16 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """An array of the ranks' own sums: in typed contexts it varied, and is summands now."""
+    """Return the sharded array whose summands are the ranks' own sums."""
     if isinstance(local, torch.Tensor):
-        mark_spec(local, sharding.spec)
+        mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
     return ShardedArray(local, sharding, shape)
 
 
 def _unpickled(
     local: Array, sharding: NamedSharding, shape: tuple[int, ...], box: Box
 ) -> ShardedArray:
-    """Take up a shard on a rank whose shard it is."""
+    """Return the array of a pickled shard, or raise on a rank that holds another part."""
     checked_sharding(sharding, "unpickling a ShardedArray")
     own = sharding.box(sharding.mesh.get_rank(), shape)
     if own != box:

@@ -60,7 +60,7 @@ __all__ = [
 
 
 def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
-    """Return the root, a rank of the mesh."""
+    """Return the root as a whole number, or raise unless it is a rank of the mesh."""
     rank = get_whole_number(root, f"{verb}: root", expected="a rank")
     if mesh.layout.coordinate_of(rank) is None:
         raise NotInGroupError(
@@ -72,17 +72,11 @@ def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
 
 
 class RootedGather:
-    """A request for the whole on every rank, carried out for one rank alone.
+    """A function that carries out a request of ``unshard`` for one rank alone, the root."""
 
-    Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
-    that the group is over the axes that cut dims. Summands are added first, scattered over the axes
-    along which they lie.
-
-    Args:
-        request: of ``unshard``.
-        root: the rank.
-    """
-
+    # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
+    # that the group is over the axes that cut dims. Summands are added first, scattered over the
+    # axes along which they lie.
     def __init__(self, request: ReshardRequest, root: int) -> None:
         mesh, source, shape = request.mesh, request.source, request.plan.source.shape
         self._title = f"{request.plan.title} on rank {root}"
@@ -100,7 +94,7 @@ class RootedGather:
             self._carrier = Carrier(steps, placement.local_shape(here), mesh, self._title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The whole array on the root, in new memory; None on all other ranks."""
+        """Return the whole array on the root, in new memory; None on all other ranks."""
         if x.requires_grad and torch.is_grad_enabled():
             raise GradientError(
                 "unshard with a root has no gradient",
@@ -117,7 +111,7 @@ class RootedGather:
 
 
 def _scattered(source: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding in which sums lie: the longest cells are cut further by the unreduced axes."""
+    """Return the sharding in which the unreduced axes cut the dim of the largest cells instead."""
     if not shape:  # nothing that could be cut
         return NamedSharding(source.mesh, P())
     axes = source.layout.axis_indices(tuple(source.spec.unreduced))
@@ -127,17 +121,13 @@ def _scattered(source: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 def scatter(
     x: torch.Tensor, mesh: DeviceMesh, placement: Placement, root: int, title: str
 ) -> torch.Tensor:
-    """This rank's part of an array that the root holds; collective over the mesh.
+    """Return this rank's part of an array that the root holds, differentiably; collective.
 
     Args:
         x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
-        mesh: the ranks.
-        placement: where each element shall lie, on one rank each: no axis is free. Where an axis
-            is unreduced, coordinate 0 gets the values, and the others zeros.
-        root: the rank that holds the whole.
-        title: what reports call it, equal on all ranks.
-
-    Gradient: gathered on the root; every rank takes part in the backward.
+        placement: each element's rank: no axis is free. Where an axis is unreduced, coordinate 0
+            gets the values, and the others zeros.
+        title: the call's name in reports, equal on all ranks.
     """
     here = mesh.get_coordinate() or ()
     gather, send = _exchanges(placement, here, mesh.layout.coordinate_of(root) or ())
@@ -161,11 +151,13 @@ class _Rooted(LinearFunction):
 def _exchanges(
     placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
 ) -> tuple[Exchange, Exchange]:
-    """The step of the rank ``here`` that gathers the whole on the root, and its transpose.
+    """Return this rank's step that gathers the whole on the root, and the step's transpose.
 
-    The group has the ranks with the coordinates of ``there``, the root's, along the free axes.
-    Ranks other than the root gather, and scatter, an array without elements.
+    Args:
+        here, there: this rank's coordinate, and the root's.
     """
+    # The group has the ranks with the root's coordinates along the free axes. Ranks other than the
+    # root gather, and scatter, an array without elements.
     axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
     group = group_at(axes, placement.mesh_sizes, here)
     mine, root = group[2], place_along(axes, placement.mesh_sizes, there)
@@ -196,7 +188,7 @@ def _exchanges(
 def _members(
     placement: Placement, axes: tuple[int, ...], there: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """The coordinates of the root's group over some axes, by place."""
+    """Return the coordinates of the root's group over some axes, by place."""
     found = [there]
     for axis in axes:
         found = [
@@ -227,11 +219,11 @@ def device_put(
     Returns: an array in new memory, of the library of ``x``; tensors lie on the mesh's device.
         Along axes over which it is unreduced coordinate 0 holds the values, and all others zeros.
 
-    Gradient: without a root the shards' gradients are gathered on every rank; with one, on the
-        root, and every rank takes part in the backward.
+    Gradient: without a root the shards' gradients are gathered on every rank; with a root, there,
+        and every rank takes part in the backward.
 
-    Cost: nothing is sent without a root. With one, each element leaves it once; ranks that hold
-        equal parts send these to one another.
+    Cost: nothing is sent without a root. With a root, each element leaves it once; ranks that hold
+        equal parts send these to each other.
 
     Raises:
         KindError: ``x`` is no array, or None on the root; in the latter case on every rank.
@@ -270,7 +262,7 @@ def device_put(
 
 @dataclass(frozen=True)
 class _Facts:
-    """The facts of the array that the root sends to the others."""
+    """The properties of the root's array, which the root tells the other ranks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -307,7 +299,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _learn(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """The root's tensor, there, and what it is, on every rank; all raise what the root refuses."""
+    """Return the root's tensor, there alone, and its facts; all ranks raise the root's errors."""
     told: list[Any] = [None]
     tensor = None
     if is_root:
@@ -339,7 +331,7 @@ def _learn(
 
 
 def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
-    """The root's tensor, if it can lie so."""
+    """Return the root's array as a tensor, or raise where it cannot have the sharding."""
     where = f"the root, {mesh_text(target.mesh)}"
     if x is None or isinstance(x, ShardedArray):
         raise KindError(
@@ -362,21 +354,15 @@ def _checked_whole(x: Any, target: NamedSharding) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Making:
-    """The library, dtype and device of new arrays.
+    """The library, dtype and device of new arrays."""
 
-    Args:
-        library: "torch", "numpy" or "cupy".
-        dtype: of that library; None leaves it to the library.
-        device: of torch's; where CuPy's arrays lie it is their current device.
-    """
-
-    library: str
-    dtype: Any
-    device: torch.device
+    library: str  # "torch", "numpy" or "cupy"
+    dtype: Any  # None leaves it to the library
+    device: torch.device  # of tensors alone: CuPy's arrays lie on CuPy's current device
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """Choose and check what a call asks for; ``like`` has what is not said otherwise."""
+        """Return the checked library, dtype and device of a call; ``like`` has what is None."""
         if like is not None:
             as_tensor(like, argument="like", verb=call, writable=False)
             library = library_of(like)
@@ -396,24 +382,24 @@ class Making:
 
     @property
     def module(self) -> Any:
-        """The library's module."""
+        """The module of the library, imported."""
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
-        """The arguments of the library's makers."""
+        """Return the keyword arguments of the library's functions that make arrays."""
         made = {} if self.dtype is None else {"dtype": self.dtype}
         return {**made, "device": self.device} if self.library == "torch" else made
 
 
 def library_of(array: Array) -> str:
-    """The library of an array: "torch", "numpy" or "cupy"."""
+    """Return the library of an array: "torch", "numpy" or "cupy"."""
     if isinstance(array, torch.Tensor):
         return "torch"
     return "numpy" if isinstance(array, (np.ndarray, np.generic)) else "cupy"
 
 
 def in_library(tensor: torch.Tensor, library: str) -> Array:
-    """A tensor as an array of a library, which shares its memory."""
+    """Return a tensor as an array of a library that shares its memory."""
     if library == "torch":
         return tensor
     if library == "numpy":
@@ -423,12 +409,12 @@ def in_library(tensor: torch.Tensor, library: str) -> Array:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device on which this rank's tensors lie."""
+    """Return the device on which this rank's tensors of a mesh lie."""
     return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
 
 
 def _dtype_in(library: str, dtype: Any, call: str) -> Any:
-    """A dtype of any library, or its name, as ``library`` has it."""
+    """Return a dtype of any library, or its name, as a dtype of ``library``."""
     if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
         return dtype
     if isinstance(dtype, torch.dtype):
