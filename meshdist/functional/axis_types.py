@@ -1,4 +1,4 @@
-"""Types of values over mesh axes: their text, how they join, what a join must cast.
+"""Types of values over mesh axes: their text, their join, and the casts that a join needs.
 
 A type says of which kind a value is over each axis, by a letter. Its text is canonical, so that
 equal types are equal strings: ``"V:dp,tp U:ep"`` is varying over 'dp' and 'tp' and unreduced over
@@ -50,28 +50,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
-__all__ = [
-    "ATTRIBUTE",
-    "CASTS",
-    "GATHERED",
-    "GRADIENT_KINDS",
-    "INVARIANT",
-    "KINDS",
-    "REDUCED_BY_OWNER",
-    "SPEC_ATTRIBUTE",
-    "VERB_KINDS",
-    "JoinedType",
-    "Refusal",
-    "axes_of_kind",
-    "find_result_kind",
-    "gradient_type",
-    "join_types",
-    "kinds_in",
-    "shown",
-    "type_text",
-    "with_kinds",
-]
-
 KINDS: Mapping[str, str] = MappingProxyType(
     {"V": "varying", "I": "invariant", "U": "unreduced", "R": "reduced"}
 )
@@ -112,7 +90,7 @@ VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
-    """Return the kind of a verb's result over the verb's axis; None where it takes no such value.
+    """Return the kind of a verb's result over its axis, or None if it takes no such value.
 
     Args:
         verb: its public name.
@@ -133,14 +111,14 @@ def find_result_kind(verb: str, kind: str, to: str | None = None) -> str | None:
 
 
 ATTRIBUTE = "_axis_types"
-"""Where a tensor's ``__dict__`` has the text of its type."""
+"""The key of the text of a tensor's type in its ``__dict__``."""
 
 SPEC_ATTRIBUTE = "_spec"
-"""Where a tensor's ``__dict__`` has the text of its spec (``annotations``)."""
+"""The key of the text of a tensor's spec in its ``__dict__`` (``typed_contexts/annotations``)."""
 
 REDUCED_BY_OWNER = "_axes_of_owner"
-"""Where a leaf's ``__dict__`` names the axes, joined by commas, over which a wrapper reduces its
-``.grad`` behind the backward: it is invariant there, though the leaf is reduced."""
+"""The key, in a leaf's ``__dict__``, of the axes, joined by commas, over which a wrapper reduces
+its ``.grad`` behind the backward: the gradient is invariant there, though the leaf is reduced."""
 
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
@@ -150,7 +128,7 @@ _ORDER = "VRU"  # of the kinds in a text; "I" stands in none
 
 @lru_cache(maxsize=4096)
 def kinds_in(text: str) -> Mapping[str, str]:
-    """The kinds that the text of a type names, by axis.
+    """Return the kinds that the text of a type names, by axis.
 
     Example:
         >>> dict(kinds_in("V:dp,tp U:ep"))
@@ -164,19 +142,19 @@ def kinds_in(text: str) -> Mapping[str, str]:
 
 
 def type_text(kinds: Mapping[str, str]) -> str:
-    """The text of the type with these kinds by axis; the inverse of ``kinds_in``.
+    """Return the text of the type with these kinds by axis; the inverse of ``kinds_in``.
 
     Example:
         >>> type_text({"tp": "V", "ep": "U", "dp": "V", "pp": "I"})
         'V:dp,tp U:ep'
     """
-    axes = {kind: sorted(axis for axis, one in kinds.items() if one == kind) for kind in _ORDER}
+    axes = {kind: sorted(axis for axis in kinds if kinds[axis] == kind) for kind in _ORDER}
     return " ".join(f"{kind}:{','.join(names)}" for kind, names in axes.items() if names)
 
 
 @lru_cache(maxsize=4096)
 def gradient_type(text: str) -> str:
-    """The type of the gradient of a value of the type ``text``.
+    """Return the type of the gradient of a value of the type ``text``.
 
     Example:
         >>> gradient_type("V:dp R:ep")
@@ -186,7 +164,7 @@ def gradient_type(text: str) -> str:
 
 
 def with_kinds(text: str, kinds: Mapping[str, str]) -> str:
-    """The type ``text`` with other kinds over some axes.
+    """Return the type ``text`` with the kinds over some axes replaced.
 
     Example:
         >>> with_kinds("V:dp,tp", {"dp": "I"})
@@ -201,7 +179,7 @@ def _with_kinds(text: str, *kinds: tuple[str, str]) -> str:
 
 
 def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
-    """The axes over which a value of the type ``text`` is of one of the ``kinds``, sorted.
+    """Return the axes over which a value of the type ``text`` is of any of ``kinds``, sorted.
 
     Example:
         >>> axes_of_kind("V:tp R:ep U:dp", "RU")
@@ -212,7 +190,7 @@ def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The axis where operands do not join, and the place of the unreduced operand to blame."""
+    """The axis over which operands do not join, and the place of the first unreduced operand."""
 
     axis: str
     operand: int
@@ -220,10 +198,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class JoinedType:
-    """The result type of an operation on operands of certain types, and the casts that it lacks.
+    """The type of an operation's results, and the casts that its operands need.
 
     Args:
-        text: the type of its results.
+        text: the type of the results.
         missing: for each operand, the type that a cast must add before it takes part: the axes
             over which it is invariant and the result is not; "" for none.
     """
@@ -233,23 +211,12 @@ class JoinedType:
 
     @cached_property
     def is_missing(self) -> bool:
-        """Return whether any operand lacks anything."""
+        """Return whether any operand needs a cast."""
         return any(self.missing)
 
 
 def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
-    """Join the types of an operation's operands, axis by axis.
-
-    One that varies lets the result vary; one that is reduced, beside invariant ones, lets it be
-    reduced. Unreduced operands pass where the operation is linear in them:
-
-        linearity       what it stands for       unreduced operands
-        "add"           a + b, cat               all, or none
-        "multiply"      a * b, a @ b             one, beside invariant and reduced ones
-        "first"         a / b, a[b], a.sum()     the first, beside invariant and reduced ones
-        "multiply add"  a @ b + c                of the first two as in "multiply"; and then c
-        "add multiply"  a + b @ c                the same with the sum's own operand first
-        ""              all else                 none
+    """Return the joined type of an operation's operands, axis by axis, or the refusal of a join.
 
     Example:
         >>> join_types(["V:dp", "", "R:tp"])
@@ -260,8 +227,8 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
     kinds = [kinds_in(text) for text in types]
     result: dict[str, str] = {}
     missing: list[dict[str, str]] = [{} for _ in types]
-    for axis in sorted({axis for one in kinds for axis in one}):
-        here = [one.get(axis, "I") for one in kinds]
+    for axis in sorted({axis for each in kinds for axis in each}):
+        here = [each.get(axis, "I") for each in kinds]
         if "U" in here:
             if not _is_linear(here, linearity):
                 return Refusal(axis, here.index("U"))
@@ -275,7 +242,14 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
 
 
 def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
-    """Whether an operation of this linearity may take operands of these kinds, some unreduced."""
+    """Return whether an operation may take operands of which some are unreduced."""
+    # linearity       stands for               takes as unreduced, beside invariant and reduced:
+    # "add"           a + b, cat               all operands
+    # "multiply"      a * b, a @ b             any single operand
+    # "first"         a / b, a[b], a.sum()     the first operand
+    # "multiply add"  a @ b + c                a or b, and c
+    # "add multiply"  a + b @ c                a, and b or c
+    # ""              all else                 no operand
     unreduced = [kind == "U" for kind in kinds]
     if "V" in kinds:
         return False
@@ -293,7 +267,7 @@ def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
 
 
 def shown(axes: Iterable[str]) -> str:
-    """Axes as messages name them.
+    """Return the names of axes as messages show them.
 
     Example:
         >>> shown(["dp", "tp"])

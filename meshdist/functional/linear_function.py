@@ -1,14 +1,14 @@
 """The common part of verbs that are linear, as autograd Functions in the form of torch.func.
 
-A dim is cut into blocks, one for each member of a group, and joined again, without any sending.
+A dim is cut into a block for each member of a group, and blocks are joined again; nothing is sent.
 Blocks are a tensor whose dim 0 counts the members. *Tiled*, a dim of k n is k blocks of n, and the
 result has as many dims; else a dim of k is k blocks without it.
 
-Where a wrapper averages over ranks that have made a loss together, it divides once more. So verbs
-with an invariant result keep the line of their call where there is a wrapper, and the first
-that a backward comes to is noted; the wrapper warns when that backward has ended, be the verb
-behind the model or in it, as in a batch norm by hand. The first of ``pvary(pmean(x))`` is a cast,
-whose backward sums what the mean divides: all is right.
+A wrapper that averages over ranks which have made a loss together divides by their number once
+more. So verbs with an invariant result keep the line of their call where there is a wrapper, and
+the first such verb that a backward comes to is noted; the wrapper warns when that backward has
+ended, be the verb behind the model or in it, as in a batch norm by hand. In ``pvary(pmean(x))`` the
+backward comes first to the cast, whose sum makes up for the mean: the wrapper does not warn.
 """
 
 from __future__ import annotations
@@ -25,25 +25,23 @@ from ..collectives.torch_private import call_function
 from ..errors import ShapeError
 from ..groups.process_group import ProcessGroup
 
-__all__ = ["LinearFunction", "cut", "get_dim", "stack_blocks", "keep_line", "note_complete"]
-
 
 def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
-    """Let a verb's node keep the line of its call, where wrappers average over ranks of a group."""
+    """Store the line of a verb's call on its node, if a wrapper averages over the group's ranks."""
     averaged = x.requires_grad and isinstance(group, ProcessGroup) and group.world.averaged
-    if averaged and any(len(one.intersection(group.ranks)) > 1 for one in averaged):
+    if averaged and any(len(ranks.intersection(group.ranks)) > 1 for ranks in averaged):
         node.line = show_site(call_site())
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Note the backward of a verb whose result is invariant, or that of a cast, which sums."""
+    """Note on the world the verb or cast, with a line, that a backward comes to first."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
 
 
 def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
-    """Return a dim, which may be counted from the end, as a number from 0 below ``num_dims``."""
+    """Return a dim as a number from 0 below ``num_dims``, or raise; negative dims count back."""
     dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
@@ -58,7 +56,7 @@ def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
 def cut(
     x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
-    """Return ``x`` as blocks along ``dim``, which ``get_dim`` has found."""
+    """Return ``x`` cut along ``dim`` into a block for each member, counted in dim 0, or raise."""
     length, size = x.shape[dim], group.size()
     if length % size if tiled else length != size:
         others = [
@@ -87,23 +85,21 @@ def cut(
 
 
 def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
-    """Return blocks as one tensor with their members' count in ``dim``; the inverse of ``cut``."""
+    """Return blocks joined along ``dim``; the inverse of ``cut``."""
     if dim:
         blocks = blocks.movedim(0, dim)
     return blocks.flatten(dim, dim + 1) if tiled else blocks
 
 
 class LinearFunction(Function):
-    """A linear verb on one tensor; what follows the tensor tells where its parts go.
-
-    A subclass has ``forward(x, *rest)`` and ``backward(ctx, grad)``, which finds ``rest`` in
-    ``ctx.rest``. Its forward derivative is the verb itself, and so is the verb on a batch.
+    """A linear verb on a tensor, whose forward derivative is the verb itself.
 
     Attributes:
         takes_blocks, gives_blocks: whether dim 0 of the argument, of the result, counts the group's
-            members. A batch's dim then stands behind it.
+            members. The dim of a batch then stands behind it.
     """
 
+    # Subclasses have `forward(x, *rest)`, and `backward(ctx, grad)`, which finds them in ctx.rest.
     takes_blocks: ClassVar[bool] = False
     gives_blocks: ClassVar[bool] = False
 
@@ -124,6 +120,6 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Keep what follows the tensor."""
+        """Store the arguments behind the tensor on the node, and the line of the call."""
         ctx.rest = inputs[1:]
         keep_line(ctx, *inputs[:2])

@@ -34,17 +34,6 @@ from ..runtime.memory import new_like
 from .linear_function import LinearFunction, cut, get_dim, stack_blocks
 from .reducing import check_gradient
 
-__all__ = [
-    "all_to_all",
-    "blocks_to_exchange",
-    "blocks_to_swap",
-    "pbroadcast",
-    "ppermute",
-    "pshuffle",
-    "pswapaxes",
-    "ragged_all_to_all",
-]
-
 _NUMBERS = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 _FAULTS = (
     "recv_sizes are not what is sent to it",
@@ -67,10 +56,9 @@ def ragged_all_to_all(
     Args:
         operand, output: rows along dim 0, of one shape and dtype.
         input_offsets, send_sizes: where in ``operand`` each slice begins, and its number of rows;
-            k slices, k a multiple of the group's size, the first ones for its first member.
+            k slices, k a multiple of the group's size, the first slices for its first member.
         output_offsets: where in the *receiver's* output each slice goes.
         recv_sizes: the number of rows of each slice that arrives here, in the order of senders.
-        group: whose members take part.
 
     Raises:
         KindError, ShapeError, DtypeError, ArgumentError: the arguments do not fit one another;
@@ -80,15 +68,13 @@ def ragged_all_to_all(
     group = resolve_group(group)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     lists = []
-    for each, name in zip(given, _NUMBERS, strict=True):
-        numbers = each.tolist() if hasattr(each, "tolist") else each
-        lists.append(
-            _whole_numbers(numbers, "ragged_all_to_all", name, "a one-dim array or a list")
-        )
+    for numbers, name in zip(given, _NUMBERS, strict=True):
+        plain = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+        lists.append(_whole_numbers(plain, "ragged_all_to_all", name, "a one-dim array or a list"))
     _check_here(operand, output, lists, group)
     starts, sent, places, taken = lists
     with outside_transforms():
-        arriving, offsets = _announced(sent, places, group)
+        arriving, offsets = _exchange_sizes(sent, places, group)
         _check_everywhere(output, arriving, offsets, taken, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
@@ -115,7 +101,7 @@ def _check_here(
             where=where,
             found=f"{shown}; on {operand.device} and {output.device}",
         )
-    lengths = {name: len(one) for name, one in zip(_NUMBERS, lists, strict=True)}
+    lengths = {name: len(numbers) for name, numbers in zip(_NUMBERS, lists, strict=True)}
     count = lengths["send_sizes"]
     if len(set(lengths.values())) > 1 or count % group.size() or not count:
         raise ShapeError(
@@ -136,10 +122,10 @@ def _check_here(
         )
 
 
-def _announced(
+def _exchange_sizes(
     sent: list[int], places: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """The size of each slice that will arrive here, and where its sender wants it."""
+    """Exchange sizes and offsets; return those of the slices that will arrive here."""
     mine = torch.tensor([sent, places]).T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
@@ -156,7 +142,7 @@ def _check_everywhere(
     taken: list[int],
     group: ProcessGroup,
 ) -> None:
-    """Raise the same error on every member unless what is sent to each fits its output."""
+    """Raise the same error on every member unless the slices for each fit its output."""
     spans = sorted(
         (start, start + size) for start, size in zip(offsets, arriving, strict=True) if size
     )
@@ -186,18 +172,18 @@ def _check_everywhere(
 
 
 def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Tensor:
-    """The rows of all slices, in their order."""
+    """Return the indices of the rows of all slices, in their order."""
     slices = zip(starts, sizes, strict=True)
     return torch.cat([torch.arange(start, start + size) for start, size in slices]).to(device)
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
-    """The number of rows for each member, of ``count`` slices each."""
+    """Return the number of rows for each member, which has ``count`` slices."""
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
 class _RaggedExchange(LinearFunction):
-    """Rows for each member sent, rows of each member taken; the transpose exchanges both."""
+    """An all-to-all of rows, uneven; its transpose has the sizes sent and taken exchanged."""
 
     takes_blocks = gives_blocks = True
 
@@ -227,10 +213,10 @@ def all_to_all(
     tiled: bool = False,
     leaf: str = "x",
 ) -> torch.Tensor:
-    """Member j holds block j of every member's ``x``, joined; V -> V.
+    """Member j holds block j, along ``split_axis``, of every member's ``x``, joined; V -> V.
 
-    ``x`` is cut along dim ``split_axis`` and joined along ``concat_axis``: where it is ``tiled``
-    both stay dims of the result; else the first goes, and the second is new.
+    Args:
+        tiled: whether both axes are dims of the result; else the first goes, the second is new.
     """
     group = resolve_group(group)
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
@@ -241,7 +227,7 @@ def all_to_all(
 def pswapaxes(
     x: torch.Tensor, group: object = None, axis: int = 0, *, leaf: str = "x"
 ) -> torch.Tensor:
-    """Dim ``axis`` of ``x`` and the group change places: ``all_to_all`` along one dim; V -> V."""
+    """Dim ``axis`` of ``x`` and the group change places: an ``all_to_all`` along it; V -> V."""
     group = resolve_group(group)
     blocks, dim = blocks_to_swap(x, group, axis)
     title = lax_title("pswapaxes", leaf, x.shape)
@@ -251,17 +237,14 @@ def pswapaxes(
 def blocks_to_exchange(
     x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
 ) -> tuple[torch.Tensor, int]:
-    """The blocks that ``all_to_all`` exchanges, in dim 0, and the dim along which it joins them.
-
-    It raises what ``all_to_all`` raises, and sends nothing.
-    """
+    """Return the blocks that ``all_to_all`` exchanges and the dim to join them along, or raise."""
     split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
     concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
     return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat
 
 
 def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
-    """The same for ``pswapaxes``."""
+    """Return the blocks that ``pswapaxes`` exchanges and the dim to join them along, or raise."""
     dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
     return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
 
@@ -269,9 +252,10 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 def ppermute(
     x: torch.Tensor, group: object = None, perm: Sequence[Any] = (), *, leaf: str = "x"
 ) -> torch.Tensor:
-    """For each (source, destination) the destination holds the source's ``x``; others zeros.
+    """Each destination in ``perm`` holds the ``x`` of its source, other members zeros; V -> V.
 
-    V -> V, transpose: the pairs turned round. Places are those in the group.
+    Args:
+        perm: pairs (source, destination) of places in the group.
     """
     group = resolve_group(group)
     title = lax_title("ppermute", leaf, x.shape)
@@ -281,7 +265,7 @@ def ppermute(
 def pshuffle(
     x: torch.Tensor, group: object = None, perm: Sequence[int] = (), *, leaf: str = "x"
 ) -> torch.Tensor:
-    """Member i holds the ``x`` of member ``perm[i]``; V -> V, transpose: the inverse."""
+    """Member i holds the ``x`` of member ``perm[i]``; V -> V."""
     group = resolve_group(group)
     sources = _whole_numbers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
@@ -298,10 +282,7 @@ def pshuffle(
 def pbroadcast(
     x: torch.Tensor, group: object = None, source: int = 0, *, leaf: str = "x"
 ) -> torch.Tensor:
-    """Every member holds the ``x`` of member ``source``; V -> I.
-
-    The transpose leaves the gradient at the source, and has zeros elsewhere.
-    """
+    """Every member holds the ``x`` of member ``source``; V -> I."""
     group = resolve_group(group)
     last = group.size() - 1
     place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
@@ -321,9 +302,9 @@ def _whole_numbers(
 
 
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
-    """``perm`` as pairs of plain numbers, no place twice a source, or twice a destination."""
+    """Return ``perm`` as pairs of numbers; raise if a place is twice a source or destination."""
     is_list = isinstance(perm, (list, tuple))
-    if not is_list or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in perm):
+    if not is_list or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in perm):
         raise KindError(
             "ppermute: perm must be a list of pairs (source, destination)",
             found=f"{perm!r}, a {type(perm).__name__}",
@@ -349,7 +330,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
 
 
 class _AllToAll(LinearFunction):
-    """Block j of every member, in their order; it is its own transpose."""
+    """An all-to-all of equal blocks, which is its own transpose."""
 
     takes_blocks = gives_blocks = True
 
@@ -365,12 +346,9 @@ class _AllToAll(LinearFunction):
 
 
 class _Ppermute(LinearFunction):
-    """An exchange in which each member sends at most one tensor and receives at most one.
+    """An exchange in which each member sends and receives at most one tensor."""
 
-    It is a collective: so all members compare what they send and take, and none waits for one that
-    has another list of pairs.
-    """
-
+    # A collective, since its calls are compared: no member waits for a member with other pairs.
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
@@ -389,7 +367,7 @@ class _Ppermute(LinearFunction):
 
 
 class _Pbroadcast(LinearFunction):
-    """The source's tensor on every member."""
+    """A broadcast of the source's tensor to every member."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:
@@ -406,7 +384,7 @@ class _Pbroadcast(LinearFunction):
 
 
 class _KeptAt(LinearFunction):
-    """A value that is equal on every member, kept at one and zero elsewhere; I -> V, free."""
+    """A value that is equal on every member, kept at a single place, else zero; I -> V, free."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:

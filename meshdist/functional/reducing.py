@@ -16,13 +16,13 @@ Over the ranks of a group a value is varying, invariant, unreduced or reduced (V
 
 "Free" means that nothing is sent. The verbs trust the caller about the kinds; at debug level
 DETAIL the backward of an invariant result checks that its gradient is invariant. A kind is what
-the program means, not a property of the numbers: verbs that differ in kinds alone are one here.
+the program means, not a property of the numbers: verbs that differ in kinds alone share a function.
 
-Every verb returns a new tensor that shares no memory with its argument, for a group of one as
-well. Backward uses the group that forward used, whatever mesh is in force by then, and is itself
-made of these verbs, so that it can be differentiated again. A verb whose backward communicates
-must be run backward on every rank of the group. What is sent, also by a backward, is sent under a
-title, by which members compare the verb, ``leaf`` (where ``x`` stands in its tree) and its shape.
+Every verb returns a new tensor that shares no memory with its argument, also where this rank is
+alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
+and is itself made of these verbs, so that it can be differentiated again. A verb whose backward
+communicates must be run backward on every rank of the group. Each message, also of a backward, has
+a title, by which members compare the verb, ``leaf`` (where ``x`` stands in its tree) and its shape.
 """
 
 from __future__ import annotations
@@ -45,62 +45,42 @@ from .axis_types import CASTS, GATHERED, KINDS
 from .linear_function import LinearFunction, cut, get_dim, keep_line, note_complete, stack_blocks
 from .value_checks import check_invariant, note_leaves
 
-__all__ = [
-    "all_gather",
-    "blocks_to_scatter",
-    "check_gradient",
-    "pcast",
-    "pmax",
-    "pmean",
-    "pmin",
-    "psum",
-    "psum_scatter",
-    "pvary",
-]
-
 
 def psum(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the sum of all members' ``x``; V -> I, transpose ``pvary``.
-
-    A bool ``x`` is counted, in int32. ``group`` is what the in-place verbs take.
-    """
+    """Every member holds the sum of all members' ``x``, of bool in int32; V -> I, U -> I."""
     return call_function(_Psum, _counted(x), resolve_group(group), lax_title("psum", leaf, x.shape))
 
 
 def pmean(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the mean of all members' ``x``; V -> I. Integers give a float dtype."""
+    """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
     group = resolve_group(group)
     title = lax_title("pmean", leaf, x.shape)
     return call_function(_Psum, _counted(x), group, title) / group.size()
 
 
 def pmax(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the largest of all members' ``x``; V -> I, transpose: an even split."""
+    """Every member holds the elementwise largest of all members' ``x``; V -> I."""
     return _extreme("pmax", x, group, ReduceOp.MAX, leaf)
 
 
 def pmin(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the smallest of all members' ``x``; V -> I, transpose: an even split."""
+    """Every member holds the elementwise smallest of all members' ``x``; V -> I."""
     return _extreme("pmin", x, group, ReduceOp.MIN, leaf)
 
 
 def pvary(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds its own copy of ``x``, equal so far; I -> V, transpose ``psum``."""
+    """Every member holds its own copy of ``x``, equal so far; I -> V."""
     return call_function(_Pvary, x, resolve_group(group), lax_title("pvary", leaf, x.shape))
 
 
 def pcast(
     x: torch.Tensor, group: object = None, *, to: str, source: str = "", leaf: str = "x"
 ) -> torch.Tensor:
-    """Every member holds a copy of ``x``, which is of another kind from here on.
+    """Every member holds a copy of ``x`` as a value of another kind; raises for unknown casts.
 
     Args:
-        x, group: as for ``psum``.
         to: "varying", "reduced" or "unreduced".
         source: the kind of ``x``; the first that the cast takes, where it is not given.
-
-    Raises:
-        ArgumentError: there is no such cast.
     """
     group = resolve_group(group)
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
@@ -129,10 +109,11 @@ def all_gather(
     to: str = "varying",
     leaf: str = "x",
 ) -> torch.Tensor:
-    """Every member holds all members' ``x``: stacked in a new dim ``axis``, or there concatenated.
+    """Every member holds all members' ``x``, stacked or concatenated; V -> V, V -> R, V -> I.
 
-    V -> V and V -> R with the transpose ``psum_scatter``; V -> I (``to="invarying"``), whose
-    transpose is the own slice.
+    Args:
+        axis: the new dim that counts the members; where ``tiled``, the dim of the concatenation.
+        to: the kind of the result: "varying", "reduced" or "invarying".
     """
     group = resolve_group(group)
     if to not in GATHERED:
@@ -155,10 +136,7 @@ def psum_scatter(
     tiled: bool = False,
     leaf: str = "x",
 ) -> torch.Tensor:
-    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V.
-
-    The transpose is ``all_gather``. A bool ``x`` is counted, in int32.
-    """
+    """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
     group = resolve_group(group)
     blocks = blocks_to_scatter(_counted(x), group, scatter_dimension, tiled)
     return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf, x.shape))
@@ -167,13 +145,13 @@ def psum_scatter(
 def blocks_to_scatter(
     x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
 ) -> torch.Tensor:
-    """The blocks that ``psum_scatter`` sums, in dim 0; raises what it raises, and sends nothing."""
+    """Return the blocks that ``psum_scatter`` sums, counted in dim 0, or raise."""
     dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
     return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
 
 
 def _counted(x: torch.Tensor) -> torch.Tensor:
-    """``x``; in int32 where it is bool, whose sum would be no count."""
+    """Return ``x``, in int32 where it is bool, so that its sum is a count."""
     return x.to(torch.int32) if x.dtype is torch.bool else x
 
 
@@ -200,19 +178,8 @@ class _Psum(LinearFunction):
         return call_function(_Pvary, grad, *ctx.rest) if again else grad, None, None
 
 
-class _Pvary(LinearFunction):
-    @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
-        return new_like(x).copy_(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        note_complete(ctx, ctx.rest[0], is_sum=True)
-        return call_function(_Psum, grad, *ctx.rest), None, None
-
-
 class _Recast(LinearFunction):
-    """V -> U and R -> V, each the other's transpose: copies alone."""
+    """A copy for the casts V -> U and R -> V, each the other's transpose."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
@@ -224,8 +191,17 @@ class _Recast(LinearFunction):
         return call_function(_Recast, grad, *ctx.rest) if again else grad, None, None
 
 
+class _Pvary(_Recast):
+    """A copy for the cast I -> V, whose backward is a psum."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        note_complete(ctx, ctx.rest[0], is_sum=True)
+        return call_function(_Psum, grad, *ctx.rest), None, None
+
+
 class _Extreme(Function):
-    """The largest or smallest; its derivative is split evenly among the ranks that attain it."""
+    """The largest or smallest, whose gradient is split evenly among the ranks that attain it."""
 
     @staticmethod
     def forward(
@@ -259,15 +235,15 @@ class _Extreme(Function):
 
 
 def _share(ctx: Any) -> torch.Tensor:
-    """One over the number of ranks that attain the extreme, on these; zero on all others."""
+    """Return 1 / n where this rank is among the n ranks that attain the extreme, else 0."""
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
-    x, extreme = (one.detach() for one in saved)
+    x, extreme = (tensor.detach() for tensor in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())
     return attains.to(x.dtype) / call_function(_Psum, _counted(attains), ctx.group, ctx.title)
 
 
 class _AllGather(LinearFunction):
-    """Blocks of all members, the count of members in dim 0."""
+    """The tensors of all members as blocks, counted in dim 0."""
 
     gives_blocks = True
 
@@ -283,7 +259,7 @@ class _AllGather(LinearFunction):
 
 
 class _PsumScatter(LinearFunction):
-    """The sum of the block that is this member's."""
+    """The sum of all members' blocks for this member."""
 
     takes_blocks = True
 
@@ -298,14 +274,8 @@ class _PsumScatter(LinearFunction):
         return call_function(_AllGather, grad, *ctx.rest), None, None
 
 
-class _AllGatherInvariant(LinearFunction):
-    """The same as ``_AllGather``, for a result whose gradient is equal on every rank."""
-
-    gives_blocks = True
-
-    @staticmethod
-    def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
-        return _AllGather.forward(x, group, title)
+class _AllGatherInvariant(_AllGather):
+    """An ``_AllGather`` whose result is invariant, so that its gradient is equal on every rank."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -314,7 +284,7 @@ class _AllGatherInvariant(LinearFunction):
 
 
 class _OwnSlice(LinearFunction):
-    """This member's block of blocks that are equal on every member; I -> V."""
+    """The block for this member, of blocks that are equal on every member; I -> V, free."""
 
     takes_blocks = True
 
@@ -329,10 +299,7 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """At debug level DETAIL, raise unless the gradient of an invariant result is invariant.
-
-    In a world that compares the gradients of leaves, the node's are noted, too.
-    """
+    """Note the backward of an invariant result; at debug level DETAIL compare its gradient."""
     note_leaves(node, group)
     note_complete(node, group)
     if get_debug_level() == DebugLevel.DETAIL:

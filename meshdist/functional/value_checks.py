@@ -4,15 +4,15 @@ Half of a floating dtype's digits must agree, measured by the tensor's largest v
 computations may still add in another order. Other dtypes must agree wholly. NaN equals NaN, and
 infinity equals infinity of its sign.
 
-Leaves are compared by ``simulate``. Where an equal value meets one that varies a cast is due
-(``lax.pvary``), whose backward sums. One that was forgotten leaves each rank with its own part of a
-leaf's gradient. So in a world that compares gradients the backward of every verb whose result is
-invariant notes the leaves below it. When the backward has ended, the rank adds their values and
-gradients to the notes of all ranks, and the last member of the verb's group to come compares.
-Nothing is sent, and no rank waits. A typed backward notes those of its losses, too. Leaves that
-part behind a backward, as by a norm of each rank's own gradients, lack no cast: what the last
-backward left is looked at first. The name of a leaf is the program's: the variable, parameter or
-part of a tree that holds it.
+Gradients of leaves are compared by ``simulate``. Where an equal value meets a varying value a cast
+is due (``lax.pvary``), whose backward sums; a forgotten cast leaves each rank with its own part of
+a leaf's gradient. So in a world that compares gradients the backward of every verb whose result is
+invariant notes the leaves below it, and so does a typed backward from its losses. When the backward
+has ended, the rank adds their values and gradients to the notes of all ranks, and the last member
+of the verb's group to come compares. Nothing is sent, and no rank waits. Leaves may also part
+behind a backward, as by clipping with the norm of each rank's own gradients; they lack no cast. So
+the values that the last backward left are compared first. The name of a leaf is the program's: the
+variable, parameter or part of a tree that holds it.
 """
 
 from __future__ import annotations
@@ -42,19 +42,6 @@ from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from .axis_types import ATTRIBUTE, INVARIANT, kinds_in
 
-__all__ = [
-    "GradientNotes",
-    "check_invariant",
-    "check_replicas",
-    "difference_text",
-    "find_differing",
-    "host_checksum",
-    "names_of",
-    "note_leaves",
-    "relative_distance",
-    "tolerance",
-]
-
 
 def check_invariant(
     x: torch.Tensor,
@@ -67,12 +54,12 @@ def check_invariant(
 ) -> None:
     """Raise the same GradientError on every member unless all hold the same ``x``.
 
-    Inside a transform of torch.func there are no plain numbers, and nothing is compared.
-
-    ``x`` is equal in shape and dtype on all members, without gradient. The error speaks of
-    ``what``; ``fix`` may be made of the ranks that differ from the group's first member.
+    Args:
+        x: equal in shape and dtype on all members, without gradient.
+        what: the words for ``x`` in the error.
+        fix: may be made of the ranks that differ from the group's first member.
     """
-    if are_transforms_active():
+    if are_transforms_active():  # there are no plain numbers in a transform of torch.func
         return
     (far,) = find_differing([x], group)
     if far:
@@ -91,7 +78,8 @@ def check_replicas(
 ) -> None:
     """Raise the same UnequalError on every rank along ``axes`` unless all hold the same ``x``.
 
-    Values travel where checksums differ. None compares on simulated ranks, and at DETAIL.
+    Args:
+        check: whether to compare; None compares on simulated ranks, and at debug level DETAIL.
     """
     if check is None:
         check = mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
@@ -104,6 +92,7 @@ def check_replicas(
     all_gather_object(of_all, (f"{call}, {describe(x)}", host_checksum(x)), group)
     texts = [text for text, _ in of_all]
     is_same = len(set(texts)) == 1
+    # Values travel only where checksums differ.
     far = find_differing([x], group)[0] if is_same and len(set(of_all)) > 1 else {}
     if far or not is_same:
         by_rank = grouped_text(zip(group.ranks, texts, strict=True), separator="; ")
@@ -118,17 +107,17 @@ def check_replicas(
 
 
 def host_checksum(x: torch.Tensor) -> int:
-    """A number made of a tensor's bits, on the host: ``ddp/parting`` awaits no device."""
+    """Return a checksum of a tensor's bits, computed on the host."""
     bits = x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
     return crc32(bits.view(torch.uint8).cpu().numpy().data)
 
 
 @torch.no_grad()
 def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
-    """For each tensor, the ranks whose values are not those of the group's first member.
+    """Return, per tensor, the distances of ranks that differ from the group's first member.
 
-    Every member gets the same answer: by rank, the distance from the first member's. Tensors
-    have no gradient; there are as many on all members, of equal shapes and dtypes.
+    Args:
+        tensors: without gradient; as many on all members, of equal shapes and dtypes.
     """
     if not tensors:
         return []
@@ -152,7 +141,7 @@ def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list
 
 
 def difference_text(far: Mapping[int, float], first: int) -> str:
-    """Which ranks differ from rank ``first``, and by how much, for messages."""
+    """Return the words of a message for the ranks that differ from rank ``first``."""
     verb = "differs" if len(far) == 1 else "differ"
     return (
         f"{ranks_text(tuple(far))} {verb} from rank {first}, by up to {max(far.values()):.2g} of "
@@ -161,12 +150,12 @@ def difference_text(far: Mapping[int, float], first: int) -> str:
 
 
 def tolerance(x: torch.Tensor) -> float:
-    """The distance up to which tensors of this dtype are equal."""
+    """Return the relative distance up to which tensors of this dtype count as equal."""
     return torch.finfo(x.dtype).eps ** 0.5 if _is_inexact(x) else 0.0
 
 
 def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
-    """The largest |mine - first| over the largest |first|; NaN and infinity equal themselves."""
+    """Return the largest |mine - first| over the largest |first|; NaN and infinities are equal."""
     mine, first = _computable(mine), _computable(first)
     differs = (mine != first) & ~(mine.isnan() & first.isnan())
     if not bool(differs.any()):
@@ -180,7 +169,7 @@ def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
 
 
 def _computable(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in a dtype that can be subtracted; those that torch only moves, as bytes."""
+    """Return ``x`` in a dtype that can be subtracted, or as bytes if torch has no arithmetic."""
     facts = DTYPES.get(x.dtype)
     if facts is None:
         return x.contiguous().view(torch.uint8)
@@ -197,12 +186,8 @@ _LARGEST_CONTAINER = 1000
 
 
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
-    """The names of ``tensors``, by ``id``, in the functions of a program from ``frame`` on.
-
-    A variable's is its own, a parameter's that of the module with the path in it, and that of a
-    part of a tree is its path: ``weight``, ``model.0.bias``, ``params['head']``. Inner functions
-    are asked first. What no variable holds has none.
-    """
+    """Return the names of tensors, by ``id``, that the functions from ``frame`` outwards use."""
+    # Such as `weight` of a variable, `model.0.bias` of a parameter, `params['head']` in a tree.
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}
     here: FrameType | None = frame
@@ -215,13 +200,17 @@ def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str
 
 
 def _held(variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that variables hold, with their names: plain ones, parameters, parts of trees."""
+    """Yield the tensors that variables hold, also in modules and trees, with their names."""
     values = dict(variables)
     for owner, value in variables.items():  # of an object, such as a trainer, its attributes
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not isinstance(value, (torch.nn.Module, torch.Tensor)):
-            values.update({f"{owner}.{name}": one for name, one in attributes.items()})
-    yield from ((name, one) for name, one in values.items() if isinstance(one, torch.Tensor))
+            values.update({f"{owner}.{name}": attribute for name, attribute in attributes.items()})
+    yield from (
+        (name, attribute)
+        for name, attribute in values.items()
+        if isinstance(attribute, torch.Tensor)
+    )
     for name, value in values.items():
         if isinstance(value, torch.nn.Module):
             yield from _parameters(name, value)
@@ -253,10 +242,13 @@ _KEPT_BACKWARDS = 8
 
 @dataclass(frozen=True)
 class _LeafNote:
-    """A leaf on one rank: its value before its backward, and its gradient behind; None is zeros.
+    """A leaf on a rank: its value before a backward, and its gradient behind.
 
-    ``grad`` is the gradient itself, which the program may change; ``left`` has checksums of the
-    last note, and ``changed`` says how far its ``grad`` was changed since.
+    Args:
+        gradient: a copy; None stands for zeros.
+        grad: the gradient itself, which the program may change.
+        left: checksums of the value and gradient of the leaf's last note.
+        changed: the distance by which the last note's ``grad`` was changed since.
     """
 
     value: torch.Tensor
@@ -267,7 +259,7 @@ class _LeafNote:
 
 
 class _ObservedLeaf:
-    """A leaf of a backward that runs; it learns its gradient."""
+    """A leaf of a backward that runs, with a hook that takes its gradient."""
 
     def __init__(self, tensor: torch.Tensor, last: _LeafNote | None) -> None:
         self.tensor, self._left, self._changed = tensor, "", 0.0
@@ -287,9 +279,9 @@ class _ObservedLeaf:
         return id(grad), -1 if grad is None else grad._version
 
     def note(self) -> _LeafNote:
-        """The gradient to compare: ``.grad`` where the backward wrote it, since wrappers may have
-        summed it, else what arrived, as for ``torch.autograd.grad``.
-        """
+        """Remove the hook, and return the note of the leaf behind its backward."""
+        # `.grad` where the backward wrote it, since wrappers may have summed it; else the gradient
+        # that arrived, as for torch.autograd.grad.
         self._hook.remove()
         grad = self.tensor.grad
         if grad is None or self._state() == self._before:
@@ -307,7 +299,7 @@ class _Below:
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def add(self, verb: Any) -> Iterator[torch.Tensor]:
-        """Yield the leaves below the node of a verb that were not below others."""
+        """Yield the leaves below the node of a verb that were not below verbs added before."""
         open_nodes = [verb]
         while open_nodes:
             for node, _ in open_nodes.pop().next_functions:
@@ -321,14 +313,14 @@ class _Below:
                     yield leaf
 
     def _is_own(self, leaf: torch.Tensor) -> bool:
-        """Whether the program says that the leaf's gradient may differ along the group's axes."""
+        """Return whether the leaf's type lets its gradient differ along the group's axes."""
         kinds = kinds_in(leaf.__dict__.get(ATTRIBUTE, INVARIANT))
         return any(axis in kinds for axis in self.group.axis_names)
 
 
 @dataclass
 class _ObservedBackward:
-    """One backward of one rank, while it runs."""
+    """The leaves of a backward that runs on this rank."""
 
     below: dict[tuple[int, ...], _Below] = field(default_factory=dict)
     leaves: dict[int, _ObservedLeaf] = field(default_factory=dict)
@@ -351,7 +343,7 @@ class GradientNotes:
 
 
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
-    """Note the leaves below a node, a verb's or a typed loss's, if the world compares gradients."""
+    """Note the leaves below the node of a verb or a loss, if the world compares gradients."""
     compared = group.world.compared
     if compared is None or group.size() == 1 or are_transforms_active():
         return
@@ -376,7 +368,7 @@ def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> No
 
 
 def _compare(backward: _ObservedBackward, ended: _Ended, last: WeakIdKeyDictionary) -> None:
-    """Add a backward that has ended to the notes; compare, and raise, where all members have."""
+    """Add an ended backward to the notes; raise where all members have and gradients differ."""
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
     )
@@ -409,7 +401,7 @@ def _compare_members(
             if far:
                 wrong = wrong or name
                 lines.append(text + difference_text(far, ranks[0]))
-        parted += [text + one for one in _parting(held, is_far=len(lines) > count)]
+        parted += [text + parting for parting in _parting(held, is_far=len(lines) > count)]
     if not lines and not parted:
         return
     axes = group.axis_names
@@ -439,11 +431,15 @@ def _compare_members(
 
 
 def _parting(held: Mapping[int, _LeafNote], *, is_far: bool) -> Iterator[str]:
-    """How a leaf, or where it ``is_far`` its gradient, has parted since the last backward."""
+    """Yield texts of how a leaf's value, or its gradient, parted since the last backward.
+
+    Args:
+        is_far: whether the gradients of this backward differ.
+    """
     for left in {note.left for note in held.values() if note.left}:
         same = {rank: note for rank, note in held.items() if note.left == left}
         (first, base), *_ = same.items()
-        apart = {rank: relative_distance(one.value, base.value) for rank, one in same.items()}
+        apart = {rank: relative_distance(note.value, base.value) for rank, note in same.items()}
         far = {rank: distance for rank, distance in apart.items() if distance}
         changes = {rank: f"{note.changed:.4g}" for rank, note in same.items()}
         if far or (is_far and len({*changes.values()}) > 1):
@@ -453,7 +449,7 @@ def _parting(held: Mapping[int, _LeafNote], *, is_far: bool) -> Iterator[str]:
 
 
 def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
-    """The ranks of each value that several hold."""
+    """Return the ranks of each value that several ranks hold."""
     found: list[list[int]] = []
     for rank, note in held.items():
         for ranks in found:
@@ -470,7 +466,7 @@ def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
 
 
 def _far(held: Mapping[int, _LeafNote]) -> dict[int, float]:
-    """The ranks whose gradient is not the first one's, with the distance."""
+    """Return the distances of ranks whose gradient differs from the first rank's."""
     gradients = [
         torch.zeros_like(note.value) if note.gradient is None else note.gradient
         for note in held.values()

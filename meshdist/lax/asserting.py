@@ -1,4 +1,4 @@
-"""``md.assert_equal``: whether values that should be equal along an axis are."""
+"""``md.assert_equal``: compares values that should be equal along an axis."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from ..functional.value_checks import difference_text, find_differing
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .axes import AxisName, get_axes
-
-__all__ = ["assert_equal"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
 _ABSENT = "not there"
@@ -40,10 +38,10 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         tree: a pytree of arrays, numbers, texts and None; or a module, which stands for its
             parameters and buffers.
         axis: an axis of the mesh, a tuple of axes, or a 1-D mesh.
-        mesh: the mesh; None takes the one in force.
+        mesh: the mesh; None takes the mesh in force.
 
-    Arrays are equal whose values differ by less than half of the dtype's digits, measured by the
-    largest one: equal computations may add in another order. Integers, bool and all that is no
+    Arrays are equal if their values differ by less than half of the dtype's digits, measured by the
+    largest value: equal computations may add in another order. Integers, bool and all that is no
     array must agree wholly. NaN equals NaN.
 
     Cost:
@@ -100,7 +98,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by the texts of their paths; of a module by their names."""
+    """Return the leaves of a tree by the texts of their paths, those of a module by their names."""
     if isinstance(tree, torch.nn.Module):
         return {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
     paths, leaves, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
@@ -108,14 +106,14 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _compare_texts(texts: dict[str, str], group: ProcessGroup) -> None:
-    """Raise on every member unless all have leaves of the same paths, shapes and dtypes."""
+    """Raise on every member unless all have equal texts, of shapes and dtypes, by equal paths."""
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, texts, group)
-    if len({tuple(one.items()) for one in of_all}) == 1:
+    if len({tuple(of_rank.items()) for of_rank in of_all}) == 1:
         return
     lines = []
-    for path in dict.fromkeys(path for one in of_all for path in one):
-        held = [one.get(path, _ABSENT) for one in of_all]
+    for path in dict.fromkeys(path for of_rank in of_all for path in of_rank):
+        held = [of_rank.get(path, _ABSENT) for of_rank in of_all]
         if len(set(held)) > 1:
             by_rank = grouped_text(zip(group.ranks, held, strict=True), separator="; ")
             lines.append(f"{path}: {by_rank}")

@@ -1,4 +1,4 @@
-"""Which axis a verb means, and a verb on every array of a pytree, in the library of each."""
+"""The axes that a call of a verb names, and verbs on every array of a pytree, in its library."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_me
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
 
-__all__ = [
-    "AxisName",
-    "axis_index",
-    "axis_size",
-    "get_axes",
-    "itself",
-    "on_leaves",
-    "refuse_groups",
-    "unsent",
-]
-
 T = TypeVar("T")
 
+AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
+"""An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
+
 OnTensor: TypeAlias = Callable[..., Any]
-"""A verb on a tensor and a group, and the name of its ``leaf``; gives a tensor."""
+"""A function of a tensor, a group and the name of its ``leaf`` that returns a tensor."""
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 _WIDE = {float: torch.float64, complex: torch.complex128}
@@ -47,39 +39,41 @@ def on_leaves(
     verb: str,
     on_tensor: OnTensor,
     x: T,
-    axes: DeviceMesh,
+    axis_name: AxisName,
+    mesh: DeviceMesh | None,
+    axis_index_groups: object = None,
     *,
     on_number: Callable[[Any], Any] | None = None,
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Apply a verb to every leaf of ``x``, once all of them are known to be fit for it.
+    """Apply a verb to every leaf of ``x``, once all leaves are known to be fit for it.
 
     Args:
-        on_number: makes the number that travels of a Python number; None refuses numbers, and with
-            ``unsent`` they stay as they are.
-        check: raises where a tensor is not fit, beyond being one; ``on_tensor`` does so, too.
+        axis_name, mesh, axis_index_groups: as for ``psum``.
+        on_number: returns the number that travels for a Python number; None refuses numbers, and
+            with ``unsent`` they stay as they are.
+        check: raises where a tensor is unfit, as ``on_tensor`` does itself.
         to: the kind of result that the call asks for, where the verb leaves that open.
     """
-    result: T  # of the form of `x`, which no checker can see
+    refuse_groups(verb, axis_index_groups)
+    axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
     # One tensor is by far the most frequent, and needs no tree.
     carry: Callable[..., T] = _on_tensor if isinstance(x, torch.Tensor) else _on_leaves
     if typed is None:
-        result = carry(verb, on_tensor, x, axes, on_number, check, None)
-        return result
+        return carry(verb, on_tensor, x, axes, on_number, check, None)
     with HiddenFromModes():
-        result = carry(verb, on_tensor, x, axes, on_number, check, typed)
-        return result
+        return carry(verb, on_tensor, x, axes, on_number, check, typed)
 
 
 def itself(number: Any) -> Any:
-    """The number itself, which travels in most verbs."""
+    """Return the number itself, which travels in most verbs."""
     return number
 
 
 def unsent(number: Any) -> None:
-    """The mark of verbs that send nothing, where a number stays as it is."""
+    """Mark, as ``on_number``, a verb that sends nothing, so that numbers stay as they are."""
 
 
 def _on_tensor(
@@ -140,7 +134,7 @@ def _on_leaves(
 def _sent(
     number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
-    """The 0-dim tensor as which a Python number travels; None where nothing is sent."""
+    """Return the 0-dim tensor as which a Python number travels, or None if nothing is sent."""
     if on_number is unsent:
         return None
     group = resolve_group(axes)
@@ -157,15 +151,12 @@ def _sent(
 
 
 def _has_plain_text(key: Any) -> bool:
-    """Return whether the repr of a key is the same on every rank, as that of an object is not."""
+    """Return whether the repr of a key is the same on every rank, unlike that of an object."""
     return all(map(_has_plain_text, key)) if isinstance(key, tuple) else isinstance(key, _KEYS)
 
 
 def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
-    """The path of each leaf, as in ``x['loss']``, and its name, which tells all paths of the tree.
-
-    They are kept for trees without objects of the program's.
-    """
+    """Return the leaves' paths, such as ``x['loss']``, and names with all paths of the tree."""
     found = _trees.get(tree)
     if found is None:
         accessors = tree.accessors()
@@ -180,6 +171,7 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
             whole = f"{whole[:_SHOWN_LETTERS]}... ({len(paths)}, {crc32(whole.encode()):08x})"
         names = [f"{path}, leaf {place} of {whole}" for place, path in enumerate(paths, 1)]
         found = paths, paths if paths == ["x"] else names
+        # Trees with objects of the program's are not kept, since that would keep these alive.
         is_plain = all(type(step.entry) in (str, int) for path in accessors for step in path)
         if is_plain and "CustomTreeNode" not in str(tree):
             if len(_trees) >= _MOST_TREES:
@@ -188,13 +180,9 @@ def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
     return found
 
 
-AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
-"""An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
-
-
 @one_frame
 def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """This rank's place along ``axis_name``, from 0.
+    """Return this rank's place along ``axis_name``, from 0.
 
     Args:
         axis_name, mesh: as for ``psum``; over a tuple of axes the first is major.
@@ -224,7 +212,7 @@ def axis_index(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 
 @one_frame
 def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
-    """The number of ranks along ``axis_name``; over a tuple of axes, the product.
+    """Return the number of ranks along ``axis_name``; over a tuple of axes, the product.
 
     Args:
         axis_name, mesh: as for ``psum``.
@@ -250,11 +238,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 def get_axes(
     verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
-    """Return the mesh of just the axes that a call of ``verb`` means by ``argument``, in order.
-
-    Raises:
-        AxisError, MeshError, KindError, ArgumentError: there are none such.
-    """
+    """Return the mesh of just the axes that a call of ``verb`` names, in their order, or raise."""
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
     given, mesh = mesh, mesh or find_current_mesh()
@@ -294,7 +278,7 @@ def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) 
 
 
 def refuse_groups(verb: str, axis_index_groups: Any) -> None:
-    """Raise unless ``axis_index_groups`` is None: parts of an axis are axes here."""
+    """Raise unless ``axis_index_groups`` is None, since parts of an axis are axes here."""
     if axis_index_groups is not None:
         raise KindError(
             f"{verb} takes no axis_index_groups",

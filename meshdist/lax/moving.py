@@ -17,16 +17,6 @@ from ..typed_contexts.context import mark
 from ..typed_contexts.verb_calls import find_typed_verb
 from .axes import AxisName, get_axes, itself, on_leaves, refuse_groups
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "pbroadcast",
-    "ppermute",
-    "pshuffle",
-    "pswapaxes",
-    "ragged_all_to_all",
-]
-
 T = TypeVar("T")
 
 
@@ -77,12 +67,13 @@ def all_gather(
         >>> md.simulate(program, 2)[0]
         ([[0, 10], [1, 11]], [0, 1, 10, 11])
     """
-    refuse_groups("all_gather", axis_index_groups)
     return on_leaves(
         "all_gather",
         partial(reducing.all_gather, axis=axis, tiled=tiled, to=to),
         x,
-        get_axes("all_gather", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         check=lambda leaf, _: get_dim(axis, leaf.dim() + (not tiled), "axis", "all_gather"),
         to=to,
     )
@@ -133,12 +124,13 @@ def all_to_all(
         >>> md.simulate(program, 2)
         [[[0], [2], [10], [12]], [[1], [3], [11], [13]]]
     """
-    refuse_groups("all_to_all", axis_index_groups)
     return on_leaves(
         "all_to_all",
         partial(moving.all_to_all, split_axis=split_axis, concat_axis=concat_axis, tiled=tiled),
         x,
-        get_axes("all_to_all", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         check=lambda leaf, group: moving.blocks_to_exchange(
             leaf, group, split_axis, concat_axis, tiled
         ),
@@ -217,8 +209,8 @@ def ragged_all_to_all(
 
 def _ragged(operand: Any, output: Any, numbers: Sequence[Any], axes: DeviceMesh) -> Any:
     rows, initial = (
-        as_tensor(one, argument=argument, verb="ragged_all_to_all", writable=False)
-        for one, argument in ((operand, "operand"), (output, "output"))
+        as_tensor(array, argument=argument, verb="ragged_all_to_all", writable=False)
+        for array, argument in ((operand, "operand"), (output, "output"))
     )
     starts, sent, places, taken = numbers
     group = resolve_group(axes)
@@ -263,12 +255,7 @@ def ppermute(
         >>> md.simulate(program, 3)
         [0, 1, 2]
     """
-    return on_leaves(
-        "ppermute",
-        partial(moving.ppermute, perm=perm),
-        x,
-        get_axes("ppermute", axis_name, mesh),
-    )
+    return on_leaves("ppermute", partial(moving.ppermute, perm=perm), x, axis_name, mesh)
 
 
 @one_frame
@@ -305,12 +292,7 @@ def pshuffle(
         >>> md.simulate(program, 3)
         [2, 0, 1]
     """
-    return on_leaves(
-        "pshuffle",
-        partial(moving.pshuffle, perm=perm),
-        x,
-        get_axes("pshuffle", axis_name, mesh),
-    )
+    return on_leaves("pshuffle", partial(moving.pshuffle, perm=perm), x, axis_name, mesh)
 
 
 @one_frame
@@ -352,12 +334,13 @@ def pswapaxes(
         >>> md.simulate(program, 2)
         [[0, 10], [1, 11]]
     """
-    refuse_groups("pswapaxes", axis_index_groups)
     return on_leaves(
         "pswapaxes",
         partial(moving.pswapaxes, axis=axis),
         x,
-        get_axes("pswapaxes", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         check=lambda leaf, group: moving.blocks_to_swap(leaf, group, axis),
     )
 
@@ -401,6 +384,7 @@ def pbroadcast(x: T, axis_name: AxisName, source: int, *, mesh: DeviceMesh | Non
         "pbroadcast",
         partial(moving.pbroadcast, source=source),
         x,
-        get_axes("pbroadcast", axis_name, mesh),
+        axis_name,
+        mesh,
         on_number=itself,
     )

@@ -11,9 +11,7 @@ from ..collectives.roots import check_reducible
 from ..functional import reducing
 from ..mesh.device_mesh import DeviceMesh
 from ..reduce_ops import ReduceOp
-from .axes import AxisName, get_axes, itself, on_leaves, refuse_groups, unsent
-
-__all__ = ["pcast", "pmax", "pmean", "pmin", "psum", "psum_scatter", "pvary"]
+from .axes import AxisName, itself, on_leaves, unsent
 
 T = TypeVar("T")
 
@@ -53,9 +51,7 @@ def pvary(x: T, axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> T:
         >>> md.simulate(program, 4)
         [6.0, 6.0, 6.0, 6.0]
     """
-    return on_leaves(
-        "pvary", reducing.pvary, x, get_axes("pvary", axis_name, mesh), on_number=unsent
-    )
+    return on_leaves("pvary", reducing.pvary, x, axis_name, mesh, on_number=unsent)
 
 
 @one_frame
@@ -99,12 +95,7 @@ def pcast(x: T, axis_name: AxisName, *, to: str, mesh: DeviceMesh | None = None)
         [(1.0, 3.0), (2.0, 3.0)]
     """
     return on_leaves(
-        "pcast",
-        partial(reducing.pcast, to=to),
-        x,
-        get_axes("pcast", axis_name, mesh),
-        on_number=unsent,
-        to=to,
+        "pcast", partial(reducing.pcast, to=to), x, axis_name, mesh, on_number=unsent, to=to
     )
 
 
@@ -121,7 +112,7 @@ def psum(
             dtypes along the axis, which is compared.
         axis_name: an axis of the mesh, a tuple of axes, or a 1-D mesh.
         axis_index_groups: None. Parts of an axis are axes: see ``mesh.unflatten``.
-        mesh: the mesh; None takes the one in force.
+        mesh: the mesh; None takes the mesh in force.
 
     Returns:
         Arrays of the shape and dtype of ``x`` (bool is counted in int32), equal along the axis;
@@ -156,8 +147,7 @@ def psum(
         [2.0, 5.0, 6.0]
         [4.0, 5.0, 6.0]
     """
-    refuse_groups("psum", axis_index_groups)
-    return on_leaves("psum", reducing.psum, x, get_axes("psum", axis_name, mesh), on_number=pos)
+    return on_leaves("psum", reducing.psum, x, axis_name, mesh, axis_index_groups, on_number=pos)
 
 
 @overload
@@ -200,9 +190,8 @@ def pmean(
         >>> md.simulate(program, 4)[3]
         {'loss': tensor(1.5000)}
     """
-    refuse_groups("pmean", axis_index_groups)
     return on_leaves(
-        "pmean", reducing.pmean, x, get_axes("pmean", axis_name, mesh), on_number=lambda n: n / 1
+        "pmean", reducing.pmean, x, axis_name, mesh, axis_index_groups, on_number=lambda n: n / 1
     )
 
 
@@ -215,8 +204,8 @@ def pmax(
     Varying -> invariant.
 
     Args:
-        x: this rank's array of any shape and dtype but complex ones, or a pytree; equal shapes and
-            dtypes along the axis. The larger of two bools is their "or".
+        x: this rank's array of any shape and any dtype that is not complex, or a pytree; equal
+            shapes and dtypes along the axis. The larger of two bools is their "or".
         axis_name, axis_index_groups, mesh: as for ``psum``.
 
     Returns:
@@ -243,12 +232,13 @@ def pmax(
         >>> md.simulate(program, 3)
         [(1.0, 0.0), (1.0, 0.5), (1.0, 0.5)]
     """
-    refuse_groups("pmax", axis_index_groups)
     return on_leaves(
         "pmax",
         reducing.pmax,
         x,
-        get_axes("pmax", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MAX, leaf, "pmax"),
     )
@@ -288,12 +278,13 @@ def pmin(
         >>> md.simulate(program, 3)[0]
         [0, -2]
     """
-    refuse_groups("pmin", axis_index_groups)
     return on_leaves(
         "pmin",
         reducing.pmin,
         x,
-        get_axes("pmin", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         on_number=itself,
         check=lambda leaf, _: check_reducible(ReduceOp.MIN, leaf, "pmin"),
     )
@@ -342,11 +333,12 @@ def psum_scatter(
         >>> md.simulate(program, 2)
         [[10, 12], [14, 16]]
     """
-    refuse_groups("psum_scatter", axis_index_groups)
     return on_leaves(
         "psum_scatter",
         partial(reducing.psum_scatter, scatter_dimension=scatter_dimension, tiled=tiled),
         x,
-        get_axes("psum_scatter", axis_name, mesh),
+        axis_name,
+        mesh,
+        axis_index_groups,
         check=lambda leaf, group: reducing.blocks_to_scatter(leaf, group, scatter_dimension, tiled),
     )
