@@ -245,6 +245,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "distributed_autograd",
             "tail",
             "buckets",
+            "single_gradients",
             "bucket_layout",
             "gradient_buckets",
             "comm_hooks.bucket",

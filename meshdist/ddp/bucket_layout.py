@@ -1,7 +1,7 @@
 """How gradients are reduced, and which travel together: parameters in buckets, laid in memory.
 
 A bucket holds parameters of one dtype and device, so that it can be one flat tensor and one
-all-reduce. Small buckets start early, large ones waste fewer calls: hence a small first bucket,
+all-reduce. Small buckets start early, large buckets need fewer calls: hence a small first bucket,
 which is ready while most of the backward is still to come.
 """
 
@@ -23,9 +23,10 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .buckets import Bucket, Flat, InPlace, Pending, Sparse
+from .buckets import Bucket, Flat, Pending
 from .history import History
 from .reports import Reports
+from .single_gradients import InPlace, Sparse
 from .tail import Ending, Tail
 
 __all__ = [
@@ -47,15 +48,7 @@ _IN_PLACE_BYTES = 8 * 1024 * 1024
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the caps in bytes: of the first bucket, of the second, ...; the last one repeats.
-
-    Without either argument they are 1 MiB and 25 MiB. A single cap holds for the first bucket too.
-    A list overrides it, unless it is empty.
-
-    Raises:
-        KindError: a cap is no number, or the list none.
-        ArgumentError: a cap is not above zero, or not finite.
-    """
+    """Return the caps in bytes: of the first bucket, of the second, ...; the last repeats."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):
@@ -87,13 +80,7 @@ def _cap_bytes(what: str, cap_mb: float) -> int:
 
 
 class LaidBucket(NamedTuple):
-    """Which gradients one bucket holds, and when it is sent.
-
-    Args:
-        indices: of its parameters, in the order in which they are expected.
-        is_trailing: whether it waits for the end of the backward, since some rank may lack a
-            gradient of it.
-    """
+    """The parameters of one bucket, in expected order, and whether it waits for the end."""
 
     indices: tuple[int, ...]
     is_trailing: bool = False
@@ -136,17 +123,17 @@ def lay_out(
 
 @dataclass(frozen=True)
 class ReductionOptions:
-    """How gradients are reduced.
+    """Options of a reduction of gradients.
 
     Args:
         caps: of the first bucket, of the second, ..., in bytes; the last repeats.
         as_views: whether ``.grad`` is a view into its bucket, or a copy.
         finds_unused: whether a rank may lack any gradient in any backward.
-        is_static: whether all backwards are promised to bring what the first one brought.
-        skips_unused: whether what no rank had in the first backward is never sent.
+        is_static: whether all backwards are promised to bring what the first brought.
+        skips_unused: whether gradients that no rank had in the first backward are never sent.
         delayed: indices of the parameters that are sent together, behind the bucket of
-        delayed_behind: this one.
-        sparse: indices of those whose gradients are sparse.
+            ``delayed_behind``.
+        sparse: indices of the parameters whose gradients are sparse.
         dtype: in which gradients are sent; None for the parameters' own.
     """
 
@@ -161,7 +148,7 @@ class ReductionOptions:
     dtype: torch.dtype | None = None
 
     def shared(self, names: Sequence[str]) -> dict[str, object]:
-        """The settings that must be equal on every rank, by the wrapper's arguments.
+        """Return the settings that must be equal on every rank, by the wrapper's arguments.
 
         Example:
             >>> options = ReductionOptions(caps=(1 << 20,), delayed=frozenset({1}))
@@ -188,12 +175,12 @@ class ReductionOptions:
 
     @property
     def may_move(self) -> bool:
-        """Whether parameters move between early and trailing buckets once arrivals are learned."""
+        """Return whether parameters may move between early and trailing buckets later on."""
         return self.finds_unused and not (self.is_static or self.skips_unused)
 
 
 class ReductionTerms(NamedTuple):
-    """The parameters, over whose members they are averaged, how, and in which order they come."""
+    """The parameters, the group that averages their gradients, its options, the expected order."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
@@ -207,16 +194,14 @@ class BucketLayout:
     """The buckets as they lie, for one backward at a time; made anew where anything changes.
 
     Args:
-        terms: for which it is made.
         trailing: the parameters whose gradient some rank may lack.
         is_learned: whether the order is that in which gradients came.
-        scale: by what gradients are multiplied as they are copied; None where the wire averages,
-            and for a communication hook.
+        scale: a factor of gradients as they are copied; None where the wire averages, and for a
+            communication hook.
         average: starts the average of a tensor in place.
         buckets: in the order in which they are sent.
-        unsent: the parameters that have none, since no rank had their gradient at first.
-        tail: the numbers that travel after the gradients.
-        is_tail_in_bucket: whether these are sent with the last bucket, and not by themselves.
+        unsent: the parameters without a bucket, since no rank had their gradient at first.
+        is_tail_in_bucket: whether the tail is sent with the last bucket, and not by itself.
     """
 
     terms: ReductionTerms
@@ -230,25 +215,25 @@ class BucketLayout:
     is_tail_in_bucket: bool
 
     def fits(self, history: History) -> bool:
-        """Return whether nothing has been learned that changes it; equal on every rank."""
+        """Return whether the buckets are as the history asks; equal on every rank."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
 
     def with_all_hooks(self) -> BucketLayout:
-        """The same layout, of which hooks tell every gradient."""
+        """Return a layout in the same memory that has a hook on every parameter."""
         return replace(self, buckets=tuple(bucket.with_all_hooks() for bucket in self.buckets))
 
 
+# Collective once arrivals are learned: then the buckets lie in memory that the group shares.
 @torch.no_grad()
 def lay(
     terms: ReductionTerms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
 ) -> BucketLayout:
-    """Lay the buckets in memory; gradients in those that were there ``before`` keep their values.
+    """Lay the buckets in memory, where gradients in buckets of ``before`` keep their values.
 
-    Collective once arrivals are learned: then the buckets lie in memory that the group shares, if
-    its wire shares any. With a communication hook gradients travel unscaled.
+    Args:
+        has_hook: whether a communication hook averages, so that gradients travel unscaled.
     """
-    parameters, group, options, reports, order = terms
-    is_learned = history.is_learned
+    parameters, group, options, _, order = terms
     old_views = {
         index: view
         for bucket in before
@@ -262,8 +247,8 @@ def lay(
     # Where the wire shares memory, or divides by itself, buckets cost less than they save.
     in_place = {
         index
-        for index, one in enumerate(parameters)
-        if scale is not None and options.dtype is None and one.nbytes >= _IN_PLACE_BYTES
+        for index, parameter in enumerate(parameters)
+        if scale is not None and options.dtype is None and parameter.nbytes >= _IN_PLACE_BYTES
     }
     laid = lay_out(
         items_of(parameters, options.dtype, options.sparse | in_place),
@@ -277,27 +262,15 @@ def lay(
     buckets = []
     for indices, is_trailing in laid:
         is_last = indices is laid[-1].indices
-        is_trailing = is_trailing or is_last or not is_learned
+        is_trailing = is_trailing or is_last or not history.is_learned
         index, first = indices[0], parameters[indices[0]]
         if index in options.sparse or index in in_place:
             is_sparse = index in options.sparse
             taking = Sparse(group) if is_sparse else InPlace(1.0 / group.size())
-            buckets.append(Bucket.of_one(index, parameters, taking, is_trailing=is_trailing))
+            buckets.append(Bucket.of_one(index, first, taking, is_trailing=is_trailing))
             continue
-        dtype, device = options.dtype or first.dtype, first.device
-        count = sum(parameters[index].numel() for index in indices) + num_behind * is_last
-        bucket = Bucket.of_several(
-            indices,
-            parameters,
-            flat_memory(count, dtype, device, group)
-            if is_learned
-            else torch.empty(count, dtype=dtype, device=device),
-            scale=scale,
-            as_views=options.as_views,
-            hooked=history.by_count if is_learned else None,
-            is_trailing=is_trailing,
-            reports=reports,
-        )
+        num = num_behind * is_last
+        bucket = _flat_bucket(terms, history, indices, scale, num, is_trailing=is_trailing)
         for member, index, view in zip(bucket.members, bucket.indices, bucket.views, strict=True):
             if index in old_views:
                 member.grad = view.copy_(old_views[index])
@@ -312,11 +285,39 @@ def lay(
     return BucketLayout(
         terms,
         history.trailing,
-        is_learned,
+        history.is_learned,
         scale,
         partial(start_reduction, op=ReduceOp.AVG if averages else ReduceOp.SUM, group=group),
         tuple(buckets),
         unsent,
         Tail(numbers, 1.0 if scale is None else scale),
         is_in_bucket,
+    )
+
+
+def _flat_bucket(
+    terms: ReductionTerms,
+    history: History,
+    indices: Sequence[int],
+    scale: float | None,
+    num_behind: int,
+    *,
+    is_trailing: bool,
+) -> Bucket:
+    """Make a bucket in new memory, with place for ``num_behind`` numbers behind the gradients."""
+    parameters, group, options, reports, _ = terms
+    first, is_learned = parameters[indices[0]], history.is_learned
+    dtype, device = options.dtype or first.dtype, first.device
+    count = sum(parameters[index].numel() for index in indices) + num_behind
+    return Bucket.of_several(
+        indices,
+        parameters,
+        flat_memory(count, dtype, device, group)
+        if is_learned
+        else torch.empty(count, dtype=dtype, device=device),
+        scale=scale,
+        as_views=options.as_views,
+        hooked=history.by_count if is_learned else None,
+        is_trailing=is_trailing,
+        reports=reports,
     )

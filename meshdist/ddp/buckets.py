@@ -1,38 +1,34 @@
 """Buckets: gradients that travel together, how a backward takes them in, and gives averages out.
 
-A bucket is one flat tensor, and its gradients are views into it; or it is one gradient alone, sent
-in the memory in which autograd has made it, or by its rows where it is sparse. What a bucket is
-does not change; what one backward knows of it stands in a ``Filling``.
+A bucket is one flat tensor, and its gradients are views into it; or it is a single gradient
+(``single_gradients``). What a bucket is does not change; what one backward knows of it stands in a
+``Filling``.
 
-A hook on every parameter costs more than to copy a small gradient. So the small ones of a bucket
-but the last have none: whether they have come is seen by their ``.grad``, which is another tensor
-than when the backward began, or has another version.
+A hook on every parameter costs more than to copy a small gradient. So of the small gradients of a
+bucket only the last has a hook; that the others have come is seen by their ``.grad``, which is
+another tensor than when the backward began, or has another version.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, is_
 from types import NoneType
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from ..collectives.flat_sums import assign_buckets, dense_stride, sum_rows, views_into
-from ..collectives.torch_private import storage_uses
-from ..collectives.verbs import all_gather_into_tensor, all_reduce
-from ..groups.process_group import ProcessGroup
-from ..reduce_ops import ReduceOp
-from .device_streams import streams_for
+from ..collectives.flat_sums import assign_buckets, views_into
+from .device_streams import GradientStreams, streams_for
 from .graph_tasks import is_in_task
 from .reports import Reports
 
-__all__ = ["Bucket", "Filling", "Flat", "InPlace", "Pending", "Seen", "Sparse", "Taking"]
+__all__ = ["Bucket", "Filling", "Flat", "Pending", "Seen", "Taking"]
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller ones wait for the bucket and go by one call together.
@@ -56,49 +52,38 @@ class Pending(Protocol):
         """Return when the bucket holds its result."""
 
 
+@dataclass(eq=False)
 class Bucket:
     """Gradients that travel together.
 
     Args:
-        indices: which parameters, in the order in which their gradients lie.
-        parameters: all of them.
+        indices: of the parameters, in the order in which their gradients lie.
+        members: these parameters.
         taking: how gradients get in, and averages out.
         views: of each gradient, where it lies in ``flat``; or a tensor of its shape.
         flat: memory for the gradients; empty where a gradient lies in its own.
-        sent: that memory, and behind it that of the numbers that follow.
+        sent: that memory, and behind it that of the tail.
         is_trailing: whether it waits for the end of a backward, since some rank may lack a
             gradient of it.
         num_at_once: so many gradients, the first, are taken as soon as they have come.
         seen_slots: the places of those that have no hook.
-
-    Attributes:
-        members: its parameters.
-        seen: those without a hook.
-        new_streams: makes notes on which streams gradients come; None on the CPU.
     """
 
-    def __init__(
-        self,
-        indices: tuple[int, ...],
-        parameters: Sequence[torch.nn.Parameter],
-        taking: Taking,
-        views: Sequence[torch.Tensor],
-        flat: torch.Tensor,
-        sent: torch.Tensor,
-        *,
-        is_trailing: bool,
-        num_at_once: int = 0,
-        seen_slots: Sequence[int] = (),
-    ) -> None:
-        self.indices = indices
-        self.members = [parameters[index] for index in indices]
-        self.taking = taking
-        self.views, self.flat, self.sent = views, flat, sent
-        self.is_trailing = is_trailing
-        self.num_at_once = num_at_once
-        self.seen_slots = seen_slots
-        self.seen = [self.members[slot] for slot in seen_slots]
-        self.new_streams = streams_for(sent.device) if isinstance(taking, Flat) else None
+    indices: tuple[int, ...]
+    members: Sequence[torch.nn.Parameter]
+    taking: Taking
+    views: Sequence[torch.Tensor]
+    flat: torch.Tensor
+    sent: torch.Tensor
+    is_trailing: bool
+    num_at_once: int = 0
+    seen_slots: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.seen = [self.members[slot] for slot in self.seen_slots]
+        self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
+        if isinstance(self.taking, Flat):
+            self.new_streams = streams_for(self.sent.device)
 
     @classmethod
     def of_several(
@@ -113,15 +98,19 @@ class Bucket:
         is_trailing: bool,
         reports: Reports,
     ) -> Bucket:
-        """A bucket of gradients that lie one after the other in ``sent``, large ones first.
+        """Lay gradients in a row in ``sent``, first the large, then the small, in expected order.
 
-        They are expected in the order of ``indices``. Those in ``hooked`` need a hook whatever
-        their size; all do where it is None. The rest is as for ``Bucket`` and ``Flat``.
+        Args:
+            indices: of the parameters, in the order in which their gradients are expected.
+            parameters: all parameters of the model.
+            hooked: indices of those that need a hook whatever their size; None for all.
         """
-        size = {index: parameters[index].numel() * sent.itemsize for index in indices}
-        # Equal on every rank, whatever has a hook on this one.
-        laid = (*sorted(indices, key=lambda index: size[index] < _AT_ONCE_BYTES),)
-        num_large = sum(size[index] >= _AT_ONCE_BYTES for index in indices)
+        small_indices = [
+            index for index in indices if parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES
+        ]
+        num_large = len(indices) - len(small_indices)
+        # Equal on every rank, whatever has a hook on this rank.
+        laid = (*(index for index in indices if index not in small_indices), *small_indices)
         members = [parameters[index] for index in laid]
         flat = sent.zero_()[: sum(member.numel() for member in members)]
         # A view taken through ``.data`` has a version counter of its own.
@@ -135,43 +124,36 @@ class Bucket:
             seen_slots = [slot for slot in range(num_large, last) if laid[slot] not in hooked]
         return cls(
             laid,
-            parameters,
+            members,
             Flat(views[num_large:], small, scale, as_views and not is_cast, is_cast, reports),
             views,
             flat,
             sent,
-            is_trailing=is_trailing,
-            num_at_once=num_large,
-            seen_slots=seen_slots,
+            is_trailing,
+            num_large,
+            seen_slots,
         )
 
     @classmethod
     def of_one(
-        cls,
-        index: int,
-        parameters: Sequence[torch.nn.Parameter],
-        taking: Taking,
-        *,
-        is_trailing: bool,
+        cls, index: int, parameter: torch.nn.Parameter, taking: Taking, *, is_trailing: bool
     ) -> Bucket:
-        """A bucket of one gradient, without memory of its own."""
-        like = parameters[index].detach()
+        """Make a bucket of one gradient, without memory of its own."""
+        like = parameter.detach()
         none = like.new_empty(0)
-        return cls((index,), parameters, taking, [like], none, none, is_trailing=is_trailing)
+        return cls((index,), [parameter], taking, [like], none, none, is_trailing)
 
     def with_all_hooks(self) -> Bucket:
-        """The same bucket, of which hooks tell every gradient."""
-        other = copy.copy(self)
-        other.seen_slots, other.seen = (), []
-        return other
+        """Return a bucket in the same memory that has a hook on every parameter."""
+        return replace(self, seen_slots=())
 
     @property
     def is_hooked(self) -> list[bool]:
-        """For each gradient, whether a hook tells that it has come."""
+        """Return for each parameter whether it has a hook."""
         return [slot not in self.seen_slots for slot in range(len(self.indices))]
 
     def see(self) -> Seen:
-        """The gradients without a hook, with their versions; empty where there is none."""
+        """Return the gradients of parameters without a hook, and their versions; [] if all None."""
         grads = list(map(_grad_of, self.seen))
         if {*map(type, grads)} <= {NoneType}:
             return []
@@ -182,30 +164,21 @@ class Filling:
     """A bucket as one backward fills it.
 
     Args:
-        bucket: which.
         at_forward: the gradients without a hook as they were behind the forward, if that is known.
-
-    Attributes:
-        num_pending: how many of those with a hook have not come yet.
-        must_wait: whether the bucket waits for the end of this backward.
-        streams: notes on which streams gradients come, if there are several.
-        taken: the slots that have moved in.
-        local: the slots without a hook to which another backward has brought gradients since the
-            forward; known once this one has ended.
-        read: all gradients, as they were looked at last.
-        average: the result of a gradient alone; None where no rank had one.
     """
 
     def __init__(self, bucket: Bucket, at_forward: Seen | None = None) -> None:
         self.bucket = bucket
-        self.num_pending = len(bucket.members) - len(bucket.seen)
-        self.must_wait = bucket.is_trailing
+        self.num_pending = len(bucket.members) - len(bucket.seen)  # gradients with a hook
+        self.must_wait = bucket.is_trailing  # for the end of this backward
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
-        self.taken: set[int] = set()
+        self.taken: set[int] = set()  # slots whose gradient has moved in
+        # Slots without a hook to which another backward has brought gradients since the forward:
+        # known once this backward has ended.
         self.local: Sequence[int] = ()
-        self.read: Grads = ()
-        self.average: torch.Tensor | None = None
-        self._moved: Seen = []  # what moved in early
+        self.read: Grads = ()  # all gradients, as they were looked at last
+        self.average: torch.Tensor | None = None  # of a gradient that is sent alone, if any has it
+        self._moved: Seen = []  # gradients that moved in early
         self._kept = bucket.see()  # outputs have their gradients, and the backward goes on
         if at_forward is not None and self._kept:
             new = self._find_new([grad for grad, _ in self._kept], at_forward)
@@ -214,7 +187,7 @@ class Filling:
                 self.local = [slot for slot, norm in zip(new, norms, strict=True) if norm != 0]
 
     def _find_new(self, grads: Grads, before: Seen) -> dict[int, torch.Tensor]:
-        """Of gradients without a hook those that were not there before, or had another version."""
+        """Return, by slot, those of ``grads`` (without a hook) that are not as in ``before``."""
         rows = zip(self.bucket.seen_slots, grads, before or repeat((None, -1)), strict=False)
         return {
             slot: grad
@@ -225,10 +198,8 @@ class Filling:
     # -- which have come --------------------------------------------------------------------------
 
     def find_missing(self) -> list[int]:
-        """The slots without a hook whose gradient has not come; ``take`` takes what is read here.
-
-        To read a gradient costs more than to keep it.
-        """
+        """Return the slots without a hook whose gradient has not come yet."""
+        # ``take`` takes the gradients that are read here: to read them again costs more.
         grads = self.read = list(map(_grad_of, self.bucket.members))
         if not self._kept and NoneType not in {*map(type, grads)}:
             return []
@@ -237,7 +208,7 @@ class Filling:
         return [slot for slot in slots if slot not in new]
 
     def find_missing_at_end(self) -> list[int]:
-        """The same once the backward has ended, when ``local`` is known, too."""
+        """Return the same at the end of the backward, when ``local`` can be settled, too."""
         missing = self.find_missing()
         if not self.local:
             return missing
@@ -249,14 +220,14 @@ class Filling:
         return [slot for slot in missing if slot not in came]
 
     def find_late(self) -> list[int]:
-        """The slots without a hook to which was added after they had moved in."""
+        """Return the slots without a hook whose gradient changed after it had moved in."""
         rows = zip(self.bucket.seen_slots, self._moved, strict=False)
         return [slot for slot, (grad, old) in rows if grad is not None and grad._version != old]
 
     # -- taking in --------------------------------------------------------------------------------
 
     def take_early(self) -> bool:
-        """Take all gradients if they have come, which must not grow from now on; else wait."""
+        """Take all gradients and return True if all have come; else leave them until the end."""
         self.must_wait = bool(self.find_missing())
         if self.must_wait:
             return False
@@ -265,7 +236,7 @@ class Filling:
         return True
 
     def take(self, *, is_zero: bool = False) -> None:
-        """Take all gradients, also from other streams; zeros where there is none, or for all."""
+        """Move all gradients into the bucket: zeros where there is none, or for all (is_zero)."""
         bucket, first = self.bucket, self.bucket.num_at_once
         if self.streams is not None:
             pairs = zip(bucket.members[first:], bucket.views[first:], strict=True)
@@ -278,23 +249,27 @@ class Filling:
 
 
 class Taking(ABC):
-    """How gradients get into a bucket, what is sent of it, and how averages get out."""
+    """A way in which gradients get into a bucket, are sent, and come out as averages."""
 
     @abstractmethod
     def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Take the gradient at ``slot``, or all."""
+        """Take the gradient at ``slot``, or all, in order to send it."""
 
     @abstractmethod
     def clear(self, filling: Filling) -> None:
-        """Send nothing of what is here."""
+        """Take zeros in place of this rank's gradients."""
 
     @abstractmethod
     def buffer(self, filling: Filling) -> torch.Tensor:
-        """The tensor that a communication hook is given, and writes its average into."""
+        """Return the tensor that a communication hook averages in place."""
 
     @abstractmethod
     def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Start the reduction, where there is no such hook, by ``average``, which is in place."""
+        """Start the reduction, where there is no communication hook.
+
+        Args:
+            average: starts the average of a tensor in place.
+        """
 
     @abstractmethod
     def give(
@@ -302,23 +277,24 @@ class Taking(ABC):
     ) -> None:
         """Let ``.grad`` hold the averages, times ``share``.
 
-        Where all gradients came here the backward ``is_complete``. ``is_used`` tells of every
-        parameter whether some rank had a gradient: one that has none here gets the average then,
-        and else is left alone. It is None where that is not known, as on accelerators, where
-        looking would make the CPU wait: then it gets what was reduced.
+        Args:
+            is_used: whether some rank had a gradient, for each parameter of the model: if so, a
+                parameter without a gradient here gets the average, and else stays without. None
+                where that is not known, as on accelerators, where looking would make the CPU wait:
+                all get the average then.
+            is_complete: whether all gradients came here.
         """
 
 
 class Flat(Taking):
-    """Gradients are copied into one flat tensor.
+    """Copies of gradients in one flat tensor.
 
     Args:
-        small: the views of those that move together, as the bucket is full.
+        small: the views of the gradients that move together, once the bucket is full.
         small_flat: the memory of these.
-        scale: by what all are multiplied on their way, or None.
+        scale: a factor of gradients as they move in, or None.
         as_views: whether ``.grad`` becomes the view.
-        is_cast: whether the bucket has another dtype.
-        reports: makes the error for a gradient that cannot lie here.
+        is_cast: whether the bucket has another dtype than its parameters.
     """
 
     def __init__(
@@ -347,14 +323,14 @@ class Flat(Taking):
     def take(self, filling: Filling, slot: int | None = None) -> None:
         """Copy the gradient into its view, or all that lie elsewhere; zeros where there is none."""
         if slot is not None:
-            self._take_one(filling, slot)
+            self._take_large(filling, slot)
             return
         for large in {*range(filling.bucket.num_at_once)} - filling.taken:
-            self._take_one(filling, large)
+            self._take_large(filling, large)
         grads, filling.read = filling.read, ()  # whose memory is free behind the copy
         self._take_small(filling.bucket, grads or list(map(_grad_of, filling.bucket.members)))
 
-    def _take_one(self, filling: Filling, slot: int) -> None:
+    def _take_large(self, filling: Filling, slot: int) -> None:
         member, view, scale = filling.bucket.members[slot], filling.bucket.views[slot], self._scale
         grad = member.grad
         if grad is None:
@@ -399,7 +375,7 @@ class Flat(Taking):
         except RuntimeError:  # checked only now, since checking costs as much as copying
             for slot, grad in enumerate(read[first:], first):
                 self._refuse_sparse(bucket, slot, grad)
-            # One may lie in its place already, as another tensor: ``grad = grad.detach()``.
+            # A gradient may lie in its place already, as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, grads)
             self._multiply(self._small_flat)
         if self.as_views:
@@ -418,11 +394,11 @@ class Flat(Taking):
         filling.bucket.flat.zero_()
 
     def buffer(self, filling: Filling) -> torch.Tensor:
-        """All gradients, one after the other."""
+        """Return the memory of all gradients."""
         return filling.bucket.flat
 
     def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Average the gradients, and the numbers behind them."""
+        """Average the gradients, and the tail behind them."""
         return average(filling.bucket.sent)
 
     def give(
@@ -444,117 +420,3 @@ class Flat(Taking):
                 apart.append((member.grad, view))
         if apart:
             torch._foreach_copy_([grad for grad, _ in apart], [view for _, view in apart])
-
-
-class _Alone(Taking):
-    """One gradient, which is taken as it is."""
-
-    def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Take the gradient as it is."""
-        filling.read = [filling.bucket.members[0].grad]
-
-    def clear(self, filling: Filling) -> None:
-        """Send nothing of what is here."""
-        filling.read = [None]
-
-    def give(
-        self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
-    ) -> None:
-        """Let ``.grad`` be the average."""
-        average, index = filling.average, filling.bucket.indices[0]
-        if average is not None and (is_complete or is_used is None or is_used[index]):
-            filling.bucket.members[0].grad = average if share == 1.0 else average * share
-
-
-class InPlace(_Alone):
-    """One large dense gradient is averaged where it lies.
-
-    Where ranks share no memory, to copy it into a bucket would only cost time and memory. It is
-    copied all the same where its memory is not its own: autograd lets a gradient share memory with
-    that of a view, or of another parameter, which a backward may still read.
-    """
-
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-
-    def buffer(self, filling: Filling) -> torch.Tensor:
-        """The tensor to sum; zeros where there is no gradient."""
-        mine, like = filling.read[0], filling.bucket.views[0]
-        stride = dense_stride(like.shape, like.stride())
-        if mine is not None and mine.stride() == stride and storage_uses(mine) == 1:
-            return mine.mul_(self._scale)
-        apart = like.new_empty_strided(like.shape, stride)
-        return apart.zero_() if mine is None else torch.mul(mine, self._scale, out=apart)
-
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Average the gradient."""
-        filling.average = self.buffer(filling)
-        return average(filling.average)
-
-
-_DENSE = -1
-_NONE = -2
-
-
-class Sparse(_Alone):
-    """One gradient, of which ranks send the rows that they have.
-
-    What is sent depends on the gradient, so it is sent where the reduction is waited for: that
-    comes in one order on every rank. Where some rank has a dense gradient, it is dense on all.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def buffer(self, filling: Filling) -> torch.Tensor:
-        """This rank's rows, of which a communication hook makes the average."""
-        mine, like = filling.read[0], filling.bucket.views[0]
-        filling.average = _no_rows(like) if mine is None else mine.detach().clone()
-        return filling.average
-
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Put the reduction off."""
-        return _AtTheWait(self, filling)
-
-    def find_average(self, filling: Filling) -> torch.Tensor | None:
-        """Average over the group; collective."""
-        mine, like, group = filling.read[0], filling.bucket.views[0], self._group
-        rows = None if mine is None or mine.layout is torch.strided else mine.detach().coalesce()
-        count = _NONE if mine is None else _DENSE if rows is None else rows._nnz()
-        counts = torch.empty(group.size(), dtype=torch.int64, device=like.device)
-        all_gather_into_tensor(counts, torch.tensor([count], device=like.device), group)
-        sizes = counts.tolist()
-        if _DENSE in sizes:
-            if mine is None:
-                dense = torch.zeros_like(like)
-            else:
-                dense = (mine.to_dense() if rows is not None else mine.clone()).contiguous()
-            all_reduce(dense, ReduceOp.AVG, group)
-            return dense
-        if all(size == _NONE for size in sizes):
-            return None
-        sizes = [max(size, 0) for size in sizes]
-        if rows is None:
-            rows = _no_rows(like)
-        return sum_rows(group, rows / group.size(), sizes) if any(sizes) else rows
-
-
-def _no_rows(like: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter of which this rank has no rows."""
-    return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64, device=like.device),
-        like.new_empty(0, *like.shape[1:]),
-        like.shape,
-        check_invariants=False,
-    ).coalesce()
-
-
-class _AtTheWait(NamedTuple):
-    """The reduction of a sparse gradient."""
-
-    taking: Sparse
-    filling: Filling
-
-    def wait(self) -> None:
-        """Reduce it; collective."""
-        self.filling.average = self.taking.find_average(self.filling)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.buckets import Bucket, Filling, InPlace, Pending
+from meshdist.ddp.buckets import Bucket, Filling, Pending
+from meshdist.ddp.single_gradients import InPlace
 from tests.pool import Pool
 
 SIDE = 1500  # 9 MB a parameter: sent without a bucket where ranks share no memory
@@ -23,7 +24,7 @@ class Done:
 
 def sent_of(parameter: nn.Parameter) -> torch.Tensor:
     """What is sent of its gradient; which gets that back."""
-    bucket = Bucket.of_one(0, [parameter], InPlace(0.5), is_trailing=False)
+    bucket = Bucket.of_one(0, parameter, InPlace(0.5), is_trailing=False)
     filling, sent = Filling(bucket), []
 
     def average(tensor: torch.Tensor) -> Pending:
