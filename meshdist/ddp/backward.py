@@ -1,7 +1,7 @@
 """One backward: its reductions are started in bucket order, and waited for in bucket order.
 
 A ``Backward`` is made at its first sign, when outputs have their gradients, and dropped once every
-rank's part is averaged: nothing of it is set back for the next one. A backward that raised midway
+rank's part is averaged: nothing of it is reset for the next backward. A backward that raised midway
 is still there afterwards; the next forward, or check, completes it with zeros.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -29,11 +29,11 @@ from .history import History
 from .tail import Ending
 from .verdict import Verdict
 
-__all__ = ["AtWork", "Backward", "Moment", "Observer", "Sending", "tells_errors"]
+__all__ = ["AtWork", "Backward", "Moment", "Sending", "tells_errors"]
 
 
 class Moment(Enum):
-    """Moments that observers are told of: with the layout in a forward, else the backward."""
+    """Moments of which observers are told: in a forward with the layout, else with the backward."""
 
     FORWARD_BEGINS = auto()
     FORWARD_ENDS = auto()
@@ -41,7 +41,7 @@ class Moment(Enum):
     SENDING_BEGINS = auto()
     BACKWARD_ENDS = auto()
     GRADIENTS_CAME = auto()
-    """Behind the end: which ones is known."""
+    """Behind the end: it is known which gradients came."""
     SENDING_ENDS = auto()
     AVERAGED = auto()
     """The gradients hold averages, and no rank has anything to raise."""
@@ -51,20 +51,12 @@ class Moment(Enum):
     """With the error."""
 
 
-class Observer(Protocol):
-    """Is told of what happens to a model's gradients."""
-
-    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """The function to call at each moment."""
-
-
 class AtWork(NamedTuple):
-    """Which members have data, where some may have none.
+    """The members that have data, where some may have none.
 
     Args:
-        num: how many have.
         source: the member whose buffers and order of buckets the others take.
-        share: by which averages over all members are multiplied.
+        share: a factor of the averages over all members.
     """
 
     num: int
@@ -73,36 +65,26 @@ class AtWork(NamedTuple):
 
 
 class Sending:
-    """All that outlives one backward, and that it needs to be averaged.
-
-    Attributes:
-        history: what is expected of it.
-        at_work: which members have data.
-        hook: what averages buckets in place of an all-reduce, if anything.
-        failure: why the members are no longer in step, if so.
-        calls_inside: a context for the calls of one backward.
-        awaited: futures that the end of the next backward waits for.
-        observers: what is called at which moment.
-        lock: a module on several devices has a thread on each.
-    """
+    """State that outlives one backward, and that its averaging needs."""
 
     def __init__(self, history: History, at_work: AtWork) -> None:
-        self.history = history
+        self.history = history  # what is expected of a backward
         self.at_work = at_work
-        self.hook: RegisteredHook | None = None
-        self.failure: Exception | None = None
+        self.hook: RegisteredHook | None = None  # averages buckets in place of an all-reduce
+        self.failure: Exception | None = None  # since which the members are not in step
+        # A context for the calls of one backward.
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.awaited: list[Any] = []
-        self.lock = threading.RLock()
+        self.awaited: list[Any] = []  # futures, by the end of the next backward
+        self.lock = threading.RLock()  # a module on several devices has a thread on each
         self.observers: dict[Moment, list[Callable[[Any], None]]] = {}
 
-    def observe(self, observer: Observer) -> None:
-        """Tell ``observer`` of all that it asks for, behind those that came before."""
-        for moment, call in observer.calls().items():
+    def observe(self, calls: Mapping[Moment, Callable[[Any], None]]) -> None:
+        """Call these functions at their moments, behind the observers that came before."""
+        for moment, call in calls.items():
             self.observers.setdefault(moment, []).append(call)
 
     def tell(self, moment: Moment, subject: object) -> None:
-        """Tell observers."""
+        """Call the observers of a moment with its subject: a layout, a backward or an error."""
         for call in self.observers.get(moment, ()):
             call(subject)
 
@@ -111,10 +93,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tells_errors(method: F) -> F:
-    """Let observers know of errors that a method raises.
-
-    torch.compile leaves the method as it is: parts of a backward run inside a compiled step, too.
-    """
+    """Decorate a method of the reducer: observers are told of errors that it raises."""
 
     @functools.wraps(method)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,26 +105,17 @@ def tells_errors(method: F) -> F:
             end_here(error)
             raise
 
+    # Untraced, since parts of a backward run inside a compiled step, too.
     return cast(F, untraced(telling))
 
 
 class Backward:
-    """One backward that is averaged, or zeros in place of a backward.
+    """A backward that is averaged, or zeros in place of a backward.
 
     Args:
-        layout: of its buckets.
-        sending: what it needs beside them.
         task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
         at_forward: of each bucket, the gradients without a hook as they were behind the forward.
         has_graph: whether its gradients could be differentiated again.
-
-    Attributes:
-        fillings: its buckets as it fills them, in the order in which they are sent.
-        counts: how often each gradient has come, of those that have a hook.
-        works: the reductions of the buckets that have gone; then of the tail, if it goes alone.
-        is_open: whether a gradient has come.
-        is_running: says whether it has not ended, nor raised.
-        verdict: how it ended; None before.
     """
 
     def __init__(
@@ -162,18 +132,20 @@ class Backward:
         self.task = task
         self.has_graph = has_graph
         seen: Sequence[Seen | None] = at_forward or [None] * len(layout.buckets)
-        self.fillings = [*map(Filling, layout.buckets, seen)]
+        self.fillings = [*map(Filling, layout.buckets, seen)]  # in the order of sending
+        # How often each gradient with a hook has come.
         self.counts = [0] * len(layout.terms.parameters)
+        # Reductions of buckets that have gone, in order; then of the tail, if it goes alone.
         self.works: list[Pending] = []
-        self.is_open = False
-        self.is_running: Callable[[], bool] = bool
-        self.verdict: Verdict | None = None
+        self.is_open = False  # whether a gradient has come
+        self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
+        self.verdict: Verdict | None = None  # before it has ended
         self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
 
     # -- gradients come ---------------------------------------------------------------------------
 
     def open(self) -> None:
-        """The first gradient has come."""
+        """Begin, as the first gradient comes; raise if gradients have a graph."""
         if self.has_graph:
             error = self.layout.terms.reports.with_graph()
             self.sending.tell(Moment.ERROR, error)
@@ -181,7 +153,7 @@ class Backward:
         self.is_open = True
 
     def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
-        """A gradient has come, whose hook tells: that at ``slot`` of the bucket at ``place``."""
+        """Count the gradient at ``slot`` of bucket ``place``, and send buckets that are full."""
         if not self.is_open:
             self.open()
         filling, history = self.fillings[place], self.sending.history
@@ -209,7 +181,7 @@ class Backward:
                 self._start_full()
 
     def _start_full(self) -> None:
-        """Start the reduction of every full bucket that has no unfull one before it."""
+        """Start the reduction of each full bucket, up to the first that is not full."""
         with self.sending.lock, torch.no_grad():
             for filling in self.rest():
                 if filling.must_wait or filling.num_pending or not filling.take_early():
@@ -217,7 +189,7 @@ class Backward:
                 self._start(filling)
 
     def find_came(self) -> list[bool]:
-        """For each parameter, whether its gradient has come; the backward has ended."""
+        """Return for each parameter whether the backward, which has ended, brought its gradient."""
         layout, counts, by_count = self.layout, self.counts, self.sending.history.by_count
         parameters = layout.terms.parameters
         came = [True] * len(parameters)
@@ -237,14 +209,14 @@ class Backward:
         return came
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """A line for each gradient that came though it was expected, or promised, not to."""
+        """Return a line of text for each gradient that came too late, or against a promise."""
         history, late = self.sending.history, self._late
         _, _, options, reports, _ = self.layout.terms
         for filling in self.fillings[: len(self.works)]:
             late += [filling.bucket.indices[slot] for slot in filling.find_late()]
         lines = [reports.came_late(index) for index in dict.fromkeys(late)]
         if history.is_learned and options.is_static:
-            changes = history.changes(self.counts, came)
+            changes = history.find_changes(self.counts, came)
             lines += [reports.changed(index, *counts) for index, counts in changes.items()]
         elif history.is_learned and options.skips_unused:
             lines += [reports.was_skipped(index) for index in self.layout.unsent if came[index]]
@@ -253,7 +225,7 @@ class Backward:
     # -- averages ---------------------------------------------------------------------------------
 
     def rest(self) -> Sequence[Filling]:
-        """The buckets that have not gone."""
+        """Return the buckets that have not been sent."""
         return self.fillings[len(self.works) :]
 
     def reduce(self, verdict: Verdict, *, has_local_sums: bool = False) -> None:
@@ -279,17 +251,15 @@ class Backward:
         sending.tell(Moment.SENDING_ENDS, self)
 
     def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
-        """For each parameter, whether this rank has a gradient to share; None: all, or none.
-
-        One that lies in its bucket and did not come is what all ranks have had from there, unless
-        sums have been kept apart since.
-        """
+        """Return for each parameter whether its gradient is to be shared; None for all, or none."""
         if verdict.ending is Ending.WHOLE or not verdict.came:
             return None
         has = list(verdict.came)
         for bucket in self.layout.buckets:
             rows = zip(bucket.indices, bucket.members, bucket.views, strict=True)
             for index, member, view in rows:
+                # A gradient in its bucket that did not come is an average that all ranks have had,
+                # unless sums have been kept apart since.
                 is_new = has[index] or has_local_sums or member.grad is not view
                 has[index] = member.grad is not None and is_new
         return has
@@ -314,7 +284,7 @@ class Backward:
             raise
 
     def give(self, verdict: Verdict) -> None:
-        """Let gradients hold the averages, where any rank had one."""
+        """Let ``.grad`` hold the average of each gradient that any rank had."""
         is_complete = verdict.ending is Ending.WHOLE
         is_used = verdict.find_used(is_complete=is_complete)
         share = 1.0 if self.sending.hook is not None else self.sending.at_work.share

@@ -249,8 +249,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_buffers=int(self.forward_sync_buffers),
             is_multi_device_module=int(self.is_multi_device_module),
         )
-        self.reducer.sending.observe(self._parting)
-        self.reducer.sending.observe(self.logger)
+        self.reducer.sending.observe(self._parting.calls())
+        self.reducer.sending.observe(self.logger.calls())
         self._has_begun = False
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.

@@ -27,7 +27,8 @@ __all__ = [
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream is captured into a CUDA graph, so that the CPU may not wait."""
+    """Return whether the current stream is captured into a CUDA graph."""
+    # The CPU may not wait for the device then.
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -40,30 +41,23 @@ class GradientStreams:
         self._seen: set[Any] = set()
 
     def note(self) -> None:
-        """A gradient came on the current stream."""
+        """Note the current stream, on which a gradient came."""
         self._seen.add(self._accelerator.current_stream(self._device))
 
     def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Let the current stream wait for all others that were noted, and forget them.
-
-        Where there are others, the memory of ``gradients`` may be freed before the current stream
-        has read them, and is not used again until it has.
-        """
+        """Let the current stream wait for the noted streams, and keep the memory of gradients."""
         current = self._accelerator.current_stream(self._device)
         others = self._seen - {current}
         self._seen.clear()
         for stream in others:
             current.wait_stream(stream)
         if others:
-            for gradient in gradients:
+            for gradient in gradients:  # freed memory is used again once this stream has read it
                 gradient.record_stream(current)
 
 
 def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
-    """Return what makes notes of the streams of ``device``; None where there is one, as on the CPU.
-
-    Each backward makes its own.
-    """
+    """Return a constructor of ``GradientStreams``; None if the device has no streams."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(accelerator, "current_stream"):
         return None
@@ -74,18 +68,15 @@ class TailReader(ABC):
     """Reads the numbers of one backward at a time."""
 
     is_deferred: ClassVar[bool]
-    """Return whether reading right after ``note`` would make the CPU wait for the device."""
+    """Whether reading right after ``note`` would make the CPU wait for the device."""
 
     @abstractmethod
     def note(self, reduced: torch.Tensor) -> bool:
-        """The numbers have been reduced; whether ``take`` will give them."""
+        """Note reduced numbers, and return whether ``take`` will give them."""
 
     @abstractmethod
     def take(self) -> torch.Tensor | None:
-        """Return what was noted last, once, as real numbers on the host.
-
-        None if there is nothing, or this is no time to wait.
-        """
+        """Return the numbers noted last, once, on the host; None without, or in a capture."""
 
 
 class ImmediateReader(TailReader):
@@ -97,12 +88,12 @@ class ImmediateReader(TailReader):
         self._reduced: torch.Tensor | None = None
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Keep them."""
+        """Keep the numbers, and return True."""
         self._reduced = reduced
         return True
 
     def take(self) -> torch.Tensor | None:
-        """Return what was kept."""
+        """Return the numbers that were kept."""
         reduced, self._reduced = self._reduced, None
         return None if reduced is None else _real(reduced)
 
@@ -110,8 +101,8 @@ class ImmediateReader(TailReader):
 class DeferredReader(TailReader):
     """Reads a copy in pinned memory, which is made behind the work that is enqueued.
 
-    While a CUDA graph is captured nothing is copied and nothing awaited. ``accelerator`` is torch's
-    module for the device's type, such as ``torch.cuda``.
+    Args:
+        accelerator: torch's module for the type of the device, such as ``torch.cuda``.
     """
 
     is_deferred = True

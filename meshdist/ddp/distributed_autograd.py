@@ -18,13 +18,13 @@ __all__ = ["ContextGradients", "find_context", "is_rpc_on"]
 
 
 def is_rpc_on() -> bool:
-    """Whether this process has begun torch's RPC, without which there is no such backward."""
+    """Return whether this process has begun torch's RPC."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     return rpc is not None and rpc._is_current_rpc_agent_set()
 
 
 def find_context() -> int | None:
-    """The number of the context that this thread is inside, if RPC is on and there is one."""
+    """Return the number of the context of distributed autograd of this thread, if any."""
     if not is_rpc_on():
         return None
     try:
@@ -37,9 +37,8 @@ class ContextGradients:
     """The gradients that a backward of distributed autograd brings into its context.
 
     Args:
-        parameters: those whose gradients are averaged.
         context_id: of the forward's context.
-        check: is given the context of a backward of that kind, returns it, and may raise.
+        check: raises for a context of such a backward in which gradients cannot be averaged.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class ContextGradients:
         self._check = check
         self._is_ordinary = self._is_distributed = False
         self._handles: list[Any] = []
-        for one in parameters:
-            if one.requires_grad:
+        for parameter in parameters:
+            if parameter.requires_grad:
                 self._handles += [
-                    one.register_post_accumulate_grad_hook(self._accumulated),
-                    get_gradient_edge(one).node.register_hook(self._node_has_run),
+                    parameter.register_post_accumulate_grad_hook(self._accumulated),
+                    get_gradient_edge(parameter).node.register_hook(self._node_has_run),
                 ]
 
     def _accumulated(self, _: torch.Tensor) -> None:
@@ -68,29 +67,25 @@ class ContextGradients:
 
     @contextmanager
     def in_place_of_grad(self) -> Iterator[list[bool] | None]:
-        """Let ``.grad`` be the context's gradients inside, which then take what it has become.
-
-        Yields for each parameter whether there is one, or None behind an ordinary backward.
-        """
+        """Let ``.grad`` be the context's gradients inside, and copy its values back at the end."""
         for handle in self._handles:
             handle.remove()
         if not self._is_distributed:
-            yield None
+            yield None  # behind an ordinary backward; else whether each parameter has a gradient
             return
         # Here, since torch drops the text of what a node's hook raises.
         grads = torch.distributed.autograd.get_gradients(self._check(self._context_id))
-        found = [grads.get(one) for one in self._parameters]
-        kept = [
-            (one.grad, None if one.grad is None else one.grad.clone()) for one in self._parameters
-        ]
-        for one, grad in zip(self._parameters, found, strict=True):
-            one.grad = None if grad is None else grad.detach()
+        found = [grads.get(parameter) for parameter in self._parameters]
+        before = [parameter.grad for parameter in self._parameters]
+        kept = [(grad, None if grad is None else grad.clone()) for grad in before]
+        for parameter, grad in zip(self._parameters, found, strict=True):
+            parameter.grad = None if grad is None else grad.detach()
         try:
             yield [grad is not None for grad in found]
         finally:
-            for one, grad, (before, copied) in zip(self._parameters, found, kept, strict=True):
-                if grad is not None and one.grad is not None:
-                    grad.copy_(one.grad)
-                one.grad = before
-                if before is not None and copied is not None:
-                    before.copy_(copied)  # it may lie in a bucket
+            for parameter, grad, (old, copied) in zip(self._parameters, found, kept, strict=True):
+                if grad is not None and parameter.grad is not None:
+                    grad.copy_(parameter.grad)
+                parameter.grad = old
+                if old is not None and copied is not None:
+                    old.copy_(copied)  # it may lie in a bucket

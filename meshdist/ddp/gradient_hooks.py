@@ -44,7 +44,7 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """``tree`` with its tensors on ``device``."""
+    """Return ``tree`` with its tensors on ``device``."""
     return optree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
         tree,
@@ -58,26 +58,23 @@ _reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be 
 
 
 def find_reducing_world(parameter: torch.Tensor) -> World | None:
-    """The world in which a Reducer averages the gradient of ``parameter``, if one does."""
+    """Return the world in which a wrapper averages the gradient of ``parameter``, if any does."""
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
 class GradientTaker(Protocol):
-    """The reducer, as hooks see it: told of gradients."""
+    """The reducer, as hooks see it."""
 
     @property
     def backward(self) -> Backward | None:
-        """The backward that has reached the model's outputs and has not ended."""
+        """Return the backward that has reached the model's outputs and has not ended."""
 
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """The backward for which a gradient counts that did not come in its task itself.
-
-        If it may count later, ``hook`` is called with it again.
-        """
+    def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
+        """Return the backward that the gradient counts for; or None, to call ``hook`` again."""
 
 
 class GradientHooks:
-    """The hooks of one reducer, ``taker``."""
+    """The hooks of one reducer (``taker``) on its parameters."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], taker: GradientTaker) -> None:
         self._parameters = parameters
@@ -85,7 +82,7 @@ class GradientHooks:
         self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
 
     def put(self, buckets: Sequence[Bucket]) -> None:
-        """Put hooks on the parameters of buckets that expect them, in place of all others."""
+        """Put hooks on the parameters that need a hook in these buckets, in place of all others."""
         self.close()
         for parameter in self._parameters:
             _reduced_parameters[parameter] = get_world()
@@ -102,10 +99,7 @@ class GradientHooks:
                     member.requires_grad_(is_trained)
 
     def come_last(self, buckets: Sequence[Bucket]) -> None:
-        """Run behind hooks that the program has put on parameters since: they may change gradients.
-
-        Call it between backwards.
-        """
+        """Put the hooks anew where the program has added hooks, which may change gradients."""
         for parameter, handle in self._handles:
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.put(buckets)
@@ -126,7 +120,7 @@ class GradientHooks:
         def gradient_came(parameter: torch.Tensor) -> None:
             backward = taker.backward
             if backward is None or current_task() != backward.task:
-                backward = taker.takes(index, gradient_came, parameter)
+                backward = taker.find_backward(index, gradient_came, parameter)
                 if backward is None:
                     return
             backward.arrived(place, slot, parameter)

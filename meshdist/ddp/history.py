@@ -21,17 +21,7 @@ _NEVER = 1 << 60
 
 
 class History:
-    """Which gradients backwards have brought, and which are expected of the next.
-
-    Attributes:
-        expected: how often each gradient came here in the backward before, at least once.
-        learned: how often each one came in the backward that was watched; empty without.
-        order: in which they came here first while that is learned.
-        by_count: those that cannot be seen to have come by looking at ``.grad``: they came more
-            than once, without a gradient, or before the model's outputs had theirs.
-        trailing: those that some rank lacked; equal on every rank.
-        is_learned: whether a whole backward has been watched; equal on every rank.
-    """
+    """The gradients that backwards have brought, and those that are expected of the next."""
 
     def __init__(self, num_parameters: int) -> None:
         self._num = num_parameters
@@ -39,46 +29,49 @@ class History:
 
     def forget(self) -> None:
         """Learn everything anew."""
-        self.expected = [1] * self._num
-        self.learned: tuple[int, ...] = ()
-        self.order: list[int] = []
+        self.expected = [1] * self._num  # arrivals in the backward before, and at least 1
+        self.learned: tuple[int, ...] = ()  # arrivals in the backward that was watched
+        self.order: list[int] = []  # of the first arrivals, while it is learned
+        # Gradients whose arrival ``.grad`` does not show: they came more than once, undefined, or
+        # before the model's outputs had theirs.
         self.by_count: set[int] = set()
-        self.trailing: frozenset[int] = frozenset()
-        self.is_learned = False
-        self._streaks: dict[int, int] = {}
+        self.trailing: frozenset[int] = frozenset()  # equal on every rank
+        self.is_learned = False  # whether a whole backward was watched; equal on every rank
+        self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
 
-    def is_absent(self, order: Iterable[int]) -> None:
-        """Learn in the order given that this rank has no backward, and await its next one's end."""
+    def note_absence(self, order: Iterable[int]) -> None:
+        """Take ``order``, as this rank has no backward; its next is sent as a whole at the end."""
         self.expected = [_NEVER] * self._num
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)
 
     def note_first(self, index: int, count: int) -> None:
-        """A gradient came for the ``count``-th time in a backward that is watched."""
+        """Note that a gradient came for the ``count``-th time in a backward that is watched."""
         self.order.append(index)
         if count > 1:
             self.by_count.add(index)
 
     def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
-        """Expect as many arrivals as this backward had; those without a hook are not counted."""
+        """Expect of the next backward as many arrivals as this had."""
         if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
             self.learned = tuple(map(max, counts, map(int, came)))
 
-    def changes(self, counts: Sequence[int], came: Sequence[bool]) -> dict[int, tuple[int, int]]:
-        """How often each gradient came now, and in the backward from which all was learned.
-
-        Only those that differ; none on a rank that had no backward then.
-        """
+    def find_changes(
+        self, counts: Sequence[int], came: Sequence[bool]
+    ) -> dict[int, tuple[int, int]]:
+        """Return arrivals in this and in the watched backward, of gradients where they differ."""
         now = map(max, counts, map(int, came))
         both = enumerate(zip(now, self.learned, strict=False))
         return {index: pair for index, pair in both if pair[0] != pair[1]}
 
     def settle(self, not_everywhere: Iterable[int], *, may_move: bool) -> None:
-        """Take what all ranks have read of a backward.
+        """Let parameters trail whose gradient some rank lacked, and others no longer.
 
-        The parameters ``not_everywhere``, whose gradient some rank lacked, trail if ``may_move``.
+        Args:
+            not_everywhere: the parameters whose gradient some rank lacked in this backward.
+            may_move: whether parameters may begin or cease to trail.
         """
         self.is_learned = True
         if may_move:

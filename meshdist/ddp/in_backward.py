@@ -21,10 +21,8 @@ _MARK = "_in_backward_optimizers"
 def marked_optimizers(
     parameters: Sequence[torch.nn.Parameter],
 ) -> dict[torch.nn.Parameter, list[torch.optim.Optimizer]]:
-    """The optimizers that torch has noted on parameters.
-
-    Torch's own hooks, which would step with the gradients of this rank alone, are taken off.
-    """
+    """Return the optimizers that torch has noted on parameters, and take off torch's hooks."""
+    # Those hooks would step with the gradients of this rank alone.
     found = {parameter: list(getattr(parameter, _MARK, ())) for parameter in parameters}
     marked = {parameter: optimizers for parameter, optimizers in found.items() if optimizers}
     noted = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
@@ -46,7 +44,7 @@ def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
 
 
 class InBackward:
-    """Steps the optimizers of averaged parameters; gradients then are None unless kept."""
+    """Steps optimizers as soon as gradients are averages, and drops gradients unless kept."""
 
     def __init__(
         self,
@@ -65,23 +63,24 @@ class InBackward:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> InBackward:
-        """One optimizer of this class for each parameter."""
+        """Make an optimizer of this class for each parameter."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise KindError(
                 f"{optimizer!r} is no class of optimizers",
                 expected="a subclass of torch.optim.Optimizer",
                 fix="pass for example torch.optim.SGD, and its arguments behind it",
             )
-        made = {one: [optimizer([one], *args, **kwargs)] for one in parameters}
+        made = {parameter: [optimizer([parameter], *args, **kwargs)] for parameter in parameters}
         return cls(made, keeps_gradients=True)
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """Step as soon as gradients are averages."""
+        """Return the function that steps, by its moment."""
         return {Moment.AVERAGED: self._step}
 
     def _step(self, backward: Backward) -> None:
-        """Step for the parameters of that backward that have an optimizer and a gradient."""
-        for parameter in chain.from_iterable(one.members for one in backward.layout.buckets):
+        """Step the optimizers of all parameters of a backward that have a gradient."""
+        buckets = backward.layout.buckets
+        for parameter in chain.from_iterable(bucket.members for bucket in buckets):
             optimizers = self._optimizers.get(parameter)
             if optimizers and parameter.grad is not None:
                 with torch.enable_grad():  # as outside of a backward

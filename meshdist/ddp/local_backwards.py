@@ -20,29 +20,22 @@ from .reports import Reports
 __all__ = ["Early", "LocalBackwards"]
 
 Early = tuple[int, Hook, torch.Tensor]
-"""A gradient that came early: its index, its hook, its parameter."""
+"""A gradient that came before its backward reached an output: index, hook and parameter."""
 
 _MANY = 8
 """So many local backwards, and none between them that is averaged, are warned of."""
 
 
 class LocalBackwards:
-    """Gradients of backwards that have reached no output yet, and may never do.
-
-    Attributes:
-        is_averaged_expected: whether a synchronised forward waits for its backward.
-        takes_any: whether the next backward counts, since nothing tells which one is meant.
-        sees_outputs: whether the last synchronised forward returned a tensor with a graph.
-        at_forward: the gradients without a hook as they were behind it, until its backward ends.
-        has_sums: whether a backward since the last averaged one was local.
-    """
+    """The gradients of backwards that have reached no output yet, and may never do."""
 
     def __init__(self) -> None:
-        self.is_averaged_expected = False
-        self.takes_any = False
-        self.sees_outputs = True
+        self.is_averaged_expected = False  # a synchronised forward waits for its backward
+        self.takes_any = False  # the next backward counts, as nothing tells which is meant
+        self.sees_outputs = True  # the last synchronised forward returned a tensor with a graph
+        # Gradients without a hook as they were behind that forward, until its backward ends.
         self.at_forward: list[Seen] | None = None
-        self.has_sums = False
+        self.has_sums = False  # a backward since the last average was local
         self._early: list[Early] = []
         self._early_task: int | None = None  # which may yet reach an output
         self._num_local = 0  # since the last backward that was averaged
@@ -52,14 +45,14 @@ class LocalBackwards:
         self._has_warned_of_complete = False
 
     def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Take what a synchronised forward returned: tensors with a graph, or none."""
+        """Expect the backward of a synchronised forward, whose outputs have a graph, or not."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
             self.at_forward = [bucket.see() for bucket in buckets]
 
     def output_is_reached(self) -> None:
-        """The current backward has reached an output made under ``no_sync``."""
+        """Note that the current backward has reached an output made under ``no_sync``."""
         self._local_task = current_task()
         self._is_local_running = at_end_of_task(lambda: None)
 
@@ -74,7 +67,7 @@ class LocalBackwards:
         self._early.append(early)
 
     def backward_begins(self, task: int) -> list[Early]:
-        """A backward is averaged: return what has come of it already."""
+        """Return the gradients that came early in a backward that is averaged."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0
         if task != self._early_task:
@@ -89,7 +82,7 @@ class LocalBackwards:
             reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)
 
     def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
-        """Warn, once, where that backward came through a result that all ranks have made."""
+        """Warn, once, where a backward came through a result that all ranks have made."""
         noted, ranks, place = group.world.complete
         if noted == task and place and not self._has_warned_of_complete:
             self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
@@ -97,7 +90,7 @@ class LocalBackwards:
                 reports.warn_of_complete(place)
 
     def _end(self, task: int, reports: Reports) -> None:
-        """A backward has ended of which gradients came early."""
+        """Drop the gradients of a backward that has ended without an output, and may warn."""
         if task != self._early_task:
             return
         self._early_task = None  # it reached no output

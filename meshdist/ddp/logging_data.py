@@ -247,7 +247,7 @@ class DataLogger:
         if verdict is None or (timing is None and verdict.ending is Ending.WHOLE):
             return
         came, history = verdict.came, backward.sending.history
-        self._is_static = self._is_static and not history.changes(backward.counts, came)
+        self._is_static = self._is_static and not history.find_changes(backward.counts, came)
         if timing is not None:
             order = history.laid_order(backward.layout.terms.order)
             timing.order = [index for index in order if came[index]]

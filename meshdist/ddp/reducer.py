@@ -1,28 +1,27 @@
 """Averages gradients over a group while the backward goes on.
 
 A bucket is one flat tensor, and the gradients are views into it; or one gradient as it is, where it
-is sparse, or large and the wire shares no memory (``buckets``). The first synchronised
+is sparse, or large and the wire shares no memory (``single_gradients``). The first synchronised
 backward is watched and sent at its end; then the buckets are laid in the order in which gradients
 came. From then on a bucket goes as soon as it has as many arrivals as in the backward before,
-strictly in bucket order on every rank; the last one, and those of parameters that some rank lacked,
-go at the end of the backward. A callback of the autograd engine waits for them there, so that
-``.grad`` holds averages when ``backward()`` returns.
+strictly in bucket order on every rank; the last bucket, and those of parameters that some rank
+lacked, go at the end of the backward. A callback of the autograd engine waits for them there, so
+that ``.grad`` holds averages when ``backward()`` returns.
 
 What the reducer guarantees:
 
-* Every backward that reaches outputs of a synchronised forward averages, also the second one on a
+* Every backward that reaches outputs of a synchronised forward averages, also the second on a
   retained graph: averaging what is averaged already changes nothing, so sums of several are right
   too. Every other backward is local, and none of its gradients counts as an arrival.
 * No rank waits for a gradient that another rank does not have: zeros stand in for it. A backward
   that raised midway is completed in the same way. What is missing, where, and what that means
   travels behind the last bucket, see ``verdict``.
 * No gradient that comes after its bucket has gone is lost in silence: every rank raises.
-* No backward makes the CPU wait for an accelerator, but a second one without a forward between
-  them, which first reads how the one before it ended, and one that lacks gradients where that may
-  be.
+* No backward makes the CPU wait for an accelerator, but for a second backward behind one forward,
+  which first reads how the first ended, and a backward that lacks gradients where that may be.
 
-Where no backward reaches the model on a rank, since its forward or its loss raised, the rank stands
-in for one when the program checks the gradients; else it is out of step from then on.
+Where no backward reaches the model on a rank, since its forward or its loss raised, the rank takes
+part with zeros when the program checks the gradients; else it is out of step from then on.
 
 Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 0 never uses c.
 
@@ -85,7 +84,7 @@ __all__ = ["Reducer"]
 
 
 class State(Enum):
-    """The stages of a reducer; it runs while it has a backward, and is broken by a failure."""
+    """A stage of a reducer between two backwards."""
 
     IDLE = auto()
     AWAITED = auto()
@@ -96,18 +95,12 @@ class State(Enum):
 
 
 class Reducer:
-    """Keeps gradients averaged over a group, from one backward to the next.
+    """Averages gradients over a group, in one backward after the other.
 
     Args:
         parameters: those that require gradients, in the same order on every rank.
-        names: one per parameter, for messages.
-        group: over whose members gradients are averaged; open for the parameters' devices.
-        options: how.
-
-    Attributes:
-        layout: the buckets as they lie now.
-        sending: all that a backward needs beside them.
-        backward: it has reached outputs, and has not ended, or raised midway; None without.
+        names: of the parameters, for messages.
+        group: open for the parameters' devices.
     """
 
     def __init__(
@@ -119,7 +112,7 @@ class Reducer:
     ) -> None:
         num = len(parameters)
         self.sending = Sending(History(num), AtWork(group.size()))
-        self.backward: Backward | None = None
+        self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self)
         self._state = State.IDLE
@@ -130,12 +123,12 @@ class Reducer:
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Those whose gradients are averaged."""
+        """Return the parameters whose gradients are averaged."""
         return self.layout.terms.parameters
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """All buckets, in the order in which they are sent."""
+        """Return all buckets, in the order in which they are sent."""
         return self.layout.buckets
 
     @property
@@ -150,7 +143,7 @@ class Reducer:
 
     @tells_errors
     def change_options(self, what: str, **changes: Any) -> None:
-        """Change options; raises after the first backward, and ``what`` names the change there."""
+        """Change options, which ``what`` names in the error after the first backward."""
         terms = self.layout.terms
         if self._state is State.ENDED or self.sending.history.is_learned:
             raise terms.reports.too_late(what)
@@ -158,13 +151,13 @@ class Reducer:
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, also by a hook whose state is None; learn anew."""
+        """Average over ``group`` from now on, and learn anew in which order gradients come."""
         self.complete_open()
         terms, sending = self.layout.terms, self.sending
         sending.history.forget()
         sending.at_work = AtWork(group.size())
         if sending.hook is not None:
-            sending.hook.group = group
+            sending.hook.group = group  # of a hook whose state is None
         self._become(State.IDLE)
         terms = terms._replace(group=group, reports=Reports(terms.reports.names, group))
         self._lay(terms, self.buckets)
@@ -172,7 +165,7 @@ class Reducer:
 
     @tells_errors
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let a hook average the buckets from now on; raises if it does not fit or comes late."""
+        """Let a communication hook average the buckets; raise if it does not fit, or comes late."""
         terms, sending = self.layout.terms, self.sending
         if terms.options.dtype is not None:
             raise terms.reports.hook_beside("mixed_precision")
@@ -188,23 +181,21 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Make the buckets anew, in place of those before."""
+        """Make new buckets in place of those ``before``; their gradients move along."""
         terms.group.world.averaged.add(frozenset(terms.group.ranks))
         has_hook = self.sending.hook is not None
         self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
 
     def _use(self, layout: BucketLayout) -> None:
-        """Let the next backward have this layout, before it begins; the last one has been read."""
+        """Use ``layout`` from the next backward on; the verdict of the last has been read."""
         self.layout = layout
         self._local.at_forward = None
         self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
         self._hooks.put(layout.buckets)
 
     def _rebuild(self) -> None:
-        """Lay the buckets anew: the first time as gradients came on group rank 0.
-
-        What changes later is known to all ranks already, so nothing is sent for it.
-        """
+        """Lay the buckets anew: the first time in the order of gradients on group rank 0."""
+        # Changes after the first time follow from numbers that all ranks have read.
         terms, history = self.layout.terms, self.sending.history
         if history.is_learned and history.order:
             order = history.laid_order(terms.order)
@@ -219,7 +210,7 @@ class Reducer:
 
     @tells_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Finish what the last backward left open, and lay the buckets anew where that is due."""
+        """Complete the last backward, and lay the buckets anew where that is due."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._state is State.CLOSED:
             return
@@ -261,10 +252,11 @@ class Reducer:
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
     ) -> None:
-        """Put hooks on the module's outputs: a backward that reaches one of them is averaged.
+        """Put hooks on outputs: backwards that reach them are averaged, or local by intent.
 
-        Of a forward that ``is_synchronised``; of another one it is meant to stay local. The hooks
-        keep ``owner`` alive as long as a backward may come.
+        Args:
+            owner: kept alive by the hooks, as long as a backward may come.
+            is_synchronised: whether these backwards are averaged.
         """
 
         @untraced
@@ -290,7 +282,7 @@ class Reducer:
         self._local.forward_ends(self.buckets, sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """The wrapper's method, which torch's pipeline stages and trainers call here."""
+        """Do as the wrapper's method, which torch's pipeline stages and trainers call here."""
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             raise self.layout.terms.reports.split_backward()
@@ -299,11 +291,11 @@ class Reducer:
 
     @staticmethod
     def _rebuild_buckets() -> bool:
-        """Do nothing: those trainers call it, and here buckets are laid anew without being told."""
+        """Return False: trainers call it, but buckets are laid anew without a call."""
         return False
 
     def check_finished(self) -> None:
-        """Raise if a backward has begun and not ended."""
+        """Raise if a backward has begun but not ended."""
         if self.backward is not None:
             raise self.layout.terms.reports.unfinished()
 
@@ -315,18 +307,16 @@ class Reducer:
             raise self.layout.terms.reports.traced()
 
     def _become(self, state: State) -> None:
-        """Change the state; a reducer that is closed stays so."""
+        """Change the state, unless the reducer is closed."""
         if self._state is not State.CLOSED:
             self._state = state
 
-    def takes(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """The backward for which a gradient counts that did not come in its task itself.
-
-        It does in a task inside of that one, as re-entrant checkpoints run them. Else it counts
-        once its own task reaches an output.
-        """
+    def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
+        """Return the backward that a gradient of another task counts for, or keep the gradient."""
         self._refuse_traced()
         with self.sending.lock:
+            # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
+            # task counts once that task reaches an output.
             if self.backward is not None and self.backward.is_running():
                 return self.backward
             if self._local.takes_any:
@@ -336,7 +326,7 @@ class Reducer:
             return None
 
     def _enter(self, context_id: int | None = None) -> None:
-        """A backward has reached the outputs of a synchronised forward, made in such a context."""
+        """Begin a backward, as it reaches outputs of a synchronised forward."""
         self._refuse_traced()
         task, sending = current_task(), self.sending
         with sending.lock:  # outputs on several devices come here on a thread each
@@ -366,7 +356,7 @@ class Reducer:
                 hook(parameter)
 
     def _check_context(self, backward: Backward, context_id: int | None) -> int:
-        """Refuse, before anything is sent, what a context of distributed autograd cannot hold."""
+        """Return the context of a distributed backward; raise if it may lack gradients."""
         backward.has_graph = False
         if self.layout.terms.options.may_lack or context_id is None:
             self.backward = None
@@ -376,7 +366,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish_in_context(self, backward: Backward, found: ContextGradients) -> None:
-        """End a backward that may be one of distributed autograd."""
+        """End a backward whose gradients may lie in a context of distributed autograd."""
         with found.in_place_of_grad() as came:
             if came is not None:
                 backward.counts = [*map(int, came)]
@@ -385,7 +375,7 @@ class Reducer:
     @tells_errors
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
-        """The backward has ended: fill in what did not come, and wait for every bucket."""
+        """Average the gradients of a backward that has ended, zeros where none came."""
         sending, local = self.sending, self._local
         sending.tell(Moment.BACKWARD_ENDS, backward)
         came = backward.find_came()
@@ -411,7 +401,7 @@ class Reducer:
             local.warn(reports)
 
     def _end(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets, give the averages, and be ready for the next backward."""
+        """Reduce all buckets, let ``.grad`` hold the averages, and forget the backward."""
         self._reduce(backward, verdict)
         backward.give(verdict)
         self.backward, self._local.at_forward, self._local.has_sums = None, None, False
@@ -423,39 +413,37 @@ class Reducer:
         self.sending.tell(Moment.AVERAGED, backward)
 
     def _reduce(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets; the verdict is read from then on, unless a graph is captured."""
+        """Reduce all buckets, and keep the verdict for reading, unless a graph is captured."""
         backward.reduce(verdict, has_local_sums=self._local.has_sums)
         if verdict.note_tail():
             self._verdict = verdict
 
     def _learn(self) -> None:
-        """Learn, or raise, how the last backward ended on the other ranks."""
+        """Learn from how the last backward ended on the other ranks, or raise."""
         stays = self.sending.hook is not None
         self._verdict.raise_or_learn(self.sending.history, stays=stays)
 
     def end_last(self) -> None:
-        """Finish what the last backward left open, and learn how it ended on the other ranks."""
+        """Complete the last backward, and learn how it ended on the other ranks."""
         self.complete_open()
         self._learn()
 
     def complete_open(self) -> None:
-        """Finish what the last backward left open here."""
+        """Complete a backward that raised midway on this rank."""
         self._refuse_broken()
         if self.backward is not None:
             self._complete_interrupted(self.backward)
 
     def _refuse_broken(self) -> None:
-        """Raise where a reduction has failed: the members are no longer in step."""
+        """Raise where a reduction has failed."""
+        # The members are no longer in step.
         failure = self.sending.failure
         if failure is not None:
             raise self.layout.terms.reports.stopped(failure) from failure
 
     @torch.no_grad()
     def _complete_interrupted(self, backward: Backward) -> None:
-        """Keep in step with ranks whose backward went on, after this rank's raised midway.
-
-        Zeros stand in for what this rank did not send.
-        """
+        """End a backward that raised midway, with zeros for gradients that were not sent."""
         verdict = None if backward.rest() else backward.verdict  # all has gone
         if verdict is None:
             num = self.sending.at_work.num
@@ -463,31 +451,25 @@ class Reducer:
         self._end(backward, verdict)
 
     def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
-        """Know which members have data, while some may have none."""
+        """Set which members have data, and what averages are divided by."""
         num, source = sum(at_work), list(at_work).index(True)
         self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(at_work) / num)
 
     def take_part(self) -> None:
-        """Take part in a backward of the others, on a rank that has no data for one.
-
-        What all ranks learn of it is learned here, too; gradients stay as they are.
-        """
+        """Take part in a backward of the other ranks with zeros, on a rank without data."""
         if self.backward is not None and self.backward.rest():
             self._refuse_broken()
             with suppress(GradientError):  # its own raised midway: this rank has seen that
                 self.end_last()
             return
         if not self.sending.history.is_learned:
-            self.sending.history.is_absent(self.layout.terms.order)
+            self.sending.history.note_absence(self.layout.terms.order)
         self._become(State.ENDED)
         self._stand_in(None)
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending | None) -> None:
-        """Take part with zeros in the backward of the others: here none has reached the model.
-
-        Where no rank has had one, all is as before.
-        """
+        """Take part with zeros in a backward of the other ranks, and leave gradients alone."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
         self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))

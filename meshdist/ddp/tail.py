@@ -17,7 +17,7 @@ __all__ = ["Ending", "Tail"]
 
 
 class Ending(IntEnum):
-    """How one rank's backward ended; the place of its flag."""
+    """A way in which one rank's backward ended, and the place of its flag."""
 
     WHOLE = 0
     PARTIAL = 1
@@ -34,17 +34,13 @@ class Tail:
     """Memory for the numbers of one backward at a time.
 
     Args:
-        numbers: the memory.
         unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
-
-    Attributes:
-        reader: takes the averaged numbers to the host.
     """
 
     def __init__(self, numbers: torch.Tensor, unit: float) -> None:
         self.numbers = numbers
         self._unit = unit
-        # Averages of flags are compared with 0 alone: sums of ones are inexact in half precision.
+        # Averages of flags are compared with 0 alone: sums of 1 are inexact in half precision.
         eye = torch.eye(len(Ending), dtype=numbers.dtype, device=numbers.device)
         self._flags_of = eye.mul_(unit).unbind()
         self._whole = torch.full_like(numbers, unit)
@@ -52,9 +48,11 @@ class Tail:
         self.reader = reader_for(numbers.device, len(numbers))
 
     def write(self, ending: Ending | None, has_gradient: Sequence[bool] | None) -> None:
-        """Write this rank's numbers; ``has_gradient`` is None where all or none have one.
+        """Write this rank's numbers.
 
-        A rank that has no data says nothing: its ``ending`` is None.
+        Args:
+            ending: None on a rank that has no data, which sets no flag.
+            has_gradient: for each parameter; None where all have a gradient, or none.
         """
         if ending is Ending.WHOLE:
             self.numbers.copy_(self._whole)

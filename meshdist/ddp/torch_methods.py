@@ -138,7 +138,7 @@ class TorchMethods:
 
     def _step_in_backward(self, optimizers: InBackward) -> None:
         self._optimizers = optimizers
-        self.reducer.sending.observe(optimizers)
+        self.reducer.sending.observe(optimizers.calls())
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -48,15 +48,14 @@ __all__ = ["Verdict"]
 
 T = TypeVar("T")
 
-_HAD_ONE = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
+_HAD_BACKWARD = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)
 
 
 class Verdict:
-    """How one backward ended: known here at once, and of every rank once the tail is read.
+    """The end of one backward: on this rank at once, on all ranks once the tail is read.
 
     Args:
-        layout: of its buckets.
-        ending: how it ended here; None on a rank that has no data.
+        ending: on this rank; None if it has no data.
         num_at_work: how many ranks have data; the others have no part in the map.
         came: for each parameter, whether its gradient came here.
         lacking: the parameters that have had none since the forward, and must.
@@ -86,7 +85,7 @@ class Verdict:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:
-        """The verdict of the next backward, which lacks no gradient that came in this one."""
+        """Return the verdict of the next backward, which lacks no gradient that came before it."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
@@ -98,12 +97,12 @@ class Verdict:
         return Verdict(self._layout, ending, num_at_work, came, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_at_work: int) -> Verdict:
-        """The verdict where the next backward has brought nothing here that could be averaged."""
+        """Return the verdict of a next backward that brought this rank nothing to average."""
         lacking = () if ending is None else self._lacking
         return Verdict(self._layout, ending, num_at_work, lacking=lacking)
 
     def expect_all(self) -> None:
-        """A synchronised forward begins, behind which every parameter must have a gradient."""
+        """Expect a gradient of every parameter, as a synchronised forward begins."""
         self._lacking = range(len(self._layout.terms.parameters))
 
     def refuse_lacking(self) -> None:
@@ -115,20 +114,14 @@ class Verdict:
     # -- what all ranks learn ---------------------------------------------------------------------
 
     def note_tail(self) -> bool:
-        """The numbers have been reduced; whether they will be read: not where a graph is captured.
-
-        Until then the verdict before is the last.
-        """
+        """Keep the reduced tail for reading, and return True; False while a graph is captured."""
         tail = self._layout.tail
         self._is_noted = tail.reader.note(tail.numbers)
         return self._is_noted
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
-        """Return for every parameter whether any rank had a gradient.
-
-        None where all ranks had all, or where it is not known before the device has done its work;
-        that is awaited only where this rank lacks some and may.
-        """
+        """Return for each parameter whether any rank had a gradient; None: all, or unknown."""
+        # The device's work is awaited only where this rank lacks gradients, and may.
         is_deferred = self._layout.tail.reader.is_deferred
         if is_deferred and (is_complete or not self._layout.terms.options.finds_unused):
             return None
@@ -136,7 +129,7 @@ class Verdict:
         return None if self._shares is None else [share > 0 for share in self._shares]
 
     def _look(self) -> None:
-        """Take the averaged numbers, unless they are taken or this is no time to wait."""
+        """Read the averaged tail, unless it is read already, or a graph is captured."""
         tail = self._layout.tail
         found = tail.reader.take() if self._is_noted else None
         if found is None:
@@ -150,11 +143,10 @@ class Verdict:
         self._shares = found[len(Ending) :].tolist() if is_partial else None
 
     def raise_or_learn(self, history: History, *, stays: bool) -> None:
-        """Learn how the backward ended on the other ranks, unless that is known.
+        """Read once how the backward ended on all ranks: teach the history, or raise on all.
 
-        Where every rank was interrupted, or had no backward, nothing is lost, since each has seen
-        its own error; otherwise all raise. No rank keeps gradients of an interrupted backward.
-        Once buckets are laid they stay as they are where a communication hook's state knows them.
+        Args:
+            stays: whether the buckets stay once they are laid, as a hook's state knows them.
         """
         if self._is_noted:
             self._look()
@@ -169,16 +161,16 @@ class Verdict:
             self._someone_lacks = True
             self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
         is_cut = Ending.INTERRUPTED in has or (
-            Ending.ABSENT in has and not has.isdisjoint(_HAD_ONE)
+            Ending.ABSENT in has and not has.isdisjoint(_HAD_BACKWARD)
         )
         if not (is_cut or Ending.UNEXPECTED in has):
             is_news = self._shares or history.trailing or not history.is_learned
             if is_news and Ending.ABSENT not in has:
                 self._teach(history, stays=stays)
             return
-        for parameter in parameters:
+        for parameter in parameters:  # no rank keeps gradients of an interrupted backward
             parameter.grad = None
-        if has.isdisjoint(_HAD_ONE):
+        if has.isdisjoint(_HAD_BACKWARD):  # each rank has raised an error of its own, or had none
             return
         self._someone_lacks = False  # one error says it
         found = self._gather((self.ending, self._unexpected))
@@ -192,13 +184,13 @@ class Verdict:
         raise reports.interrupted(cut, absent)
 
     def _has_uneven_shares(self, shares: Sequence[float]) -> bool:
-        """Whether some ranks lack a gradient that others have, where no argument allows it."""
+        """Return whether some ranks lack a gradient of others, where no option allows it."""
         most, num_ranks = self._num_at_work - 0.5, self._layout.terms.group.size()
         is_uneven = any(0.5 < share * num_ranks < most for share in shares)
         return is_uneven and not self._layout.terms.options.may_lack
 
     def _teach(self, history: History, *, stays: bool) -> None:
-        """Let the history take which gradients were not everywhere."""
+        """Tell the history which gradients some rank lacked."""
         options, num_ranks = self._layout.terms.options, self._layout.terms.group.size()
         # In half precision the sum may fall short of what all have: the parameter trails then, on
         # every rank alike, which costs overlap and nothing else.
@@ -209,7 +201,7 @@ class Verdict:
         history.settle(trailing, may_move=may_move and options.may_lack)
 
     def _gather(self, mine: T) -> dict[int, T]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank; collective."""
         group = self._layout.terms.group
         found = [mine] * group.size()
         with torch.cuda.device_of(self._layout.tail.numbers):

@@ -49,9 +49,9 @@ def test_changes_are_told_against_the_first_backward_whatever_came_between() -> 
     arrivals.settle([2], may_move=False)
     for counts in ([1, 2, 0, 1], [2, 2, 0, 1]):
         arrivals.backward_ends(counts, [count > 0 for count in counts])
-    assert arrivals.changes(counts, [True, True, False, True]) == {0: (2, 1)}
+    assert arrivals.find_changes(counts, [True, True, False, True]) == {0: (2, 1)}
     counts = [0, 1, 1, 0]  # the hooked ones; the last one is seen by its .grad
-    changes = arrivals.changes(counts, [False, True, True, True])
+    changes = arrivals.find_changes(counts, [False, True, True, True])
     assert changes == {0: (0, 1), 1: (1, 2), 2: (1, 0)}
 
 
@@ -60,7 +60,7 @@ def test_one_seen_without_a_hook_is_learned_as_one_arrival() -> None:
     arrivals.note_first(0, 1)
     arrivals.backward_ends([1, 0], [True, True])
     assert arrivals.learned == (1, 1)
-    assert arrivals.changes([1, 0], [True, True]) == {}
+    assert arrivals.find_changes([1, 0], [True, True]) == {}
 
 
 def test_what_the_first_backward_lacked_trails_at_once() -> None:
