@@ -45,7 +45,8 @@ def accumulate_gradients(
     must not go on to their end.
 
     Args:
-        parameters: leaves, or one, in the same order on every rank; frozen ones are left alone.
+        parameters: a leaf, or several, in the same order on every rank; frozen leaves are left
+            alone.
         axis_name, mesh: as for ``lax.psum``.
 
     Returns:
@@ -53,13 +54,13 @@ def accumulate_gradients(
         A parameter that no rank has a gradient for keeps the ``.grad`` that it had.
 
     Cost:
-        A byte a parameter, which says what there is to send, and one all-reduce a bucket of
+        A byte a parameter, which says whether there is a gradient, and one all-reduce a bucket of
         25 MiB. Sparse gradients travel alone.
 
     Raises:
         KindError: no tensor is among the parameters.
-        ArgumentError: one is no leaf, or none requires a gradient.
-        AxisTypeError: one is not invariant over the axis, or DDP reduces it.
+        ArgumentError: a parameter is no leaf, or none requires a gradient.
+        AxisTypeError: a parameter is not invariant over the axis, or DDP reduces it.
         AxisError, MeshError: as ``lax.psum``.
 
     Example:
@@ -102,21 +103,23 @@ def _accumulating(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> Iterator[
 def _leaves(parameters: Any) -> list[torch.Tensor]:
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     has_several = isinstance(given, Iterable) and not isinstance(given, (str, dict))
-    found: list[Any] = list({id(one): one for one in given}.values()) if has_several else [given]
-    for one in found:
-        if not isinstance(one, torch.Tensor):
+    found: list[Any] = [given]
+    if has_several:
+        found = list({id(leaf): leaf for leaf in given}.values())
+    for leaf in found:
+        if not isinstance(leaf, torch.Tensor):
             raise KindError(
                 "accumulate_gradients takes parameters",
                 expected="tensors, as model.parameters() gives them",
-                found=f"a {type(one).__name__}" + (" among them" if has_several else ""),
+                found=f"a {type(leaf).__name__}" + (" among them" if has_several else ""),
             )
-        if not one.is_leaf:
+        if not leaf.is_leaf:
             raise ArgumentError(
                 "accumulate_gradients takes leaves, whose gradients lie in .grad",
-                found=f"{tensor_text(one)}, made by {type(one.grad_fn).__name__}",
+                found=f"{tensor_text(leaf)}, made by {type(leaf.grad_fn).__name__}",
                 fix="pass the parameters that it was made of",
             )
-    leaves = [one for one in found if one.requires_grad]
+    leaves = [leaf for leaf in found if leaf.requires_grad]
     if not leaves:
         raise ArgumentError(
             "accumulate_gradients has no parameter that requires a gradient",
@@ -126,7 +129,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
-    """Raise AxisTypeError unless the leaves are equal on all ranks, and no wrapper reduces them."""
+    """Raise unless the leaves are equal on all ranks of the axes, and no wrapper reduces them."""
     for place, leaf in enumerate(leaves):
         owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
         for axis in axes.axis_names:
@@ -154,7 +157,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
 
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
-    """Mark the leaves reduced, and take their gradients."""
+    """Mark the leaves as reduced over ``axes``, and take away and return their gradients."""
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -173,7 +176,7 @@ def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Add the sums of all ranks' new gradients to the old ones; collective over ``group``."""
+    """Add the sums of all ranks' gradients to those that were ``kept``; collective."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):
@@ -181,7 +184,7 @@ def _add_up(
 
 
 def _added(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """The sum; in the memory of ``old`` where that is possible, as autograd adds."""
+    """Return the sum, in the memory of ``old`` if that is dense, as autograd adds."""
     if old.layout is torch.strided:
         return old.add_(new)
     return new + old
@@ -190,7 +193,7 @@ def _added(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """The sum of each gradient over all members; None where none has it."""
+    """Return the sum of each gradient over all members, None where no member has it."""
     layouts = torch.tensor([_layout_of(grad) for grad in grads], dtype=torch.uint8)
     layouts = layouts.to(leaves[0].device)
     all_reduce(layouts, ReduceOp.MAX, group)
@@ -217,8 +220,8 @@ def _sums(
             for leaf, grad in ((leaves[place], grads[place]) for place in bucket)
         ]
         found = reduce_together(parts, group, likes=members)
-        for place, one in zip(bucket, found, strict=True):
-            sums[place] = one.data  # whose version is its own
+        for place, total in zip(bucket, found, strict=True):
+            sums[place] = total.data  # whose version is its own
     return sums
 
 

@@ -48,7 +48,7 @@ class ModelAverager(ABC):
 
     @hidden_from_modes
     def average_parameters(self, params: Parameters) -> None:
-        """Count one step, and average where it is one that does; then collective over the group.
+        """Count one step, and average where it is due; then collective over the group.
 
         Call it once a step on every rank, after the optimizer's step. Parameters without a gradient
         are left alone.
@@ -70,7 +70,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _find_process_group(self) -> ProcessGroup | None:
-        """The group over which this step averages, if it does."""
+        """Return the group over which this step averages, or None if it does not."""
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -82,7 +82,7 @@ class PeriodicModelAverager(ModelAverager):
     Args:
         period: the number of steps from one average to the next.
         warmup_steps: how many steps come before the first that averages.
-        process_group: an axis, ``mesh["dp"]``; several, ``mesh["host", "dp"]``, taken as one; a
+        process_group: an axis, ``mesh["dp"]``; several together, ``mesh["host", "dp"]``; a
             ProcessGroup; or None for the world.
 
     Raises:
@@ -191,7 +191,10 @@ class HierarchicalModelAverager(ModelAverager):
             inner = (keys[: count + 1] for count in range(len(keys) - 1))
             groups = [resolve_group(_through(mesh, axes)) for axes in inner] + [overall]
         else:
-            groups = [_subgroup(overall, size) for size in values]
+            groups = [
+                resolve_group(new_subgroups(size, overall)[0]) if size < overall.size() else overall
+                for size in values
+            ]
         self.period_process_group_dict = OrderedDict(zip(periods, groups, strict=True))
 
     def _find_process_group(self) -> ProcessGroup | None:
@@ -205,7 +208,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
-    """The parameters, out of their groups."""
+    """Return the parameters, taken out of their groups."""
     found: list[torch.nn.Parameter] = []
     for entry in params:
         if isinstance(entry, torch.nn.Parameter):
@@ -223,12 +226,12 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
-    """Average those that have a gradient, in place; collective over ``group``."""
-    chosen = {place: one for place, one in enumerate(parameters) if one.grad is not None}
+    """Average the parameters that have a gradient, in place; collective over ``group``."""
+    chosen = {place: mine for place, mine in enumerate(parameters) if mine.grad is not None}
     num_ranks = check_equal_lines(
         [
-            f"parameter {place} {tuple(one.shape)} {dtype_name(one.dtype)}"
-            for place, one in chosen.items()
+            f"parameter {place} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}"
+            for place, parameter in chosen.items()
         ],
         group,
         device=parameters[0].device if parameters else torch.device("cpu"),
@@ -244,8 +247,8 @@ def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: in
         )
         warn_caller(text)
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for one in chosen.values():
-        alike.setdefault((one.dtype, one.device), []).append(one)
+    for parameter in chosen.values():
+        alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for together in alike.values():
         if num_ranks == group.size():
             pieces = reduce_together(together, group, ReduceOp.AVG)
@@ -283,7 +286,7 @@ def _check_growing(numbers: list[int], what: str, *, allows_equal: bool) -> None
 
 
 def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
-    """Refuse sizes of groups that do not cut ``overall``."""
+    """Raise where groups of these sizes do not divide ``overall``."""
     _check_growing(sizes, "group sizes", allows_equal=True)
     if sizes[-1] != overall.size():
         raise ArgumentError(
@@ -299,13 +302,8 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
             )
 
 
-def _subgroup(overall: ProcessGroup, size: int) -> ProcessGroup:
-    """This rank's part of ``overall``, cut into parts of ``size`` ranks."""
-    return overall if size == overall.size() else resolve_group(new_subgroups(size, overall)[0])
-
-
 def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
-    """The mesh whose axes the periods name."""
+    """Return the mesh that has these axes: the given mesh, or the current."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
     mesh = mesh_in_force(call, over, "process_group=mesh") if given is None else given
     if not isinstance(mesh, DeviceMesh):
@@ -324,7 +322,7 @@ def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
 
 
 def _through(mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
-    """The part of ``mesh`` with these axes, in the mesh's order."""
+    """Return the part of ``mesh`` with these axes, in the mesh's order."""
     return mesh[tuple(sorted(axes, key=mesh.layout.axis_index))]
 
 
@@ -336,8 +334,8 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     Args:
         optim: the optimizer of this rank's parameters.
-        averager: a ``PeriodicModelAverager`` or ``HierarchicalModelAverager``, or one of your own
-            that has a number ``step`` and a method ``average_parameters(params=)``.
+        averager: a ``PeriodicModelAverager`` or ``HierarchicalModelAverager``, or an object that
+            has a number ``step`` and a method ``average_parameters(params=)``.
 
     Example:
         >>> import meshdist as md, torch

@@ -52,7 +52,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     """Every rank of an axis trains a replica of ``module``; ``.grad`` is the mean over the axis.
 
     Making it, each forward that synchronises buffers, and each backward are collective over the
-    axis: every one of its ranks must come to them, in the same order. On construction the ranks
+    axis: each of its ranks must come to them, in the same order. On construction the ranks
     compare their parameters and buffers, and take those of the axis's first rank. Before each
     forward, in eval mode too, buffers come from that rank again.
 
@@ -64,7 +64,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     Inside ``md.typed`` the wrapper owns the axis: each rank's loss varies over it, without a pmean.
 
     A backward is averaged if and only if it reaches outputs of a forward through the wrapper that
-    was synchronised, also a second one on a retained graph. Every other one is local.
+    was synchronised, also a second on a retained graph. Every other backward is local.
     Unless ``find_unused_parameters`` or ``static_graph`` says so, every parameter must get a
     gradient on every rank before the next forward, which raises otherwise; ``check_gradients``
     raises before. Do not add, remove, replace or convert parameters afterwards.
@@ -79,20 +79,20 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         device_ids: the one device of a CUDA module, to which inputs are moved; None for CPU modules
             and modules on several devices.
         output_device: where outputs are moved; by default the device of ``device_ids``.
-        dim, batched_grad_copy, check_reduction: torch's, without effect; the last one warns.
+        dim, batched_grad_copy, check_reduction: torch's, without effect; the last warns.
         broadcast_buffers: False leaves buffers alone, also on construction.
         init_sync: False skips comparing and broadcasting on construction.
         process_group: over which ranks gradients are averaged; or
-        device_mesh: an axis, ``mesh["dp"]``, or several, ``mesh["dp", "cp"]``, taken as one. With
+        device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
             neither, the world.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
-        bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last one
+        bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last
             holds for all that follow.
         find_unused_parameters: whether a rank may lack gradients: a parameter that some rank uses
-            gets the mean over all ranks, one that none uses keeps the ``.grad`` that it has.
+            gets the mean over all ranks, others keep the ``.grad`` that they have.
         gradient_as_bucket_view: False keeps gradients outside the buckets, at the price of their
             memory and a copy.
-        static_graph: a promise that every backward brings the gradients that the first one brought,
+        static_graph: a promise that every backward brings the gradients that the first brought,
             each as often; then what is missing from the start is no error.
         delay_all_reduce_named_params: parameters, with names, whose gradients are sent together
             once that of
@@ -102,7 +102,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             used: it is not sent.
         forward_sync_buffers: False leaves buffers alone after construction.
         verify_every: replicas are compared, to the bit, behind averaged backwards 2, 10, 100 and
-            each one whose number this divides; 0 for never.
+            each whose number this divides; 0 for never.
 
     Cost: one all-reduce of all gradients a backward, in buckets that overlap with it; one broadcast
         of all buffers a forward.
@@ -204,7 +204,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                     "verify_every": self.verify_every,
                 },
             )
-            broadcast_from(0, [one.detach() for one in state.values()], self.process_group)
+            broadcast_from(0, [tensor.detach() for tensor in state.values()], self.process_group)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
@@ -235,7 +235,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             skips_unused=self.skip_all_reduce_unused_params,
             delayed=delayed,
             delayed_behind=delayed_behind,
-            sparse=frozenset(i for i, one in enumerate(parameters) if id(one) in sparse),
+            sparse=frozenset(i for i, mine in enumerate(parameters) if id(mine) in sparse),
             dtype=reduce_dtype,
         )
         self._owner = TypedOwner(trainable, self.device_mesh)
@@ -264,7 +264,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         Raises:
             GradientError: as ``check_gradients``.
         """
-        self._owner.claim(self)
+        is_reduced = self.require_backward_grad_sync
+        self._owner.claim(self.process_group, self.device_mesh, is_reduced=is_reduced)
         self._begin_forward()
         if self.device_ids is not None:
             inputs, kwargs = moved((inputs, kwargs), self.device)
@@ -279,7 +280,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """Let the next backward that reaches ``outputs`` be averaged, whatever their forward was.
 
         A pipeline by hand runs its forwards in ``no_sync``, and calls this before the last backward
-        of a step, on every rank: that one averages what all have added up.
+        of a step, on every rank: that backward averages what all have added up.
 
         Raises:
             GradientError: the outputs have no graph; or as a forward, of the last step.
@@ -325,9 +326,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """Raise now, on every rank, what the next forward would raise of the last backward.
 
         Call it between ``backward()`` and ``optimizer.step()`` where no rank may step with wrong
-        gradients: once a step on every rank, also on one whose forward, loss or ``backward()`` has
-        raised and which goes on. A rank whose forward no backward followed takes part in that of
-        the others here, with zeros. While a CUDA graph is captured nothing is checked.
+        gradients: once a step on every rank, also where a forward, loss or ``backward()`` has
+        raised and the program goes on. A rank whose forward no backward followed takes part in that
+        of the others here, with zeros. While a CUDA graph is captured nothing is checked.
 
         Cost: nothing is sent where a backward was run. On an accelerator the CPU waits for the end
         of the backward.
@@ -397,7 +398,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.take_buffers()
 
     def _begin(self) -> None:
-        """The first forward: look for optimizers that are noted on parameters."""
+        """Let optimizers that are noted on parameters step in the backward."""
         self._has_begun = True
         marked = marked_optimizers(self.reducer.parameters)
         if marked:

@@ -35,7 +35,7 @@ _registering = threading.Lock()
 
 
 def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:
-    """Return the accessors of all leaves, the leaves, and the structure, which unflattens them.
+    """Return the accessors of a tree's leaves, the leaves, and the structure that unflattens them.
 
     Example:
         >>> @dataclasses.dataclass
@@ -48,17 +48,17 @@ def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree
     """
     while True:
         accessors, leaves, structure = optree.tree_flatten_with_accessor(tree, namespace=_NAMESPACE)
-        nodes = [one for one in leaves if dataclasses.is_dataclass(type(one))]
+        nodes = [leaf for leaf in leaves if dataclasses.is_dataclass(type(leaf))]
         if not nodes:
             return accessors, leaves, structure
         with _registering:
             for node in nodes:
-                if optree.tree_is_leaf(node, namespace=_NAMESPACE):  # it is one of a new class
+                if optree.tree_is_leaf(node, namespace=_NAMESPACE):  # its class is new
                     _register(type(node))
 
 
 def _register(kind: Any) -> None:
-    """Let instances of a dataclass be nodes, whose parts are all of their fields."""
+    """Let optree see instances of a dataclass as nodes, whose parts are all of their fields."""
     names = tuple(field.name for field in dataclasses.fields(kind))
 
     def flatten(node: Any) -> tuple[list[Any], None, tuple[str, ...]]:
@@ -67,7 +67,7 @@ def _register(kind: Any) -> None:
     def unflatten(_: object, parts: Iterable[Any]) -> Any:
         node = kind.__new__(kind)  # it was checked when the program made the first
         for name, part in zip(names, parts, strict=True):
-            object.__setattr__(node, name, part)  # frozen ones, too
+            object.__setattr__(node, name, part)  # of a frozen class, too
         return node
 
     optree.register_pytree_node(
@@ -76,12 +76,7 @@ def _register(kind: Any) -> None:
 
 
 class LeafPaths:
-    """The paths of a tree's leaves, and of its parts.
-
-    A path is the tuple of keys that lead from the tree to a leaf, or to a part, as optree gives it:
-    of a dict the key, of a list or tuple the index, of a dataclass the field; of a namedtuple the
-    index or the field. Where one key leads there, it will do itself. An accessor of optree is a
-    path, too.
+    """The paths of a tree's leaves, and of its parts: tuples of keys, as ``ready`` takes them.
 
     Example:
         >>> tree = {"layers": [{"weight": 1.0, "bias": 2.0}], "head": 3.0}
@@ -103,7 +98,7 @@ class LeafPaths:
                     self._leaves.setdefault(path, []).append(leaf)
 
     def find(self, path: Any) -> list[int]:
-        """Return the places of leaves at or below ``path``, in tree order; raises for none."""
+        """Return the places of leaves at or below ``path``, in tree order; raise for none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)
@@ -141,8 +136,8 @@ class GradientBuckets:
         tree: arrays like the gradients, as the parameters are, in any nesting of dicts, lists,
             tuples, dataclasses and other nodes that optree knows; floating or complex. Only their
             shapes, strides and dtypes are read. Their libraries may differ between ranks.
-        group: whose ranks average: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken
-            as one; a ProcessGroup; or None for the world.
+        group: whose ranks average: an axis, ``mesh["dp"]``; several together,
+            ``mesh["dp", "cp"]``; a ProcessGroup; or None for the world.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
 
     Attributes:
@@ -182,20 +177,22 @@ class GradientBuckets:
         self._group = resolve_group(group)
         accessors, leaves, structure = flattened(tree)
         self._names = [accessor.codify("tree") for accessor in accessors]
-        originals = [np.asarray(one) if isinstance(one, np.generic) else one for one in leaves]
+        originals = [np.asarray(leaf) if isinstance(leaf, np.generic) else leaf for leaf in leaves]
         likes = [
-            as_tensor(one, argument=name, verb="GradientBuckets", writable=False).detach()
-            for one, name in zip(originals, self._names, strict=True)
+            as_tensor(array, argument=name, verb="GradientBuckets", writable=False).detach()
+            for array, name in zip(originals, self._names, strict=True)
         ]
         self._check(likes)
         check_equal_lines(
-            [_line(name, one) for name, one in zip(self._names, likes, strict=True)],
+            [_line(name, tensor) for name, tensor in zip(self._names, likes, strict=True)],
             self._group,
             device=likes[0].device,
             summary="GradientBuckets: the ranks hold different trees",
             fix="pass arrays of equal shapes and dtypes under equal paths on every rank",
         )
-        for device in dict.fromkeys(one.device for one in likes):  # equally many on every rank
+        for device in dict.fromkeys(
+            tensor.device for tensor in likes
+        ):  # equally many on every rank
             self._group.connect(device)
         # Backward passes come to the last layers first.
         assignment = assign_buckets(items_of(likes), range(len(likes) - 1, -1, -1), caps)
@@ -211,8 +208,8 @@ class GradientBuckets:
                 views[leaf] = like(view, originals[leaf])
                 self._bucket_of[leaf] = place
             # CuPy has a stream of its own, which verbs regard where they are given its arrays.
-            foreign = [originals[leaf] for leaf in members]
-            foreign = [one for one in foreign if not isinstance(one, (torch.Tensor, np.ndarray))]
+            arrays = [originals[leaf] for leaf in members]
+            foreign = [each for each in arrays if not isinstance(each, (torch.Tensor, np.ndarray))]
             self._flats.append(like(flat, foreign[0]) if foreign else flat)
         self._sizes = [len(members) for members in assignment]
         self._paths = LeafPaths(accessors, "GradientBuckets.ready")
@@ -222,19 +219,19 @@ class GradientBuckets:
         self.views: Any = structure.unflatten(views)
 
     def _check(self, likes: list[torch.Tensor]) -> None:
-        """Refuse what has no average, before anything is sent."""
+        """Raise for a tree without leaves, and for leaves whose dtype has no average."""
         if not likes:
             raise ArgumentError(
                 "GradientBuckets: the tree has no leaves",
                 expected="at least one array, like the gradients",
                 fix="pass the parameters, for example dict(model.named_parameters())",
             )
-        for name, one in zip(self._names, likes, strict=True):
-            if not (one.dtype.is_floating_point or one.dtype.is_complex):
+        for name, tensor in zip(self._names, likes, strict=True):
+            if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
                 raise DtypeError(
                     f"GradientBuckets cannot average {name}",
                     expected="floating or complex dtypes",
-                    found=describe(one),
+                    found=describe(tensor),
                     fix="leave it out of the tree: integers and bools have no gradients",
                 )
 
@@ -309,6 +306,6 @@ class GradientBuckets:
 
 
 def _line(name: str, array: torch.Tensor) -> str:
-    """All of a leaf that must be equal on every rank."""
+    """Return a text of all properties of a leaf that must be equal on every rank."""
     line = tensor_line(name, array)
     return line if array.is_cpu else f"{line} on {array.device.type}"

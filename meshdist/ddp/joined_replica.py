@@ -40,18 +40,18 @@ class JoinedReplica(ReplicaHook):
         self._divides_by_all = divides_by_all
 
     def begin(self, context: Join, joinable: Joinable) -> None:
-        """Let the context know which calls are the backward's; ``end`` ends it."""
+        """Mark the calls of backwards as the model's in this context, until ``end``."""
         self._model.logger.note("join_uneven_inputs", 1)
         self._reducer.sending.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
 
     def end(self) -> None:
-        """Let the reducer go on as outside of the context."""
+        """Let the reducer average over all members again, outside of the context."""
         self._reducer.sending.calls_inside = nullcontext
         self._reducer.work_among([True] * self._group.size(), divides_by_all=True)
 
     def begin_forward(self, context: Join, joinable: Joinable) -> None:
-        """Say that a forward begins here, and learn which ranks have data."""
-        if current_task() != NO_TASK:  # one computed again, in a backward
+        """Announce that a forward begins here, and learn which ranks have data."""
+        if current_task() != NO_TASK:  # a forward computed again, in a backward
             return
         self._reducer.complete_open()  # before others are told of the next step
         said = [_FORWARD]
@@ -63,7 +63,7 @@ class JoinedReplica(ReplicaHook):
         self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Follow a forward or a backward of the ranks with data."""
+        """Take part in a forward or a backward of the ranks with data, as announced."""
         if what == _BACKWARD:
             self._reducer.take_part()
             return
@@ -77,9 +77,9 @@ class JoinedReplica(ReplicaHook):
             self._model.take_buffers()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the parameters and buffers of one that joined last."""
+        """Give all ranks the parameters and buffers of a rank that joined last; collective."""
         found = module_state(self._model.module, self._model.parameters_to_ignore)
-        state = [one.detach() for one in found.values()]
+        state = [tensor.detach() for tensor in found.values()]
         mine = self._group.rank() if is_last_joiner else -1
         source = torch.tensor([mine], device=state[0].device)
         all_reduce(source, ReduceOp.MAX, self._group)
@@ -87,7 +87,7 @@ class JoinedReplica(ReplicaHook):
 
 
 class JoinMethods(Joinable):
-    """Mixed into ``DistributedDataParallel``."""
+    """The methods of ``DistributedDataParallel`` for uneven loops."""
 
     device: torch.device
     process_group: ProcessGroup
@@ -109,7 +109,7 @@ class JoinMethods(Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """The context ``Join([self])``, in which ranks may have unequally many steps.
+        """Return the context ``Join([self])``, in which ranks may have unequally many steps.
 
         After the last rank has joined, all have its parameters and buffers.
 
@@ -137,7 +137,7 @@ class JoinMethods(Joinable):
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
 
     def join_hook(self, **kwargs: Any) -> JoinedReplica:
-        """This model's part in a join context on ranks that have no data left.
+        """Return this model's part in a join context on ranks that have no data left.
 
         Args:
             kwargs: ``divide_by_initial_world_size``, as in ``join``.

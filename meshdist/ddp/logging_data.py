@@ -1,9 +1,9 @@
 """The logging data of a wrapper: facts when it is made, times and counts in some iterations.
 
 An iteration begins with a forward whose backward is averaged. The first ten are sampled, and then
-every hundredth, or as often as the program says. In a sampled one the logger, which observes the
-reducer, has a ``Timing`` and notes on it when its parts begin and end. What a sampled iteration has
-shown is told at the forward after it, when all its work is done, on a device too.
+every hundredth, or as often as the program says. In such an iteration the logger, which observes
+the reducer, has a ``Timing`` and notes on it when its parts begin and end. What a sampled iteration
+has shown is told at the forward after it, when all its work is done, on a device too.
 
 Names and texts are those of torch's logging data.
 """
@@ -66,57 +66,54 @@ _DTYPE_NAMES = {  # as C++ has them, which torch shows
 
 
 class _Mark(NamedTuple):
-    """A moment on the host, and on the device's stream where there is one."""
+    """A moment on the host's clock, and on the device's stream; the event is None on the CPU."""
 
     ns: int
     event: Any
 
 
 class Timing:
-    """When the parts of one iteration began and ended, and which gradients it brought.
-
-    On a device its streams are timed, not the host.
-    """
+    """Times of the parts of one iteration, and the gradients that it brought."""
 
     def __init__(self, device: torch.device, *, is_timed: bool = True) -> None:
         self._device = device
         self._is_timed = is_timed
         self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
         self._marks: dict[str, _Mark] = {}
-        self.order: list[int] = []
-        """The gradients that came, in the order in which they are known to come."""
+        self.order: list[int] = []  # of the gradients that came, as they are known to come
         self.num_buckets = 0
         self.unused_bytes = 0
 
     def mark(self, moment: str) -> None:
-        """Note that it is now; moments have the names of torch's fields."""
+        """Note the time of a moment, which has the name of torch's field."""
         if not self._is_timed:
             return
         event = None
         if self._accelerator is not None:
+            # On a device its streams are timed, not the host.
             event = self._accelerator.Event(enable_timing=True)
             event.record(self._accelerator.current_stream(self._device))
         self._marks[moment] = _Mark(time.time_ns(), event)
 
     def backward_begins(self) -> None:
-        """Note the begin of a backward; what is known of one before it is forgotten."""
+        """Note the beginning of a backward, and forget the times of a backward before it."""
         self._marks = {name: at for name, at in self._marks.items() if name.startswith("forward")}
         self.mark("backward_compute_time_start")
 
     def times(self) -> dict[str, int]:
-        """How long each part took in nanoseconds; 0 for one that did not take place."""
+        """Return the duration of each part in nanoseconds; 0 if it did not take place."""
         parts = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
         found = {part: self._ns(f"{part}_start", f"{part}_end") for part in parts}
         overlap = self._ns("backward_comm_time_start", "backward_compute_time_end")
         return {**found, "backward_compute_comm_overlap_time": overlap}
 
     def moments(self) -> dict[str, int]:
-        """When parts began and ended, in nanoseconds of the host's clock; torch has no end of the
-        forward."""
+        """Return the beginning and end of each part, in nanoseconds of the host's clock."""
+        # Torch has no end of the forward.
         return {name: at.ns for name, at in self._marks.items() if name != _FORWARD_END}
 
     def _ns(self, begin: str, end: str) -> int:
-        """The time between two moments; waits for the later one on a device."""
+        """Return the time between two moments; on a device, wait for the later."""
         first, last = self._marks.get(begin), self._marks.get(end)
         if first is None or last is None:
             return 0
@@ -130,7 +127,7 @@ class Timing:
 
 
 class DataLogger:
-    """The logging data of one wrapper; ``facts`` are further fields."""
+    """The logging data of one wrapper, with further fields (``facts``)."""
 
     def __init__(
         self,
@@ -152,7 +149,7 @@ class DataLogger:
             "iteration": 0,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "dtypes": ", ".join(sorted({_dtype_name(one.dtype) for one in parameters})),
+            "dtypes": ", ".join(sorted({_dtype_name(tensor.dtype) for tensor in parameters})),
             "bucket_cap_bytes": options.caps[-1],
             "find_unused_parameters": int(options.finds_unused),
             "gradient_as_bucket_view": int(options.as_views),
@@ -168,15 +165,15 @@ class DataLogger:
             _log.info("[rank %d]: DDP is made with\n%s", group.rank(), "\n".join(lines))
 
     def data(self) -> dict[str, Any]:
-        """All fields, as they were last told."""
+        """Return all fields, with their last values."""
         return dict(self._fields)
 
     def note(self, name: str, value: str | int) -> None:
-        """Tell ``value`` as the field ``name`` from now on."""
+        """Set the field ``name``."""
         self._fields[name] = value
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """The function that notes the reducer, by the moment at which it does."""
+        """Return the functions that note what the reducer does, by their moments."""
         return {
             Moment.FORWARD_BEGINS: self.iteration_begins,
             Moment.BACKWARD_BEGINS: self._backward_begins,
@@ -187,11 +184,11 @@ class DataLogger:
         }
 
     def _note_error(self, error: BaseException) -> None:
-        """Tell that the wrapper has raised."""
+        """Set the fields that tell of an error of the wrapper."""
         self._fields.update(has_error=1, error=str(error))
 
     def use_group(self, layout: BucketLayout) -> None:
-        """Tell of another group, over which these buckets are averaged."""
+        """Set the fields of the layout's group and of its buckets."""
         group, buckets = layout.terms.group, layout.buckets
         backend = group.wire_name(self._device.type)
         for name in ("gloo_num_threads", *_environment("gloo"), *_environment("nccl")):
@@ -211,7 +208,7 @@ class DataLogger:
     # -- iterations ---------------------------------------------------------------------------
 
     def set_sample_rate(self, rate: int) -> None:
-        """Sample the iterations whose number ``rate`` divides, and the first ten."""
+        """Sample the iterations whose number ``rate`` divides, beside the first ten."""
         self._rate = get_whole_number(
             rate,
             "the sample rate",
@@ -221,7 +218,7 @@ class DataLogger:
         )
 
     def iteration_begins(self, layout: BucketLayout) -> None:
-        """Tell what the iteration before has shown; sample this one if it is its turn."""
+        """Set the fields that the iteration before has shown, and sample each n-th iteration."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
             self._tell(before, layout.buckets)
@@ -242,7 +239,7 @@ class DataLogger:
             self._timing.backward_begins()
 
     def _gradients_came(self, backward: Backward) -> None:
-        """Take which gradients came in a backward that is sampled, or lacks some."""
+        """Note which gradients came in a backward that is sampled, or that lacks some."""
         timing, verdict = self._timing, backward.verdict
         if verdict is None or (timing is None and verdict.ending is Ending.WHOLE):
             return
@@ -294,7 +291,7 @@ class DataLogger:
 
 
 def _environment(wire: str) -> dict[str, str]:
-    """The variables of a wire, by the names of their fields."""
+    """Return the values of a wire's environment variables, by the names of torch's fields."""
     return {
         variable.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(variable, _UNSET)
         for variable in _VARIABLES.get(wire, ())
@@ -302,8 +299,8 @@ def _environment(wire: str) -> dict[str, str]:
 
 
 def has_sync_batch_norm(module: torch.nn.Module) -> bool:
-    """Whether the model has torch's ``SyncBatchNorm``, ours, or one that derives from either."""
-    kinds = {kind for one in module.modules() for kind in type(one).__mro__}
+    """Return whether the model has a ``SyncBatchNorm``: torch's, ours, or a class of either."""
+    kinds = {kind for child in module.modules() for kind in type(child).__mro__}
     return any(kind.__name__ == "SyncBatchNorm" for kind in kinds)
 
 

@@ -54,15 +54,15 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     """Return 64 bits on ``device`` for dense tensors on any devices, none of which is awaited.
 
     Example:
-        >>> one, other = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
-        >>> bool(checksum([one], one.device) == checksum([other], one.device))
+        >>> x, y = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])
+        >>> bool(checksum([x], x.device) == checksum([y], x.device))
         False
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for place in dict.fromkeys(one.device for one in tensors):
+    for place in dict.fromkeys(tensor.device for tensor in tensors):
         length = _ROW if place.type == "cpu" else 64 * _ROW  # else: by few kernels
         sums = torch.zeros(length, dtype=torch.int64, device=place)
-        here = [one.resolve_conj().resolve_neg() for one in tensors if one.device == place]
+        here = [x.resolve_conj().resolve_neg() for x in tensors if x.device == place]
         for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small ones together
             words = _WORDS.get(alike[0].itemsize, torch.int32)
             for row in _flatten_dense_tensors(alike).view(words).split(length):
@@ -85,19 +85,19 @@ _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algori
 
 
 class Parting:
-    """Watches a replica, compared behind each ``every``-th backward too, if that is not 0."""
+    """Compares the replicas of a model behind some backwards, and each ``every``-th if not 0."""
 
     def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
         self._module = module
         self._every = every
         self._device = device
-        self._wrapped = {id(one): one for one in module.parameters()}
+        self._wrapped = {id(parameter): parameter for parameter in module.parameters()}
         self._reader = reader_for(device, 2, torch.int64)
         self._num_forwards = 0
         self._count_anew()
 
     def forward_begins(self) -> None:
-        """Look now and then whether parameters came into the module."""
+        """Look at some forwards whether parameters came into the module."""
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
@@ -105,13 +105,14 @@ class Parting:
 
     def refuse_late_parameters(self) -> None:
         """Raise where the module trains parameters that were not wrapped; nothing is sent."""
-        if all(id(one) in self._wrapped for one in self._module.parameters()):
+        if all(id(parameter) in self._wrapped for parameter in self._module.parameters()):
             return
+        trained = trainable_parameters(self._module, ignored_names(self._module))
         new = [
             name
-            for name, one in trainable_parameters(self._module, ignored_names(self._module)).items()
-            if id(one) not in self._wrapped
-            and isinstance(one, nn.Parameter)  # torch.func.functional_call puts tensors there
+            for name, parameter in trained.items()
+            if id(parameter) not in self._wrapped
+            and isinstance(parameter, nn.Parameter)  # functional_call of torch.func puts tensors
         ]
         if new:
             raise GradientError(
@@ -123,7 +124,7 @@ class Parting:
             )
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """The function that looks at the reducer, by the moment at which it does."""
+        """Return the functions that watch the reducer, by their moments."""
         return {
             Moment.FORWARD_BEGINS: self._report,
             Moment.SENDING_ENDS: self._backward_ends,
@@ -132,12 +133,12 @@ class Parting:
         }
 
     def _count_anew(self, _: object = None) -> None:
-        """Begin again, as over another group, whose ranks may have counted otherwise."""
+        """Count backwards from 0 again, as another group's ranks may have counted otherwise."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 
     def _backward_ends(self, backward: Backward) -> None:
-        """Count a backward, which all ranks come to; compare where that is due, and meant."""
+        """Count a backward, and compare the replicas where that is due, and meant."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):
@@ -151,27 +152,28 @@ class Parting:
     @hidden_from_modes
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
-        """Let all ranks have the largest checksum and the smallest; a device is not awaited."""
+        """Start to reduce the largest and the smallest checksum of all ranks; collective."""
         mine = checksum([*self._state(group).values()], self._device)
         numbers = torch.stack([mine, ~mine])
         all_reduce(numbers, ReduceOp.MAX, group)
-        self._reader.note(numbers)
+        self._reader.note(numbers)  # read later: a device is not awaited
 
     def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
-        """All that must be equal; parameters that are shards by their marks need not be."""
+        """Return the tensors that must be equal on all ranks, by name."""
         root = self._module.training  # ranks may have modules of their own, which follow the root
-        num_other = sum(one.training != root for one in self._module.modules())
+        num_other = sum(module.training != root for module in self._module.modules())
         modes = torch.full((), num_other if root else ~num_other, device=self._device)
         state = {"modules in training mode": modes}
         found = module_state(self._module, ignored_names(self._module), with_buffers=False)
-        for name, one in found.items():
-            kinds = kinds_in(type_of(one))
+        for name, parameter in found.items():
+            kinds = kinds_in(type_of(parameter))
+            # Shards, by their marks, differ between ranks.
             if not any(kinds.get(axis) in ("V", "U") for axis in group.axis_names or kinds):
-                state[name] = one.detach()
+                state[name] = parameter.detach()
         return state
 
     def _report(self, layout: BucketLayout) -> None:
-        """Raise on every rank where replicas differed behind the last backward, and still do."""
+        """Raise on every rank if replicas differed behind the last backward, and still do."""
         numbers = self._reader.take()
         if numbers is not None:
             self._compare_parameters(numbers, layout.terms.group)
@@ -181,12 +183,12 @@ class Parting:
         if int(numbers[0]) == ~int(numbers[1]):
             return
         state = {
-            f"{name} {tuple(one.shape)} {dtype_name(one.dtype)}" if one.ndim else name: one
-            for name, one in self._state(group).items()
+            f"{name} {tuple(x.shape)} {dtype_name(x.dtype)}" if x.ndim else name: x
+            for name, x in self._state(group).items()
         }
         held: list[dict[str, int]] = [{}] * group.size()
         with torch.cuda.device_of(next(iter(state.values()))):
-            mine = {name: int(checksum([one], self._device)) for name, one in state.items()}
+            mine = {name: int(checksum([x], self._device)) for name, x in state.items()}
             all_gather_object(held, mine, group)
         lines = _differences(held, group.ranks)
         is_rounding = len({*map(frozenset, held)}) == 1 and not any(
@@ -204,7 +206,7 @@ class Parting:
 
 
 def _comparison(group: ProcessGroup) -> str:
-    """The call that compares the model over the ranks of a wrapper."""
+    """Return the text of the call that compares the model over the ranks of a wrapper."""
     names = group.axis_names
     if not names and group.size() == group.world.size:
         return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"
@@ -213,12 +215,12 @@ def _comparison(group: ProcessGroup) -> str:
 
 
 def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dict[str, str]:
-    """Say of each number that is not the same on all ``ranks`` which differ from most."""
+    """Return, for each number that differs between ``ranks``, a line of the ranks that differ."""
     lines = {}
-    for name in dict.fromkeys(name for one in held for name in one):
-        numbers = [one.get(name) for one in held]
+    for name in dict.fromkeys(name for mine in held for name in mine):
+        numbers = [mine.get(name) for mine in held]
         usual = Counter(numbers).most_common(1)[0][0]
-        odd = [rank for rank, one in zip(ranks, numbers, strict=True) if one != usual]
+        odd = [rank for rank, number in zip(ranks, numbers, strict=True) if number != usual]
         if odd:
             verb = "differs" if len(odd) == 1 else "differ"
             rest = ranks_text([rank for rank in ranks if rank not in odd])

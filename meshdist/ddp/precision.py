@@ -20,7 +20,7 @@ __all__ = ["CastParameters", "MixedPrecision", "MixedPrecisionConfig", "check_pr
 
 
 class MixedPrecisionConfig(Protocol):
-    """The fields that are read of ``mixed_precision``: torch's ``_MixedPrecision``, or ours."""
+    """The fields of ``mixed_precision``: torch's ``_MixedPrecision``, or ours."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -63,7 +63,7 @@ class MixedPrecision:
 
 
 def check_precision(config: object) -> None:
-    """Refuse what is no configuration of dtypes."""
+    """Raise unless the fields of ``config`` are floating-point dtypes or None."""
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
         dtype = getattr(config, name, ...)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -99,9 +99,9 @@ class CastParameters:
             return
         for owner in module.modules():
             places = [
-                (one, name)
-                for one in owner.modules()
-                for name, parameter in one._parameters.items()
+                (child, name)
+                for child in owner.modules()
+                for name, parameter in child._parameters.items()
                 if parameter is not None
                 and parameter.is_floating_point()
                 and id(parameter) not in left_out
@@ -139,27 +139,27 @@ class CastParameters:
             return
         self._is_cast = owner is self._module
         known: dict[int, torch.Tensor] = {}
-        for one, name in self._places[owner]:
-            parameter = one._parameters[name]
+        for child, name in self._places[owner]:
+            parameter = child._parameters[name]
             if isinstance(parameter, nn.Parameter) and parameter.dtype is not self._dtype:
                 low = known.get(id(parameter))
                 if low is None:
                     low = known[id(parameter)] = parameter.to(self._dtype)
-                one._parameters[name] = low  # type: ignore[assignment]
-                cast.append((one, name, parameter))
+                child._parameters[name] = low  # type: ignore[assignment]
+                cast.append((child, name, parameter))
         _renew_flat_weights(cast)
 
     def _restore(self, owner: nn.Module, *_: Any) -> None:
         cast = self._restored.pop()
-        for one, name, parameter in cast:
-            one._parameters[name] = parameter
+        for child, name, parameter in cast:
+            child._parameters[name] = parameter
         _renew_flat_weights(cast)
         if owner is self._module:
             self._is_cast = False
 
 
 def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Recurrent modules keep a list of their parameters beside them."""
-    for owner in {one for one, _, _ in changed if isinstance(one, nn.RNNBase)}:
+    """Renew the list of parameters that recurrent modules keep beside them."""
+    for owner in {child for child, _, _ in changed if isinstance(child, nn.RNNBase)}:
         names = owner._flat_weights_names
         owner._flat_weights = [getattr(owner, name, None) for name in names]

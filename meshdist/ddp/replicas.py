@@ -37,7 +37,7 @@ class ModelBuffers:
         self._hook: tuple[object, Callable[..., Any], bool] | None = None
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The buffers that the model has now."""
+        """Return the buffers that the model has now, by name."""
         found = ((name, getattr(owner, key)) for owner, key, name in self._places)
         return {name: buffer for name, buffer in found if buffer is not None}
 
@@ -56,12 +56,12 @@ class ModelBuffers:
         return bool(self._places) and runs_before is is_before
 
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
-        """Take the buffers of one rank; return the futures that a hook asks to be awaited."""
+        """Take the buffers of the rank ``source``, or run the hook and return its futures."""
         if self._hook is None:
             # Through ``.data``, whose version is its own: an earlier forward may have saved a
             # buffer for its backward, as batch norm does, which does not read it there.
             buffers = list(self.named().values())
-            broadcast_from(source, [one.data for one in buffers], group)
+            broadcast_from(source, [buffer.data for buffer in buffers], group)
             note_equal(buffers, group)
             return []
         state, hook, _ = self._hook
@@ -93,12 +93,14 @@ def check_equal_lines(
     fix: str,
     options: Mapping[str, object] | None = None,
 ) -> int:
-    """Return how many members take part, once these hold equal lines and options; collective.
+    """Return the number of members that take part; raise on all if theirs differ; collective.
 
-    Only digests travel where all agree; else every member raises. A member whose digest is of zeros
-    has left the loop, and others answer in its place. Lines are compared by place, and options by
-    name; the names are equal on all members.
+    Args:
+        lines: texts that must be equal, compared by place.
+        options: values that must be equal, under names that are equal on all members.
     """
+    # Only digests travel where all agree. A digest of zeros is that of a member that has left the
+    # loop, for which others answer.
     named = {name: str(value) for name, value in (options or {}).items()}
     mine_all = json.dumps([list(lines), named]).encode()
     digest = list(hashlib.sha256(mine_all).digest())
@@ -115,18 +117,19 @@ def check_equal_lines(
         summary,
         where=f"group of {ranks_text(group.ranks)}",
         expected="equal lines, in the same order, on every rank",
-        found=_differences([one or ((), named) for one in held], group),
+        found=_differences([entry or ((), named) for entry in held], group),
         fix=fix,
     )
 
 
 def _differences(held: Sequence[tuple[Sequence[str], dict[str, str]]], group: ProcessGroup) -> str:
-    """The options and places that differ, and which rank holds what there."""
+    """Return a text of the options and lines that differ, with the value of each rank."""
     by_name = {name: tuple(options[name] for _, options in held) for name in held[0][1]}
     by_place = enumerate(itertools.zip_longest(*(lines for lines, _ in held), fillvalue="nothing"))
-    rows = [one for one in (*by_name.items(), *by_place) if len(set(one[1])) > 1]
-    shown = [
-        f"{label}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
-        for label, entries in rows
-    ]
-    return first_texts(shown)
+    return first_texts(
+        [
+            f"{label}: {grouped_text(zip(group.ranks, entries, strict=True), '; ')}"
+            for label, entries in (*by_name.items(), *by_place)
+            if len(set(entries)) > 1
+        ]
+    )

@@ -18,9 +18,10 @@ _SHOWN_PARAMETERS = 20
 
 
 class Reports:
-    """Makes the errors of one model's gradients; raising them is the caller's part.
+    """Makes errors about the gradients of one model, for the caller to raise, and warns.
 
-    ``names`` are those of the parameters.
+    Args:
+        names: of the parameters.
     """
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
@@ -60,7 +61,7 @@ class Reports:
         warn_caller(explain(summary, where=where, expected=expected, fix=fix))
 
     def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
-        """Parameters got no gradient: which ones, by rank."""
+        """Return the error for parameters (``held``, by rank) that got no gradient."""
         lines = {rank: [*map(self.describe, indices)] for rank, indices in held.items()}
         return self._error(
             "parameters got no gradient in the backward since the last forward",
@@ -72,7 +73,7 @@ class Reports:
         )
 
     def interrupted(self, cut: Sequence[int], absent: Sequence[int]) -> GradientError:
-        """An exception ended the backward on some ranks alone, or kept it from beginning there."""
+        """Return the error for a backward that raised on some ranks, or was absent there."""
         found = []
         if cut:
             found.append(f"{ranks_text(cut)}: an exception was raised inside backward()")
@@ -86,7 +87,7 @@ class Reports:
         )
 
     def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
-        """Gradients came otherwise than was promised, or learned: what is wrong, by rank."""
+        """Return the error for gradients that came against a promise, in lines by rank."""
         return self._error(
             "gradients came that were not expected: those of this step are dropped",
             expected="the gradients that the backwards before had, each as often",
@@ -97,19 +98,19 @@ class Reports:
         )
 
     def came_late(self, index: int) -> str:
-        """A gradient grew after its bucket had been sent."""
+        """Return a line on a gradient that grew after its bucket had been sent."""
         return f"{self.describe(index)} got more after its bucket had been sent"
 
     def changed(self, index: int, count: int, learned: int) -> str:
-        """A static graph has brought another number of gradients."""
+        """Return a line on a gradient that came another number of times than was learned."""
         return f"{self.describe(index)} came {_times(count)}, in the first step {_times(learned)}"
 
     def was_skipped(self, index: int) -> str:
-        """A gradient came that is never sent."""
+        """Return a line on a gradient that came though it is never sent."""
         return f"{self.describe(index)} got a gradient, and is not sent: it was unused at first"
 
     def overlapping(self) -> GradientError:
-        """One backward began before another had ended."""
+        """Return the error for a backward that began before another had ended."""
         return self._error(
             "a backward began before another had ended",
             expected="one backward at a time",
@@ -119,7 +120,7 @@ class Reports:
         )
 
     def split_backward(self) -> GradientError:
-        """A pipeline schedule comes to the weights' part of a backward, behind the inputs' part."""
+        """Return the error for outputs without a graph, as of schedules that split a backward."""
         return self._error(
             "outputs without a graph were given to prepare_for_backward: no backward comes to them",
             expected="a last backward that goes through the stage's outputs to its parameters",
@@ -132,7 +133,7 @@ class Reports:
         )
 
     def unfinished(self) -> GradientError:
-        """A backward has begun and not ended."""
+        """Return the error for a backward that has begun but not ended."""
         return self._error(
             "the last backward has not ended",
             found="it raised, or is running",
@@ -140,7 +141,7 @@ class Reports:
         )
 
     def too_late(self, what: str) -> GradientError:
-        """Something was set after a backward."""
+        """Return the error for an option (``what``) that was set after a backward."""
         return self._error(
             f"{what} was set after a backward",
             expected="it set before the first backward, on every rank",
@@ -148,14 +149,14 @@ class Reports:
         )
 
     def running(self) -> GradientError:
-        """Gradients were to be checked before the backward had ended."""
+        """Return the error for a check of gradients while a backward runs."""
         return self._error(
             "gradients cannot be checked while a backward runs",
             fix="call check_gradients() after backward() has returned",
         )
 
     def captured_early(self) -> GradientError:
-        """A CUDA graph is captured while the buckets are still those of the first step."""
+        """Return the error for a CUDA graph that would capture the buckets of the first step."""
         return self._error(
             "a CUDA graph cannot be captured before the buckets are rebuilt",
             expected="two steps, forward and backward, before the capture",
@@ -163,7 +164,7 @@ class Reports:
         )
 
     def with_graph(self) -> GradientError:
-        """The backward would be differentiated again."""
+        """Return the error for a backward that could be differentiated again."""
         return self._error(
             "backward(create_graph=True) cannot be reduced over a group",
             found="gradients with a graph of their own, which the all-reduce would cut",
@@ -172,7 +173,7 @@ class Reports:
         )
 
     def traced(self) -> GradientError:
-        """The backward is traced as a whole, and calls hooks at no time that is known here."""
+        """Return the error for a backward that torch.compile traces as a whole."""
         return self._error(
             "compiled autograd cannot run the backward of a replica",
             found="a backward that torch.compile traces as a whole, without the calls at its end",
@@ -181,7 +182,7 @@ class Reports:
         )
 
     def lacking_in_context(self, *, knows_context: bool) -> GradientError:
-        """A context of distributed autograd is not known, or may not hold all gradients."""
+        """Return the error for a distributed backward without context, or that may lack some."""
         if knows_context:
             expected = "a gradient of every parameter in its context, on every rank"
             found = "find_unused_parameters=True or static_graph=True"
@@ -197,7 +198,7 @@ class Reports:
         )
 
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
-        """A gradient is not dense."""
+        """Return the error for a gradient that is not dense."""
         return self._error(
             f"{self.describe(index)} has a sparse gradient",
             expected="dense gradients",
@@ -206,7 +207,7 @@ class Reports:
         )
 
     def hook_again(self, name: str) -> ArgumentError:
-        """A second communication hook was registered."""
+        """Return the error for a second communication hook."""
         return self._argument_error(
             "a communication hook is registered already",
             expected="register_comm_hook at most once for each wrapper",
@@ -215,7 +216,7 @@ class Reports:
         )
 
     def hook_beside(self, other: str) -> ArgumentError:
-        """A communication hook was registered where something else reduces or steps."""
+        """Return the error for a communication hook beside an ``other`` that excludes it."""
         return self._argument_error(
             f"a communication hook cannot be used with {other}",
             expected=f"a hook, or {other}",
@@ -225,7 +226,7 @@ class Reports:
         )
 
     def hook_late(self) -> ArgumentError:
-        """A communication hook was registered after a backward."""
+        """Return the error for a communication hook that was registered after a backward."""
         return self._argument_error(
             "a communication hook was registered after the first backward",
             expected="register_comm_hook before gradients are first averaged",
@@ -233,7 +234,7 @@ class Reports:
         )
 
     def stopped(self, failure: Exception) -> GradientError:
-        """An all-reduce has failed, and the ranks are no longer in step."""
+        """Return the error for a backward after an all-reduce that failed."""
         return self._error(
             "the gradients cannot be reduced any more: an earlier all-reduce failed",
             found=first_line(failure),
@@ -241,12 +242,12 @@ class Reports:
         )
 
     def describe(self, index: int) -> str:
-        """A parameter, for messages."""
+        """Return the name and index of a parameter, for messages."""
         return f"{self.names[index]} (index {index})"
 
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
-    """The first lines of each rank that has some."""
+    """Return the first lines of each rank that has any, grouped by equal lines."""
     return grouped_text(
         (rank, first_texts(mine, separator, _SHOWN_PARAMETERS))
         for rank, mine in lines.items()

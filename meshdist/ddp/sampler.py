@@ -35,7 +35,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
     Args:
         dataset: what is sampled; of equal length on every rank.
-        num_replicas: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken as one; a
+        num_replicas: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
             ProcessGroup; a number, as torch; or None for the world, which warns once where an open
             mesh has several axes: ``md.group.WORLD`` says that all ranks are meant.
         rank: with a number: which share; None for this rank in the world.
@@ -95,7 +95,7 @@ class DistributedSampler(data.DistributedSampler[T]):
             self._stand_at(epoch, 0)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """Where the program is in its epoch; equal on all ranks that have taken equally many.
+        """Return where the program is in its epoch; equal on ranks that have taken equally many.
 
         Args:
             consumed: how many samples of this epoch all ranks together are done with; None: those
@@ -158,13 +158,13 @@ class DistributedSampler(data.DistributedSampler[T]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def _stand_at(self, epoch: int, consumed: int) -> None:
-        """Let the next pass begin behind so many samples of an epoch."""
+        """Let the next pass begin behind the first ``consumed`` samples of an epoch."""
         super().set_epoch(epoch)
         self._begin, self._num_passes = consumed, 0
         self._share, self._rest, self._reader = [], iter(()), None
 
     def _count_taken(self) -> int:
-        """How many samples of this rank's share the program has taken in the last pass."""
+        """Return how many samples of its share the program has taken in the last pass."""
         taken = len(self._share) - length_hint(self._rest)
         if self._reader is None:
             return taken
@@ -186,7 +186,7 @@ class DistributedSampler(data.DistributedSampler[T]):
             return
         for mesh in list(world.meshes.values()):
             groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
-            if sum(size > 1 for size in mesh.shape) > 1 and any(one.is_open for one in groups):
+            if sum(size > 1 for size in mesh.shape) > 1 and any(group.is_open for group in groups):
                 self._may_lack_axis = False
                 axis = "dp" if "dp" in mesh.axis_names else (*mesh.axis_names, None)[0]
                 warn_caller(
@@ -199,7 +199,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 
 def _find_reader() -> dict[str, Any] | None:
-    """The attributes of the DataLoader's iterator that begins a pass; None where there is none."""
+    """Return the attributes of the DataLoader's iterator that called, or None without."""
     frame = sys._getframe(1)
     while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
         if frame.f_back is None:
@@ -212,7 +212,7 @@ def _find_reader() -> dict[str, Any] | None:
 def _size_and_place(
     num_replicas: int | DeviceMesh | ProcessGroup | None, rank: int | None
 ) -> tuple[int, int]:
-    """How many shares there are, and which is ours."""
+    """Return the number of shares, and the place of this rank's."""
     if isinstance(num_replicas, (DeviceMesh, ProcessGroup)):
         if rank is not None:
             raise ArgumentError(

@@ -34,8 +34,8 @@ _NUM_FLAGS = 2  # how many ranks need a gradient of their input; how many will h
 class SyncBatchNorm(_BatchNorm):
     """Batch norm over the batches of all ranks of an axis together.
 
-    While it trains, each forward, and the backward of each, is collective over the axis: every one
-    of its ranks must come to them, in the same order. In eval mode, in a group of one, and where
+    While it trains, each forward, and the backward of each, is collective over the axis: each of
+    its ranks must come to them, in the same order. In eval mode, in a group of 1 rank, and where
     there is no world, it is ``torch.nn.BatchNorm1d`` (2d, 3d) and nothing is sent.
 
     Batches may differ in size, and be empty: a rank without data passes a batch of size 0. If all
@@ -50,7 +50,7 @@ class SyncBatchNorm(_BatchNorm):
         momentum: the share of the new batch in the running estimates; None averages all batches.
         affine: whether there are ``weight`` and ``bias``.
         track_running_stats: whether there are running estimates.
-        process_group: an axis, ``mesh["dp"]``; several, ``mesh["dp", "cp"]``, taken as one; a
+        process_group: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
             ProcessGroup; or None for the world at the time of the forward.
         device, dtype: of parameters and buffers.
         bias: False leaves ``bias`` out.
@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
     Returns:
         The input normalized, of its shape and dtype.
 
-    Gradient: the exact one, through mean and variance, of the sum of all ranks' losses. Every rank
+    Gradient: exact, through mean and variance, of the sum of all ranks' losses. Every rank
         must run its backward if any rank needs a gradient of its input; a rank whose own input
         needs none takes part then. There is no second derivative.
 
@@ -137,20 +137,20 @@ class SyncBatchNorm(_BatchNorm):
 
         Args:
             module: of any type; changed in place. ``BatchNorm1d``, 2d and 3d, torch's own
-                SyncBatchNorm and ours are replaced; new ones have their parameters, buffers, mode
+                SyncBatchNorm and ours are replaced by modules with their parameters, buffers, mode
                 and ``qconfig``.
             process_group: as for ``SyncBatchNorm``.
 
         Returns:
-            ``module``; a new one where it is a batch norm itself.
+            ``module``; a new module where it is a batch norm itself.
 
         Raises:
-            KindError: ``module`` is no module. ArgumentError: a lazy one has no shape yet.
+            KindError: ``module`` is no module. ArgumentError: a lazy module has no shape yet.
 
         Example:
             >>> import meshdist as md
             >>> net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
-            >>> [type(one).__name__ for one in md.SyncBatchNorm.convert_sync_batchnorm(net)]
+            >>> [type(layer).__name__ for layer in md.SyncBatchNorm.convert_sync_batchnorm(net)]
             ['Linear', 'SyncBatchNorm']
         """
         if not isinstance(module, nn.Module):
@@ -206,14 +206,14 @@ class SyncBatchNorm(_BatchNorm):
 
     @untraced
     def _find_group(self) -> ProcessGroup | None:
-        """The group over which there is something to synchronise."""
+        """Return the group to synchronise over; None without a world, or if it has one member."""
         if self.process_group is None and find_world() is None and find_unjoined_place() is None:
             return None
         group = resolve_group(self.process_group)
         return group if group.size() > 1 else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy over the same group."""
+        """Return a copy over the same group."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         memo[id(self.process_group)] = self.process_group
@@ -231,14 +231,14 @@ def _normalize(
     """Normalize by the group's statistics, and move the running estimates towards them."""
     weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
-        one is not None and one.requires_grad for one in (x, weight, bias)
+        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
     )
     y, count, mean, squares = _Normalization.apply(  # type: ignore[no-untyped-call]
         x, weight, bias, module.eps, has_backward, group
     )
     made_equal(group, count, mean, squares)
     with torch.no_grad():
-        # What has no value keeps its estimate: no mean of none, no unbiased variance of one.
+        # Without values there is no mean, and of a single value no unbiased variance.
         for running, new, least in (
             (module.running_mean, mean, 1),
             (module.running_var, squares / (count - 1).clamp(min=1), 2),
@@ -250,7 +250,7 @@ def _normalize(
 
 
 class _Normalization(torch.autograd.Function):
-    """The forward and backward of one call, each with one all-reduce."""
+    """The forward and backward of a call, each with one all-reduce."""
 
     @staticmethod
     def forward(
@@ -262,7 +262,7 @@ class _Normalization(torch.autograd.Function):
         has_backward: bool,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the result; the count of values in a channel; means; squared distances."""
+        """Return the result, the number of values in a channel, means and squared distances."""
         wide = x.to(_accumulated(x.dtype))
         near = wide.mean(_others(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
@@ -274,7 +274,7 @@ class _Normalization(torch.autograd.Function):
         all_reduce(sums, group=group)
         count, mean, squares = _combined(sums)
         inverse = (squares / count.clamp(min=1) + eps).rsqrt()
-        # The distances from the mean, made of small ones: input times scale could be large.
+        # The distances from the mean, made of small numbers: input times scale could be large.
         scale = inverse if weight is None else inverse * weight
         offset = (near - mean) * scale
         if bias is not None:
@@ -325,11 +325,8 @@ class _Normalization(torch.autograd.Function):
 
 
 def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
-    """Return whether the ranks add up their parts of this backward; equal on all that have one.
-
-    The flags are unknown while a graph is captured, on every rank.
-    """
-    if flags is None:
+    """Return whether any rank's input needs a gradient, so that backwards sum over the ranks."""
+    if flags is None:  # unknown on every rank, while a graph is captured
         return True
     num_needing, num_without = flags
     if num_needing and num_without:
@@ -349,19 +346,19 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
 
 
 def _others(x: torch.Tensor) -> list[int]:
-    """The dims over which a channel extends."""
+    """Return the dims over which a channel extends."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """``values``, one for each channel, so that they meet the channels of ``x``, in its dtype."""
+    """Reshape a value for each channel so that it broadcasts to ``x``, in the dtype of ``x``."""
     return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
 def _local_statistics(
     centred: torch.Tensor, near: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean, and the squared distances from it, in float64, from distances to a value nearby."""
+    """Return means and sums of squared distances from them, made of distances to ``near``."""
     count = max(centred.numel() // centred.shape[1], 1)
     rest = centred.sum(_others(centred)).double()  # what the rounding of ``near`` cut off
     squares = centred.square().sum(_others(centred)).double()
@@ -369,7 +366,7 @@ def _local_statistics(
 
 
 def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Count, means and squared distances of all batches together, from the sums over all ranks."""
+    """Return count, means and squared distances of all ranks' batches, of sums over the ranks."""
     count = sums[_NUM_FLAGS]
     first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
     mean = first / count.clamp(min=1)

@@ -25,7 +25,7 @@ __all__ = ["TorchMethods"]
 
 
 class TorchMethods:
-    """Mixed into ``DistributedDataParallel``."""
+    """The methods and attributes of torch's wrapper that trainers use, for ours."""
 
     process_group: Any
     device_mesh: DeviceMesh | None
@@ -62,17 +62,11 @@ class TorchMethods:
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether the buckets lie as gradients came, and so stay under a communication hook."""
+        """Return whether the buckets lie in the order in which gradients came."""
         return self.reducer.has_final_buckets  # type: ignore[no-any-return]
 
     def _set_static_graph(self) -> None:
-        """Promise that all backwards bring the gradients that the first one brought.
-
-        Call it before the first backward, on every rank.
-
-        Raises:
-            GradientError: a backward has been run.
-        """
+        """Promise, before the first backward, that all backwards bring the same gradients."""
         if self.static_graph:
             warn_caller("static_graph is True already")
             return
@@ -90,12 +84,9 @@ class TorchMethods:
     ) -> None:
         """Let ``hook(state, named_buffers)`` make buffers equal, in place of the broadcast.
 
-        Futures that it returns are awaited at the end of the backward.
-
         Args:
-            state: passed to the hook.
-            hook: a function of the state and of a dict of buffers by name.
-            comm_hook_location: before or, by default, after the forward.
+            hook: may return futures, which the end of the backward waits for.
+            comm_hook_location: before or after the forward.
         """
         is_before = comm_hook_location is _BufferCommHookLocation.PRE_FORWARD
         self._buffers_of_model.set_hook(state, hook, is_before=is_before)
@@ -121,8 +112,7 @@ class TorchMethods:
         """Step an optimizer of this class for each parameter inside the backward.
 
         Args:
-            optim: a class of optimizers.
-            args, kwargs: its arguments behind the parameters.
+            args, kwargs: arguments of the class behind the parameters.
             optim_params: the parameters to step; all that are averaged by default.
         """
         if self._optimizers is not None or self.reducer.sending.hook is not None:
@@ -132,8 +122,10 @@ class TorchMethods:
                 expected="one optimizer in the backward, or a communication hook",
                 fix="make another DistributedDataParallel",
             )
-        wanted = None if optim_params is None else {id(one) for one in optim_params}
-        parameters = [one for one in self.reducer.parameters if wanted is None or id(one) in wanted]
+        parameters = self.reducer.parameters
+        if optim_params is not None:
+            wanted = {*map(id, optim_params)}
+            parameters = [parameter for parameter in parameters if id(parameter) in wanted]
         self._step_in_backward(InBackward.fused(optim, parameters, args, kwargs))
 
     def _step_in_backward(self, optimizers: InBackward) -> None:
@@ -144,14 +136,10 @@ class TorchMethods:
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Let wrappers of ``module`` leave these parameters and buffers alone; call it before.
+        """Let later wrappers of ``module`` leave these parameters and buffers alone.
 
         Args:
-            module: the model that will be wrapped.
             params_and_buffers_to_ignore: names as ``named_parameters()`` gives them.
-
-        Raises:
-            ArgumentError: the module has no parameter or buffer of such a name.
         """
         ignored = ignored_names(module, params_and_buffers_to_ignore)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -160,16 +148,13 @@ class TorchMethods:
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """Yield the parameters of ``module`` that wrappers take care of, with names if asked."""
+        """Yield the parameters of ``module`` that are not ignored, with names if asked."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
 
     def _update_process_group(self, new_process_group: Any) -> None:
-        """Average over another group from the next forward on; buckets are learned anew.
-
-        Every member of the new group calls it, between a backward and a forward.
-        """
+        """Average over another group from the next forward on; collective over the new group."""
         group = resolve_group(new_process_group)
         refuse_shards(dict(self.module.named_parameters()), group)
         self.process_group = group
@@ -180,7 +165,7 @@ class TorchMethods:
         self.reducer.change_group(self.process_group)
 
     def _check_reducer_finalized(self) -> None:
-        """Raise where the last backward has not ended, as one that was interrupted."""
+        """Raise where the last backward has not ended, since it raised, say."""
         self.reducer.check_finished()
 
     def _remove_autograd_hooks(self) -> None:
@@ -189,12 +174,10 @@ class TorchMethods:
         self._owner.close()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Outputs are the module's own, never copies: whatever ``val``, nothing changes."""
+        """Do nothing: outputs are the module's own, never copies."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about this wrapper, and the times of its last sampled iteration, by torch's names.
-
-        docs/debugging.md lists the fields.
+        """Return facts about this wrapper, and times of its last sampled iteration.
 
         Example:
             >>> import meshdist as md, torch
@@ -204,13 +187,9 @@ class TorchMethods:
             >>> md.simulate(program, 2)
             [16, 16]
         """
+        # The names are torch's; docs/debugging.md lists them.
         return self.logger.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Measure iterations whose number it divides, and the first ten; 100 by default.
-
-        Raises:
-            ArgumentError: ``sample_rate`` is below 1.
-            KindError: it is no whole number.
-        """
+        """Measure iterations whose number it divides (100 by default), beside the first ten."""
         self.logger.set_sample_rate(sample_rate)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import Protocol
 
 import torch
 
@@ -37,12 +36,6 @@ OWNER = "DDP"
 """As messages call it."""
 
 
-class _Wrapper(Protocol):
-    process_group: ProcessGroup
-    device_mesh: DeviceMesh | None
-    require_backward_grad_sync: bool
-
-
 class TypedOwner:
     """The types of one wrapper's parameters, marked at once where it was given ``axes``."""
 
@@ -54,31 +47,26 @@ class TypedOwner:
             self._mark(axes, axes.axis_names, is_reduced=True)
 
     @untraced
-    def claim(self, wrapper: _Wrapper) -> None:
-        """Claim the wrapper's axes in the context that its forward is in, if it is in one."""
+    def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
+        """Claim the axes of the wrapper's group in the typed context that is open, if any."""
         mode = find_context()
         if mode is None or not torch.is_grad_enabled():
             return
-        names = self._names(mode.mesh, wrapper.process_group, wrapper.device_mesh)
-        self._mark(mode.mesh, names, is_reduced=wrapper.require_backward_grad_sync)
+        mesh = mode.mesh
+        if self._found is None or self._found[0] is not mesh or self._found[1] is not group:
+            given = axes.axis_names if axes is not None and axes.mesh_dim_names else ()
+            self._found = mesh, group, _axes_of(mesh, group, given)
+        names = self._found[2]
+        self._mark(mesh, names, is_reduced=is_reduced)
         mode.owners.update(dict.fromkeys(names, OWNER))
 
     def close(self) -> None:
-        """Let parameters be what they were: their gradients stay local."""
+        """Take the marks off the parameters, whose gradients stay local from now on."""
         for parameter in self._parameters.values():
             marks = parameter.__dict__
             if marks.pop(REDUCED_BY_OWNER, None) is not None:
                 marks[ATTRIBUTE] = self._without_own(marks.get(ATTRIBUTE, ""))
         self._axes = ()
-
-    def _names(
-        self, mesh: DeviceMesh, group: ProcessGroup, axes: DeviceMesh | None
-    ) -> tuple[str, ...]:
-        """The axes of the context's mesh along which the group's ranks lie."""
-        if self._found is None or self._found[0] is not mesh or self._found[1] is not group:
-            given = axes.axis_names if axes is not None and axes.mesh_dim_names else ()
-            self._found = mesh, group, _axes_of(mesh, group, given)
-        return self._found[2]
 
     def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
         owned = ",".join(names) if is_reduced else ""
@@ -107,13 +95,13 @@ class TypedOwner:
     def _without_own(self, text: str) -> str:
         kinds = kinds_in(text)
         return type_text(
-            {axis: one for axis, one in kinds.items() if one != "R" or axis not in self._axes}
+            {axis: kind for axis, kind in kinds.items() if kind != "R" or axis not in self._axes}
         )
 
 
 def refuse_shards(tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-    """Raise where a tensor's mark names an axis that lies in the group, in every mesh with it."""
-    meshes = [one for one in group.world.meshes.values() if one.get_coordinate() is not None]
+    """Raise where a tensor varies, by its mark, over an axis whose ranks lie in the group."""
+    meshes = [mesh for mesh in group.world.meshes.values() if mesh.get_coordinate() is not None]
     for name, tensor in tensors.items():
         for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
             lines = [mesh.get_group(axis).ranks for mesh in meshes if axis in mesh.axis_names]
@@ -134,7 +122,7 @@ def _of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisT
 
 
 def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:
-    """The axes of ``mesh`` along which the members of ``group`` lie, in their order."""
+    """Return the axes of ``mesh`` along which the members of ``group`` lie, in their order."""
     choices: list[tuple[str, ...]] = [
         names for count in range(1, mesh.ndim + 1) for names in combinations(mesh.axis_names, count)
     ]
@@ -154,9 +142,9 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
 
 
 def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
-    """Say in the context that the wrapper has made ``tensors`` equal, where none sees it do so."""
+    """Mark ``tensors``, which the wrapper has made equal, as invariant in the open context."""
     mode = open_context()
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
-        for one in tensors:
-            one.__dict__[ATTRIBUTE] = with_kinds(type_of(one), kinds)
+        for tensor in tensors:
+            tensor.__dict__[ATTRIBUTE] = with_kinds(type_of(tensor), kinds)

@@ -55,7 +55,7 @@ _BOUND = {
 
 
 class WrappedModel(nn.Module, ABC):
-    """The side of ``DistributedDataParallel`` that is a module which holds another one."""
+    """The methods of ``DistributedDataParallel`` as a module around a module."""
 
     module: nn.Module
     process_group: ProcessGroup
@@ -111,7 +111,7 @@ class WrappedModel(nn.Module, ABC):
         return {name: value for name, value in self.__dict__.items() if name not in _BOUND}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy over the same group, with a copy of the module; nothing is sent."""
+        """Return a copy over the same group, with a copy of the module; nothing is sent."""
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         state = copy.deepcopy(self._portable_state(), memo)
@@ -146,7 +146,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 def module_state(
     module: nn.Module, ignored: Iterable[str] = (), *, with_buffers: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Every parameter, and buffer, once, by name."""
+    """Return the parameters and buffers that are not ignored, once each, by name."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers:
         state.update(module.named_buffers())
@@ -155,7 +155,7 @@ def module_state(
 
 
 def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """The parameters whose gradients are averaged, by name."""
+    """Return the parameters whose gradients are averaged, by name."""
     left_out = set(ignored)
     return {
         name: parameter
@@ -165,7 +165,7 @@ def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict
 
 
 def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[str]:
-    """Return the names that the wrapper leaves alone, with ``names`` noted first if given."""
+    """Return the names that wrappers of ``module`` leave alone; note ``names`` first, if given."""
     if names is not None:
         names = list(names)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -185,7 +185,7 @@ def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> froz
 
 
 def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of embeddings that make sparse gradients."""
+    """Return the weights of embeddings that make sparse gradients."""
     return [
         cast("nn.Parameter", child.weight)
         for child in module.modules()
@@ -194,9 +194,10 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]:
-    """Refuse what cannot be trained so, before anything is sent; return the names to ignore.
+    """Raise for a module that cannot be wrapped, and return the names to ignore.
 
-    ``with_buffers`` says whether buffers are made equal, too.
+    Args:
+        with_buffers: whether buffers are made equal, too.
     """
     if not isinstance(module, nn.Module):
         raise KindError(
@@ -258,7 +259,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what cannot be copied between ranks, or whose gradients have no averages."""
+    """Raise for a tensor that cannot be copied between ranks, or whose gradients have no mean."""
     if tensor.layout is not torch.strided:
         raise KindError(
             f"{name} is a sparse tensor, or laid out in another way of its own",
@@ -289,7 +290,7 @@ def check_period(verify_every: object) -> int:
 
 
 def let_go(*rooms: Closable | None) -> None:
-    """Take from a model what a wrapper has put on it: the wrapper is gone, the model may live."""
+    """Close the parts of a wrapper that is gone, which takes hooks and marks off its model."""
     for room in rooms:
         if room is not None:
             room.close()
@@ -307,7 +308,7 @@ def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise where a parameter that was frozen when the model was wrapped is no longer."""
+    """Raise where a parameter requires a gradient that was frozen when the model was wrapped."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise GradientError(
@@ -323,7 +324,7 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return which of ``parameters`` are delayed, and which one their reduction waits for."""
+    """Return the indices of delayed parameters, and of the parameter that they wait for."""
     if delayed is None and behind is None:
         return frozenset(), None
     if delayed is None or behind is None:
@@ -337,7 +338,7 @@ def delayed_indices(
         )
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     pairs = [*delayed]
-    if not all(isinstance(one, tuple) and len(one) == 2 for one in pairs):
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise KindError(
             f"delay_all_reduce_named_params is of type {type(delayed).__name__}",
             expected="pairs of a name and a parameter",
@@ -350,7 +351,7 @@ def delayed_indices(
                 expected="delayed parameters, and the one that they wait for, in the module",
                 fix="take them from module.named_parameters()",
             )
-    return frozenset(places[id(one)] for _, one in pairs), places[id(behind)]
+    return frozenset(places[id(parameter)] for _, parameter in pairs), places[id(behind)]
 
 
 def find_devices(
@@ -358,7 +359,7 @@ def find_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """Check ``device_ids`` against the module's devices; both come back as devices."""
+    """Check ``device_ids`` against the module, and return it and ``output_device`` as devices."""
     if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
         raise KindError(
             "the second argument of DistributedDataParallel is device_ids",
@@ -376,7 +377,7 @@ def find_devices(
                 fix="drop output_device, or pass device_ids too",
             )
         return None, None
-    given = [_as_device(f"device_ids[{place}]", one) for place, one in enumerate(device_ids)]
+    given = [_as_device(f"device_ids[{place}]", entry) for place, entry in enumerate(device_ids)]
     if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
         raise ArgumentError(
             f"device_ids={device_ids} does not fit the module",

@@ -30,12 +30,7 @@ __all__ = ["open_group", "open_mpi_group"]
 
 @never_nested
 def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
-    """Open a group as torch's DistributedBackendOptions describe it; collective over its members.
-
-    Raises:
-        BackendError: no such wire on this machine, or it could not be opened.
-        CollectiveTimeoutError: a member did not come.
-    """
+    """Open a group as torch's DistributedBackendOptions describe it; collective."""
     size, torchs, name = options.group_size, options.store, options.group_id
     if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
         torchs = PrefixStore(f"torch's group {name}", _joined_under_mpi().make_torch_store())
@@ -62,16 +57,9 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
 
 @never_nested
 def open_mpi_group(ranks: list[int]) -> WireGroup:
-    """Open the MPI wire for these global ranks, or for all of ``mpiexec``'s where none is named.
-
-    Torch hands over no store, rank or size: all three come from what started the processes.
-
-    Raises:
-        RendezvousError: this process was not started by mpiexec.
-        BackendError: no MPI on this machine, or it could not be opened.
-    """
+    """Open the MPI wire for these global ranks; for all ranks of ``mpiexec`` without any."""
     wire = get_wire("mpi")
-    joined = _joined_under_mpi()
+    joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))
     text = ",".join(map(str, members))
     # The members of a group ask for it equally often, the others not at all.
@@ -96,16 +84,13 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
 
 @cache
 def _joined_under_mpi() -> Rendezvous:
-    """The ranks that one mpiexec has started, met once in a process."""
+    """Meet the ranks that the same mpiexec has started, once in a process."""
     return meet(Terms(group_name="torch's mpi"), is_mpi_asked=True)
 
 
 def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
-    """Keys of one group alone, also where an earlier world of the same store had its name.
-
-    Returns:
-        The keys for torch's own classes, by ``store``; those for our requests, by ``connection``.
-    """
+    """Return two stores of keys for a group alone: over ``store``, and over ``connection``."""
+    # An earlier world of the same store may have had a group of this name.
     generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
     torchs = PrefixStore(f"opened {generation}", store)
     # The prefixes of ``store`` cannot be read. So the members' own prefix is a word that the first
@@ -123,7 +108,7 @@ _sharing = threading.Lock()
 
 
 class _Connection:
-    """A connection by which groups ask a store; it is closed behind the last of them."""
+    """A connection to a store that groups share; it is closed behind the last of them."""
 
     def __init__(self, root: Store, timeout: timedelta) -> None:
         self.store = BoundedStore(cloned(root), timeout)
@@ -131,7 +116,7 @@ class _Connection:
 
 
 def _take_connection(root: Store, timeout: timedelta) -> _Connection:
-    """The connection that this process has to a store's server, or a new one."""
+    """Return the connection that this process has to a store's server, or a new connection."""
     if not isinstance(root, TCPStore):
         return _Connection(root, timeout)
     server = os.getpid(), root.host, root.port

@@ -1,8 +1,9 @@
 """The members of one of torch's groups as a group of ours: the verbs of torch's run on it.
 
 On a wire that does not compare calls by itself, as in meshdist's own groups the members on one host
-write a header of each collective where the others can read it. Of two whose calls differ the later
-one sees it at once; the other sees it while it waits, or at its next call.
+write a header of each collective where the others can read it. Of two members whose calls differ
+the later sees it at once, the earlier while it waits, or at its next call. No thread answers
+questions of other members; but as all see that calls differ, each writes its own into the store.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _ABORT = "abort"
 
 
 class InnerGroup(ProcessGroup):
-    """One group of torch's as ours. Making one opens the wire, collectively over its members."""
+    """A group of torch's as a group of ours; to make it opens the wire, collectively."""
 
     def __init__(self, wire: Wire, opening: Opening) -> None:
         ranks, timeout, label = opening.ranks, opening.timeout, opening.name
@@ -89,11 +90,11 @@ class InnerGroup(ProcessGroup):
 
     @property
     def is_over(self) -> bool:
-        """Return whether it was closed, or belongs to the process that this one was forked from."""
+        """Return whether the group was closed, or belongs to the parent of a forked process."""
         return self._closed or self._num_forks != forks[0]
 
     def check_unbroken(self) -> None:
-        """Raise where it was closed, or has failed, or belongs to a parent's process."""
+        """Raise if the group was closed, or has failed, or belongs to a parent's process."""
         if self._closed or self._num_forks != forks[0]:
             self.check_usable()
         if self._aborts:
@@ -105,17 +106,14 @@ class InnerGroup(ProcessGroup):
             )
 
     def break_here(self, reason: str) -> None:
-        """Refuse all that follows, and free every wait.
-
-        After a timeout the members may be out of step: one that comes late would else meet another
-        call than its own. Calls that differ end the group where the wire does not compare them: it
-        has started those of some members.
-        """
+        """Refuse all later calls, and free every wait."""
+        # After a timeout the members may be out of step: a late member would meet another call than
+        # its own. Where the wire does not compare calls, it has started those of some members.
         self._aborts.setdefault(self._label, {"reason": reason})
         self.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let every later call take so long."""
+        """Set the timeout of every later call."""
         self.own_timeout = timeout
         for channel in self._channels.values():
             channel.timeout = timeout
@@ -131,7 +129,7 @@ class InnerGroup(ProcessGroup):
             channel.opened.leave()
 
     def close(self) -> None:
-        """End this member's part."""
+        """Leave the group, and close its channels."""
         self.leave()
         self._closed = True
         for channel in self._channels.values():
@@ -169,14 +167,10 @@ class _SharedChannel(Channel):
 class MembersOfTorchGroup(OtherMembers):
     """The other members of a group of torch's.
 
-    No thread of theirs answers questions. But all members see that their calls differ, and each
-    writes its own into the store.
-
     Args:
-        recorder: has noted this member's calls.
         table: in which members write their calls; None where these are not compared, or the wire
             compares them.
-        inner: returns the group, whose channels keep the native core's part that keeps this.
+        inner: a weak reference, since the group's channels keep what keeps this.
     """
 
     group: GroupFacts
@@ -250,5 +244,5 @@ class MembersOfTorchGroup(OtherMembers):
 
 
 def _abort(value: dict[str, Any]) -> dict[str, Any]:
-    """The message of a member that gives up; raises where it is none."""
+    """Return the checked message of a member that gives up."""
     return {"rank": int(value["rank"]), "reason": str(value["reason"])}

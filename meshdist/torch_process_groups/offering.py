@@ -1,4 +1,4 @@
-"""Our wires under their names in torch.distributed, opened when a program asks for one.
+"""Our wires under their names in torch.distributed, opened when a program asks for them.
 
 Imports nothing of ours or torch's: torch calls ``offer_at_import`` at the end of every ``import
 torch`` where the package is installed, also while the package, or this module, imports torch.
@@ -16,20 +16,14 @@ _SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def offer_at_import() -> None:
-    """As ``offer``, but ``mpi`` only in a process that mpiexec has started.
-
-    Programs that did not ask for ours choose a backend by ``is_mpi_available()``: for them it stays
-    False where MPI could not work.
-    """
+    """Register our backends with torch, but ``mpi`` only in a process that mpiexec has started."""
+    # Programs that did not ask for ours choose a backend by ``is_mpi_available()``: for them it
+    # stays False where MPI could not work.
     offer(is_mpi_offered=any(name in os.environ for name in _SET_BY_MPIEXEC))
 
 
 def offer(*, is_mpi_offered: bool = True) -> None:
-    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough.
-
-    ``mpi`` is torch's own name, for a class that its wheels lack. It is filled where it is empty
-    and mpi4py is there: then torch's ``is_mpi_available()`` says True.
-    """
+    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough."""
     import torch.distributed as torch_distributed
     from torch.distributed import distributed_c10d
 
@@ -39,6 +33,8 @@ def offer(*, is_mpi_offered: bool = True) -> None:
         torch_distributed.Backend.register_backend(
             "shm", _make_shm, extended_api=True, devices=["cpu"]
         )
+    # ``mpi`` is torch's own name, for a class that its wheels lack: ``is_mpi_available()`` of torch
+    # is True from here on.
     torchs: Any = distributed_c10d
     if is_mpi_offered and not torchs._MPI_AVAILABLE and find_spec("mpi4py") is not None:
         torchs.ProcessGroupMPI = _Mpi
@@ -52,11 +48,11 @@ def _make_shm(options: Any, wire_options: Any) -> Any:
 
 
 class _Mpi:
-    """Stands in for torch's own class."""
+    """A stand-in for the class of torch's that opens groups over MPI."""
 
     @staticmethod
     def create(ranks: list[int]) -> Any:
-        """The group of these global ranks, or of all; torch asks members alone."""
+        """Open the group of these global ranks, or of all; torch asks members alone."""
         from .creating import open_mpi_group
 
         return open_mpi_group(ranks)

@@ -53,20 +53,18 @@ _TorchsGroup: Any = torch_distributed.ProcessGroup
 
 
 class _BackendForHooks(Backend):
-    """Carries nothing: stands where torch's own groups have the backend that they call.
+    """A backend that carries nothing, for the hooks that torch attaches to a group's backend."""
 
-    Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
-    process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which our
-    verbs do not pass. Ours notes them.
-    """
-
+    # Torch 2.15 attaches a flight recorder to each group's default backend, and a group that is a
+    # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
+    # our verbs do not pass. Our own recorder notes them.
     def getBackendName(self) -> str:
-        """The group's name in errors."""
+        """Return the group's name in errors."""
         return "meshdist"
 
 
 def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` for tensors of the wire; others go on to torch's own group, as they were given."""
+    """Decorate a verb: torch's own group does it for tensors that the wire does not serve."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:
@@ -82,15 +80,10 @@ def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class WireGroup(_TorchsGroup):  # type: ignore[misc]
-    """One group of torch's over one wire. Making one is collective over its members.
+    """A process group of torch's over a wire of ours; to make it is collective over its members.
 
     Args:
-        wire: what moves tensors of its device types.
-        opening: the group, as the wire is to open it; its name is what torch calls it.
-        kept: what the opening's store needs, dropped at the group's end.
-
-    Raises:
-        BackendError: the wire could not be opened; CollectiveTimeoutError: a member did not come.
+        kept: an object that the opening's store needs, dropped at the group's end.
     """
 
     supports_splitting = False
@@ -117,21 +110,21 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     # -- what it is ------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's names, here and below
-        """The name of the wire."""
+        """Return the name of the wire."""
         return self._wire.name
 
     name = getBackendName
 
     def getGroupName(self) -> str:
-        """Torch's name of the group, which torch itself keeps in its own backends alone."""
+        """Return torch's name of the group, which torch keeps in its own backends alone."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Let torch call it something else."""
+        """Replace torch's name of the group."""
         self._group_name = name
 
     def get_group_store(self) -> Store:
-        """The store whose keys belong to the group."""
+        """Return the store whose keys belong to the group."""
         return self._opening.make_torch_store()
 
     @property
@@ -140,7 +133,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         return [torch.device(kind) for kind in kinds]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Itself, or torch's own backend for a device that the wire does not serve."""
+        """Return this group, or torch's backend for a device that the wire does not serve."""
         kind = torch.device(device).type
         if kind in self._wire.device_types:
             return self
@@ -148,15 +141,15 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """The options that torch asks a backend for: the name and the timeout."""
+        """Return the options that torch asks a backend for: the name and the timeout."""
         return Backend.Options(self._wire.name, self.inner.timeout)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether tensors for it come from memory of its own: they do not."""
+        """Return False: the group has no memory of its own for tensors."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let every later call take so long."""
+        """Set the timeout of every later call."""
         self.inner.set_timeout(timeout)
         for group in self._others.values():
             group.set_timeout(timeout)
@@ -164,7 +157,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to be done: members count from the beginning."""
+        """Do nothing: members count from the beginning."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self.inner.recorder.sequence
@@ -185,15 +178,12 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every member has come; where one does not come, rank 0 names it.
+        """Wait for all members; raise and name the first that is absent, or all.
 
-        It goes through the store, and breaks nothing.
-
-        Raises:
-            CollectiveTimeoutError: one did not come. It names the first that did not, or all of
-                them with ``wait_all_ranks``.
-            StoreError: the store is lost.
+        Args:
+            wait_all_ranks: whether all absent members are named.
         """
+        # It goes through the store, and breaks nothing.
         inner, ranks = self.inner, self._opening.ranks
         inner.check_usable()
         rank, limit = inner.world.rank, inner.timeout if timeout is None else timeout
@@ -214,7 +204,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     # -- its end ---------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Free every wait in the group, here and on the other members; it is unusable then."""
+        """Free every wait in the group, here and on the other members, and end its use."""
         if self.inner.is_over:
             return
         for group in self._others.values():
@@ -241,7 +231,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         if form.is_sum and written.layout is not torch.strided:
             kind, factor = split_premul(asked.op)
             sum_sparse(self, written, kind if factor is None else ReduceOp.PREMUL_SUM)
-            return self._handed_out(TorchWork((), [written], self._completer))
+            return self._kept_for_joining(TorchWork((), [written], self._completer))
         for name in form.tensors:
             x = given[name]
             bare = x.data if type(x) is torch.Tensor else _bare(x)
@@ -262,13 +252,12 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         result: list[Any],
         title: str = "",
     ) -> TorchWork:
-        """Start a verb, and wait for it unless it is asked to go on; torch's Work of it.
+        """Start a verb, wait for it unless it is asked to go on, and return its Work for torch.
 
         Args:
-            start: starts it; what it returns is waited for.
             noted: the tensors that a profile shows, some in lists.
-            result: what its Work returns.
-            title: its name in a profile, in place of ``verb``.
+            result: the result of the Work.
+            title: the name of the verb in a profile, in place of ``verb``.
         """
         is_recorded = profiler._is_profiler_enabled
         if is_recorded:
@@ -281,10 +270,10 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             work.end_with(records, asked.is_async)
         if not asked.is_async:
             work.wait()
-        return work if self._coalesced is None else self._handed_out(work)
+        return work if self._coalesced is None else self._kept_for_joining(work)
 
-    def _handed_out(self, work: TorchWork) -> TorchWork:
-        """``work``, which ``_end_coalescing`` may join with others."""
+    def _kept_for_joining(self, work: TorchWork) -> TorchWork:
+        """Return ``work``, and keep it for ``_end_coalescing`` to join with others."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -300,7 +289,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         return self._run(verb, _LATER, start, [tensor], [tensor], title)
 
     def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        """Run a verb on each pair, all of which are checked before the first is sent."""
+        """Run a verb on each pair of tensors; all are checked before the first is sent."""
         self.inner.check_unbroken()
         asked = read_options((), opts=opts)
         ops = [asked.op] if VERBS[verb].reduces else []
@@ -319,14 +308,14 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """As ``all_gather_single`` for each pair."""
+        """Do ``all_gather_single`` for each pair."""
         return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
 
     @_for_its_wire
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """As ``reduce_scatter_single`` for each pair."""
+        """Do ``reduce_scatter_single`` for each pair."""
         return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
 
     # The names of torch before 2.13, by which its C++ and programs call as well.
@@ -336,15 +325,9 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     # -- other devices ---------------------------------------------------------------------------
 
     def _other(self, kind: str) -> Any:
-        """Torch's group of the same members for tensors of a device type; it connects at a verb.
-
-        In a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
-        process group itself, and drops the other half. So that half is opened here, on the same
-        store.
-
-        Raises:
-            BackendError: this torch, or this machine, has nothing for that device type.
-        """
+        """Return torch's own group of the same members for a device type, made at first use."""
+        # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
+        # process group itself, and drops the other half. So that half is opened here.
         if kind in self._others:
             return self._others[kind]
         inner = self.inner
@@ -382,36 +365,35 @@ for _name, _method in vars(VerbMethods).items():
 
 @atexit.register
 def _leave_all() -> None:
-    """Let members that still wait for this process see that it ended in good order."""
+    """Tell members that still wait for this process that it ends in good order."""
     for group in list(_open):
         with suppress(Exception):  # it may be broken already
             group.inner.leave()
 
 
 def _bare(given: Any) -> Any:
-    """An argument with tensors on the same memory that have no gradient, nor torch's version.
-
-    As torch's own groups do, ours let a program write where autograd has saved values: FSDP gathers
-    parameters again into the memory where a forward has seen them.
-    """
+    """Return an argument with plain tensors on the same memory, without gradient or version."""
+    # As torch's own groups do, ours let a program write where autograd has saved values: FSDP
+    # gathers parameters again into the memory where a forward has seen them.
     if isinstance(given, torch.Tensor):
         return (given if type(given) is torch.Tensor else given.detach()).data
     return list(map(_bare, given)) if isinstance(given, (list, tuple)) else given
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with one dim: of blocks torch compares the numbers of elements alone."""
+    """Return a view of ``tensor`` with one dim, where it is contiguous."""
+    # Of blocks torch compares the numbers of elements alone.
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
 
 
 class _TorchForm(NamedTuple):
-    """How torch's groups call a verb of ours.
+    """The facts by which torch's groups call a verb of ours.
 
     Args:
         run: the verb, without its marks: no fast path, which is for one thread, no record of its
             own in a profile, and nothing for typed contexts, as torch's own verbs.
-        tensors: its parameters of tensors, first that which it writes.
-        noted: that which a profile shows.
+        tensors: its parameters of tensors, first the parameter that it writes.
+        noted: the parameter that a profile shows.
         has_blocks: whether it has one larger tensor, with a block for each member.
         is_nested: whether torch's result is a list of the list that it writes.
         is_sum: whether it reduces one tensor for all members, which may be sparse.

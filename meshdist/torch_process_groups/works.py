@@ -1,7 +1,7 @@
 """Torch's kind of Work over ours: torch's own code waits for it and chains futures on it.
 
 Torch's reducer waits for futures in C++, which calls no method of ours. So a thread of the group
-waits for the verbs one after the other, in the order in which the members started them. Each future
+waits for the verbs in turn, in the order in which the members started them. Each future
 is completed by a thread of its own, since that runs the callbacks, and a callback may wait for the
 future of another verb.
 """
@@ -33,7 +33,7 @@ _completing: WeakSet[threading.Thread] = WeakSet()
 
 
 class TorchWork(torch_distributed.Work):
-    """One or several verbs in flight as one, for torch; no ``works`` means that all is done.
+    """A Work of torch's for any number of verbs in flight; without ``works`` all is done.
 
     Args:
         recordings: the threads that end records of the profiler, which a wait waits for, too.
@@ -55,17 +55,13 @@ class TorchWork(torch_distributed.Work):
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
-        """Several as one, whose result is that of all."""
+        """Join several to a single Work, whose result is that of all."""
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
         return cls(works, [x for part in parts for x in part._result], completer, recordings)
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Return True when all is done; each verb may take ``timeout``, or the group's for zero.
-
-        Raises:
-            CollectiveTimeoutError, AbortedError, AgreementError, BackendError: the verb failed.
-        """
+        """Return True when all is done; each verb may take ``timeout``, or the group's for zero."""
         try:
             for work in self._works:
                 work.wait(timeout)
@@ -75,11 +71,9 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """Let the profiler's record of the verb, taken out of the list, end when the verb does.
-
-        Another thread ends it, and holds it last: so the profiler sees that the verb went on in the
-        background. torch 2.11 drops such a record: there it ends here, with an async call's start.
-        """
+        """Let the profiler's record of the verb, the last in the list, end when the verb does."""
+        # Another thread ends it, and holds it last: so the profiler sees that the verb went on in
+        # the background. torch 2.11 drops such a record: it ends with an async call's start there.
         if not ENDS_RECORDS_ANYWHERE:
             return self._record(records, () if is_async else self._works)
         thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
@@ -93,7 +87,7 @@ class TorchWork(torch_distributed.Work):
         records.pop().__exit__(None, None, None)
 
     def synchronize(self) -> None:
-        """The same as ``wait()``."""
+        """Wait, as ``wait()`` does."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -105,7 +99,7 @@ class TorchWork(torch_distributed.Work):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:
-        """The error of the first verb that has failed, or None."""
+        """Return the error of the first verb that has failed, or None."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> list[Any]:
@@ -114,7 +108,7 @@ class TorchWork(torch_distributed.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """The group rank that a finished receive came from."""
+        """Return the group rank that a finished receive came from."""
         for work in self._works:
             return work.source_rank()
         return DONE.source()  # it raises, as for all that is no receive
@@ -122,10 +116,7 @@ class TorchWork(torch_distributed.Work):
     _source_rank = source_rank  # as torch's front end calls it
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A Future of the result's tensors; ``then`` chains callbacks.
-
-        The error of a verb that failed comes as the RuntimeError that torch's futures make of one.
-        """
+        """Return a Future of the result's tensors; an error in it becomes a RuntimeError."""
         if self._future is None:
             done: torch.futures.Future[None] = torch.futures.Future()
             # What a callback raises is an error for C++ too, which a Future's own exception is not.
@@ -158,16 +149,16 @@ def _await_callbacks() -> None:
 
 
 def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
-    """Begin a record of torch's profiler, with the shapes of these tensors; for ``end_with``."""
+    """Begin a record of torch's profiler with the shapes of tensors, for ``end_with``."""
     records = [_RecordFunctionFast(title, list(tensors_of(given)))]
     records[0].__enter__()
     return records
 
 
 def tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, some of which may be lists, also of lists."""
-    for one in given:
-        if isinstance(one, torch.Tensor):
-            yield one
-        elif isinstance(one, (list, tuple)):
-            yield from tensors_of(one)
+    """Yield the tensors among arguments, some of which may be lists, also of lists."""
+    for argument in given:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from tensors_of(argument)

@@ -1,4 +1,4 @@
-"""Communication hooks under torch's names, and the states of those that have one.
+"""Communication hooks under torch's names, and their states.
 
 ``PowerSGDState``, ``PostLocalSGDState``, ``powerSGD_hook``, ``DDPCommHookType`` and
 ``register_ddp_comm_hook`` are torch's own.

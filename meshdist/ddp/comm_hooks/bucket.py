@@ -44,15 +44,15 @@ __all__ = [
 class GradBucket:
     """Gradients that travel together; a communication hook averages them.
 
-    A hook gets one of each backward, bucket and rank. They come in one order on all ranks. The
-    gradients are this rank's own: nothing has been divided.
+    In each backward a hook gets each bucket once, in the same order on all ranks. The gradients are
+    this rank's own: nothing has been divided.
 
     Args:
-        buffer: the gradients, one after the other; or one sparse gradient.
+        buffer: the gradients in a row; or a single sparse gradient.
         parameters: whose gradients they are.
         views: for each parameter its gradient in ``buffer``, or a tensor of its shape and strides.
         index: its place in the order of the buckets, from 0.
-        is_last: whether it is the last one of its backward.
+        is_last: whether it is the last bucket of its backward.
         group: over which the hook is to average.
 
     Example:
@@ -94,9 +94,9 @@ class GradBucket:
         return f"<GradBucket {self._index}: {len(self._parameters)} gradients, {kind}{numbers}>"
 
     def buffer(self) -> torch.Tensor:
-        """The gradients, one after the other, as one flat tensor; a sparse gradient as it is.
+        """Return the gradients in a row, as one flat tensor; a sparse gradient as it is.
 
-        What is written there is seen in ``gradients()``.
+        ``gradients()`` shows what is written there.
         """
         return self._buffer
 
@@ -105,7 +105,7 @@ class GradBucket:
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradient of each parameter, as a view of ``buffer()`` with the parameter's shape.
+        """Return the gradient of each parameter, a view of ``buffer()`` of the parameter's shape.
 
         Raises:
             ShapeError: ``set_buffer`` was given a tensor of another number of elements.
@@ -125,19 +125,19 @@ class GradBucket:
         return [part.as_strided(view.shape, view.stride()) for part, view in parts]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of ``gradients()``."""
+        """Return the parameters, in the order of ``gradients()``."""
         return list(self._parameters)
 
     def index(self) -> int:
-        """Its place in the order of the buckets, from 0; equal on all ranks."""
+        """Return its place in the order of the buckets, from 0; equal on all ranks."""
         return self._index
 
     def is_last(self) -> bool:
-        """Return whether it is the last one of its backward."""
+        """Return whether it is the last bucket of its backward."""
         return self._is_last
 
     def group(self) -> ProcessGroup:
-        """The group over which the wrapper averages; torch's buckets do not have it."""
+        """Return the group over which the wrapper averages; torch's buckets do not have it."""
         return self._group
 
 
@@ -145,18 +145,18 @@ _GROUPS = ("process_group", "subgroup")
 
 
 def group_for(given: Any, bucket: GradBucket) -> ProcessGroup:
-    """The group that a hook's state names: a group or a mesh; None is that of the wrapper."""
+    """Return the group that a hook's state names by a group or a mesh; of the wrapper for None."""
     return bucket.group() if given is None else resolve_group(given)
 
 
 def is_mesh(given: object) -> bool:
-    """Return whether this is a mesh of ours, and so stands for a group."""
+    """Return whether ``given`` is a mesh of ours, which stands for a group."""
     return hasattr(given, "open_group")
 
 
 @contextmanager
 def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
-    """In this context one of torch's states names a group, also where it says None, or a mesh."""
+    """Let a state of torch's name a group inside, also where it names None or a mesh."""
     given = getattr(state, "process_group", None)
     if not isinstance(state, (PowerSGDState, PostLocalSGDState)) or not (
         given is None or is_mesh(given)
@@ -171,7 +171,7 @@ def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
 
 
 def restored(kind: Any, fields: dict[str, Any]) -> Any:
-    """Make a state of torch's again of what was pickled of it."""
+    """Make a state of torch's of its pickled fields; its groups are None."""
     state = kind.__new__(kind)
     for name in kind.__slots__:
         setattr(state, name, fields.get(name))
@@ -218,27 +218,24 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 
 def averaged(tensor: torch.Tensor, group: ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """A Future of ``tensor``, once it holds the average over ``group``."""
+    """Start to average ``tensor`` in place over ``group``, and return a Future of it."""
     return reduced(tensor, ReduceOp.AVG, group).then(lambda done: done.value()[0])
 
 
 def reduced(
     tensor: torch.Tensor, op: ReduceKind, group: ProcessGroup
 ) -> torch.futures.Future[list[torch.Tensor]]:
-    """A Future of a list of ``tensor``, once it holds the sum or average over ``group``.
-
-    A sparse one is summed at once.
-    """
+    """Start to sum or average ``tensor`` in place, and return a Future of ``[tensor]``."""
     if not tensor.is_sparse:
         return all_reduce(tensor, op, group, async_op=True).get_future()  # type: ignore[union-attr]
-    sum_sparse(group, tensor, ReduceOp.SUM)
+    sum_sparse(group, tensor, ReduceOp.SUM)  # when this returns, it is done
     if op == ReduceOp.AVG:
         tensor.div_(group.size())
     return done_with([tensor])
 
 
 def done_with(value: Any) -> torch.futures.Future[Any]:
-    """A Future that is complete."""
+    """Return a Future that is complete, with this value."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(value)
     return future
@@ -273,7 +270,8 @@ def post_localSGD_hook(
 
 
 def _on_this_host(group: ProcessGroup) -> ProcessGroup:
-    """The members of ``group`` on this host; each host's come here at the same step."""
+    """Return the group of the members of ``group`` on this host."""
+    # All members of a host come here at the same step.
     world = group.world
     if not world.spans_hosts(group.ranks):
         return group

@@ -132,7 +132,7 @@ def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.Tensor:
-    """``buffer / num_ranks`` in ``dtype``, where ``buffer`` begins, which it overwrites."""
+    """Write ``buffer / num_ranks`` in ``dtype`` over the beginning of ``buffer``; return that."""
     half = buffer.view(dtype)[: buffer.numel()]
     for is_first, part, into in _pieces(buffer, half):
         # The first piece alone would be read and written in one place.
@@ -141,7 +141,7 @@ def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.T
 
 
 def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """``buffer``, with the values of ``half``, which lies where it begins."""
+    """Write the values of ``half``, which lies in the beginning of ``buffer``, to all of it."""
     for is_first, into, part in reversed([*_pieces(buffer, half)]):
         into.copy_(part.clone() if is_first else part)
     return buffer
@@ -150,7 +150,7 @@ def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 def _pieces(
     buffer: torch.Tensor, half: torch.Tensor
 ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-    """The pieces of both, in order, each with whether it is the first."""
+    """Return the pieces of both in order, with whether each is the first."""
     pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
     return ((place == 0, *pair) for place, pair in enumerate(pairs))
 
@@ -228,7 +228,7 @@ def _averaged(
 
 
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
-    """Scales and zero points of channels of ``size`` values, then a step per value; as bytes."""
+    """Return scales and zero points of channels of ``size`` values, then all steps, as bytes."""
     ends = [
         _rows(values[elements], channels).aminmax(dim=1)
         for channels, elements in _channels(values.numel(), size)
@@ -253,13 +253,13 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of ``_packed``: scales and zero points, shape (2, n, 1); the steps."""
+    """Return scales and zero points, of shape (2, n, 1), and steps: the inverse of ``_packed``."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 
 
 def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """The channels, and the elements, of each piece; the last one may be part of a channel."""
+    """Yield the channels and the elements of each piece; the last may be part of a channel."""
     whole = numel - numel % size
     step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):
@@ -270,7 +270,7 @@ def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(elements: torch.Tensor, channels: slice) -> torch.Tensor:
-    """The elements of a piece, one channel in each row."""
+    """Return the elements of a piece, with a channel in each row."""
     return elements.view(channels.stop - channels.start, -1)
 
 
@@ -331,7 +331,7 @@ def batched_powerSGD_hook(
 
 
 def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Orthonormal columns that span those of ``matrix``, which may be zeros."""
+    """Return orthonormal columns that span those of ``matrix``, which may be zeros."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     columns: torch.Tensor = torch.linalg.qr(wide).Q
     return columns.to(matrix.dtype)

@@ -74,10 +74,7 @@ _WRAPPERS = {
 
 
 def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
-    """The hook to call in place of ``hook``: itself, unless it is torch's and cannot serve.
-
-    One that torch's wrappers hold is looked at as well.
-    """
+    """Return ``hook``, or our hook of its name where torch's cannot run on groups of ours."""
     if not str(getattr(hook, "__module__", "")).startswith(_TORCHS):
         return hook
     name = getattr(hook, "__qualname__", "")
@@ -85,7 +82,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
         return _IN_ANY_CASE[name]
     if name in _WITHOUT_A_GROUP and _names_no_group(state):
         return _WITHOUT_A_GROUP[name]
-    if name in _WRAPPERS:
+    if name in _WRAPPERS:  # of torch's, around another hook
         inner = inspect.getclosurevars(hook).nonlocals["hook"]
         ours = ours_for(inner, state)
         return hook if ours is inner else _WRAPPERS[name](ours)
@@ -93,7 +90,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 
 def _names_no_group(state: Any) -> bool:
-    """Return whether torch's hooks would find no group of ours in the state."""
+    """Return whether a state names no group that torch's hooks could use."""
     if state is None or is_mesh(state):
         return True
     return any(
@@ -113,7 +110,7 @@ _SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class RegisteredHook:
-    """A hook and its state, for the gradients that are averaged over one group."""
+    """A communication hook and its state, for the gradients that are averaged over one group."""
 
     def __init__(self, state: Any, hook: Callable[..., Any], group: ProcessGroup) -> None:
         _check(hook, group)
@@ -132,7 +129,7 @@ class RegisteredHook:
         self._state = state
 
     def start(self, bucket: GradBucket) -> PendingBucket:
-        """Call the hook; what it returns is waited for later, in the order of the buckets."""
+        """Call the hook on a bucket, and return the reduction that it has started."""
         pending = PendingBucket(self, bucket)
         pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
@@ -140,7 +137,7 @@ class RegisteredHook:
     def error(
         self, kind: type[MeshdistError], bucket: GradBucket, summary: str, **fields: str
     ) -> MeshdistError:
-        """An error about what the hook has given for a bucket."""
+        """Make an error about the answer of the hook for a bucket."""
         rank = self.group.world.rank
         where = f"rank {rank}, hook {self.name}, {bucket!r} in {self.group.group_name}"
         return kind(f"communication hook {self.name} {summary}", where=where, **fields)
@@ -158,7 +155,7 @@ class PendingBucket:
         self._state: Any = None
 
     def call(self, hook: Callable[..., Any], state: Any) -> None:
-        """Call the hook."""
+        """Call the hook, and keep the Future that it returns."""
         self._state = state
         with self._deferral.entered(), group_in_state(state, self._registered.group):
             self._future = hook(state, self._bucket)
@@ -173,10 +170,8 @@ class PendingBucket:
             )
 
     def wait(self) -> bool:
-        """Return True when the averages lie in the bucket's memory.
-
-        Callbacks of the hook's futures run here, on this thread.
-        """
+        """Wait for the hook's Future, and copy the averages into the bucket's memory."""
+        # Callbacks of the hook's futures run here, on this thread.
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
             if not self._future.done():
@@ -204,7 +199,7 @@ class PendingBucket:
             )
 
     def _checked(self, value: Any) -> torch.Tensor:
-        """The tensor of the future's value."""
+        """Return the tensor in the value of the hook's Future; raise unless it fits the bucket."""
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]
         into = self._into
@@ -253,7 +248,7 @@ class PendingBucket:
 
 
 def hook_name(hook: object) -> str:
-    """The name of a hook in messages; it may be any object that can be called."""
+    """Return the name of a hook, any object that can be called, for messages."""
     named = getattr(hook, "func", hook)  # of functools.partial
     return str(getattr(named, "__qualname__", type(named).__qualname__))
 
@@ -304,10 +299,10 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
 
 
 def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
-    """The signature; None: it has none. Annotations stay text where one names nothing."""
+    """Return the signature of a hook, or None for an object without a signature."""
     try:
         return inspect.signature(hook, eval_str=True)
-    except Exception:  # any, of evaluating an annotation
+    except Exception:  # any, of evaluating an annotation: then annotations stay text
         pass
     try:
         return inspect.signature(hook)

@@ -96,7 +96,8 @@ hook_with_zero_step_interleaved = hook_with_zero_step
 
 @contextmanager
 def _rank_in_group(zero: Any) -> Iterator[None]:
-    """Let torch compare places in the group with this rank's: it takes that in its world."""
+    """Let the optimizer's global rank be its rank in the group, inside this context."""
+    # Torch compares it with places in the group.
     in_world, zero.global_rank = zero.global_rank, zero.rank
     try:
         yield
@@ -105,7 +106,7 @@ def _rank_in_group(zero: Any) -> Iterator[None]:
 
 
 def _share_parameters(zero: Any, bucket: GradBucket) -> None:
-    """Give all ranks the parameters of ``bucket``, and wait for all of them at the last one."""
+    """Broadcast the parameters of ``bucket``; at the last bucket, wait for all broadcasts."""
     info, index = zero._overlap_info, bucket.index()
     for rank in sorted(info.assigned_ranks_per_bucket[index]):
         part = zero._bucket_assignments_per_rank[rank][index].tensor
@@ -116,7 +117,7 @@ def _share_parameters(zero: Any, bucket: GradBucket) -> None:
 
 
 def _other_buckets(bucket: GradBucket) -> GradientError:
-    """Buckets are laid anew after the optimizer's parts were made of them."""
+    """Return the error for buckets that were laid anew after the optimizer has learned them."""
     return GradientError(
         "the buckets are no longer those that the ZeroRedundancyOptimizer has learned",
         where=f"rank {bucket.group().world.rank}, {bucket!r}",
@@ -125,7 +126,7 @@ def _other_buckets(bucket: GradBucket) -> GradientError:
 
 
 def _check(zero: Any, group: ProcessGroup) -> Any:
-    """Refuse what cannot step inside the backward over ``group``; return torch's module for it."""
+    """Return the module of torch's optimizer ``zero``; raise if that cannot step in backwards."""
     where = f"rank {group.world.rank}"
     module = sys.modules.get(_MODULE)  # to import it warns; an optimizer of it has done so
     if module is None or not isinstance(zero, module.ZeroRedundancyOptimizer):
