@@ -20,8 +20,6 @@ from ..wires.prepared import PreparedCall, Sizes, Tensors, Written
 from ..wires.work import Work
 from .roots import as_wire_tensor, check_flag, check_reducible, premultiplied
 
-__all__ = ["Collective", "VerbCall"]
-
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain)
 

@@ -21,20 +21,6 @@ from ..runtime.memory import new_like
 from ..wires.work import Work, may_be_dropped
 from .verbs import all_reduce, broadcast
 
-__all__ = [
-    "Item",
-    "assign_buckets",
-    "broadcast_from",
-    "dense_stride",
-    "items_of",
-    "reduce_together",
-    "sparse_psum",
-    "start_reduction",
-    "sum_rows",
-    "sum_sparse",
-    "views_into",
-]
-
 Item: TypeAlias = tuple[int, Hashable]
 """Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
 

@@ -23,17 +23,6 @@ from ..groups.process_group import ProcessGroup
 from ..wires.work import Work
 from .collective import Collective
 
-__all__ = [
-    "Parcel",
-    "Rounds",
-    "check_is_list",
-    "entries",
-    "find_device",
-    "other_length",
-    "raise_unpicklable",
-    "unpack",
-]
-
 
 class Parcel:
     """Objects as bytes; or, where one cannot be pickled, why."""

@@ -32,8 +32,6 @@ from ..wires.work import Work
 from .collective import Collective
 from .marks import num_bytes, recorded
 
-__all__ = ["check_devices", "lax_title", "prepare", "run_titled"]
-
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
 def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:

@@ -23,20 +23,6 @@ from ..reduce_ops import (
 )
 from ..wires.prepared import find_layout
 
-__all__ = [
-    "SUM",
-    "as_wire_tensor",
-    "check_flag",
-    "check_not_expanded",
-    "check_reducible",
-    "check_stored",
-    "find_peer",
-    "first_cuda_device",
-    "get_peer",
-    "get_root",
-    "premultiplied",
-]
-
 SUM: ReduceKind = ReduceOp.SUM
 
 

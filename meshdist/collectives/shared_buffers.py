@@ -15,7 +15,7 @@ from ..wires.operations import WireRefused
 from ..wires.prepared import PreparedCall
 from .verbs import all_reduce
 
-__all__ = ["flat_memory", "shared_empty"]
+__all__ = ["shared_empty"]
 
 
 @never_nested

@@ -9,33 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import _C, _ops
 from torch.autograd import Function, function as function_module
-from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
 
 from ..checking.program import end_here
 from ..errors import MeshdistError
 from ..runtime.untraced import untraced
 from .marks import watchers
-
-__all__ = [
-    "ENDS_RECORDS_ANYWHERE",
-    "BackwardHookFunction",
-    "FunctionMeta",
-    "HiddenFromModes",
-    "OverloadPacket",
-    "SingleLevelFunction",
-    "are_transforms_active",
-    "bare_apply",
-    "call_function",
-    "is_apply_bare",
-    "is_mode_enabled",
-    "is_wrapped",
-    "mode_at",
-    "num_modes",
-    "outside_transforms",
-    "storage_uses",
-    "hidden_from_modes",
-    "unwrapped",
-]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

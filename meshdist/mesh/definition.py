@@ -34,17 +34,7 @@ from ..worlds.first_touch import begin_for_mesh
 from ..worlds.initialization import get_node_local_rank
 from .layout import Layout
 
-__all__ = [
-    "AxisOptions",
-    "MeshDefinition",
-    "check_device",
-    "check_device_type",
-    "define_mesh",
-    "definition_of_groups",
-    "layout_of_ranks",
-    "options_of_axes",
-    "select_device",
-]
+__all__ = ["AxisOptions"]
 
 
 def check_device_type(device_type: object) -> None:

@@ -27,7 +27,7 @@ from .drawing import draw, draw_svg
 from .layout import Axis, Layout
 from .torch_interop import make_torch_mesh, parts_of_torch_mesh
 
-__all__ = ["DeviceMesh", "coordinate_in", "meshes_in_force"]
+__all__ = ["DeviceMesh"]
 
 
 class DeviceMesh:

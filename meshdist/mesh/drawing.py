@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["draw", "draw_svg"]
-
 _PAGE = (
     'xmlns="http://www.w3.org/2000/svg" font-size="13" '
     'font-family="ui-monospace, Menlo, Consolas, monospace"'

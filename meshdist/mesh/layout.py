@@ -31,7 +31,6 @@ from .layout_arguments import (
 )
 from .strides import (
     AxisModes,
-    Mode,
     coalesced,
     common_origin,
     displacement,
@@ -42,7 +41,7 @@ from .strides import (
     strided_modes,
 )
 
-__all__ = ["Axis", "AxisName", "Layout", "Mode"]
+__all__ = ["Layout"]
 
 AxisName = str
 Axis = str | int

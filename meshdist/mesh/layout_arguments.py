@@ -17,16 +17,6 @@ from ..arguments import find_whole_numbers
 from ..errors import AxisError, KindError, MeshError
 from .strides import AxisModes, coalesced
 
-__all__ = [
-    "checked_modes",
-    "checked_names",
-    "checked_ranks",
-    "checked_sizes",
-    "inferred_sizes",
-    "no_axis",
-    "num_ranks_text",
-]
-
 _ABBREVIATED = 3
 """Letters up to which a name is an abbreviation. One letter tells two of them apart, so that the
 nearest is no guess at what was meant where both may name a kind of parallelism: 'ep' is not 'dp',

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, overload
 from ..error_text import explain
 from ..errors import AxisError, KindError
 
-__all__ = ["Entry", "P", "PartitionSpec", "axes_of"]
+__all__ = ["P", "PartitionSpec"]
 
 Entry = str | tuple[str, ...] | None
 """One dim's axes: none, one, or several, major to minor."""

@@ -20,8 +20,6 @@ from typing import NoReturn
 
 from ..errors import KindError, PatternError
 
-__all__ = ["Dim", "Pattern", "PatternSide", "column_error", "cut_text", "parse"]
-
 _TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)|(?P<sign>\.\.\.|->|[@(){}:;,]))")
 
 _KINDS = ("U", "R")

@@ -25,8 +25,6 @@ from .pattern import Dim, Pattern, PatternSide, column_error, parse
 from .placement import DimSplit, Placement, split_dim
 from .spec import NamedSharding
 
-__all__ = ["Regrouping", "SizedSide", "Sizing", "parse_side", "regroup", "size_side", "spec_of"]
-
 
 @dataclass(frozen=True)
 class SizedSide:

@@ -41,19 +41,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "Box",
-    "DimSplit",
-    "Placement",
-    "balanced_boundaries",
-    "box_text",
-    "index_of",
-    "place_along",
-    "shape_of",
-    "split_dim",
-    "volume",
-]
-
 Box = tuple[tuple[int, int], ...]
 """(start, stop) per dim, in the whole array."""
 

@@ -13,10 +13,10 @@ from ..arguments import find_whole_numbers
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
-from .partition_spec import P, PartitionSpec, axes_of
-from .placement import Box, DimSplit, Placement, index_of, place_along, split_dim
+from .partition_spec import PartitionSpec, axes_of
+from .placement import Box, Placement, index_of, place_along, split_dim
 
-__all__ = ["Box", "DimSplit", "NamedSharding", "P", "PartitionSpec", "Placement"]
+__all__ = ["NamedSharding"]
 
 # Placements that one sharding keeps, by shape.
 _KEPT_PLACEMENTS = 256

@@ -15,19 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "AxisModes",
-    "Mode",
-    "coalesced",
-    "common_origin",
-    "displacement",
-    "is_nested",
-    "places_of",
-    "size_of",
-    "split",
-    "strided_modes",
-]
-
 Mode = tuple[int, int]
 AxisModes = tuple[Mode, ...]
 

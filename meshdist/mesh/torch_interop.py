@@ -20,8 +20,6 @@ from ..errors import BackendError, KindError, MeshError
 from ..groups.communicators import get_registry
 from .definition import MeshDefinition
 
-__all__ = ["make_torch_mesh", "parts_of_torch_mesh"]
-
 
 def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
     """Return torch's mesh on the same ranks in the same order; collective over the world."""

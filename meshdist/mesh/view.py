@@ -15,8 +15,6 @@ import numpy as np
 
 from ..errors import MeshError, NotInGroupError
 
-__all__ = ["Grid", "Hosts", "Marks", "View", "corner", "indices_shown", "tables_abreast"]
-
 Hosts = Mapping[int, object] | Sequence[object]
 
 

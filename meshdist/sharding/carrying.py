@@ -47,8 +47,6 @@ from ..runtime.memory import new_like
 from ..verb_table import VERBS, Role
 from .steps import Arrangement, Exchange, Pad, Step, Take, VerbStep
 
-__all__ = ["Boxes", "Carrier", "Rearrangement", "fresh_copy"]
-
 
 def fresh_copy(x: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy of a tensor in new memory."""

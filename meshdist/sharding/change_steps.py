@@ -49,15 +49,6 @@ from ..mesh.placement import Box, DimSplit, place_along, shape_of
 from .changes import Change
 from .steps import Arrangement, Exchange, Pad, Part, Step, Take, VerbStep
 
-__all__ = [
-    "coordinates_along",
-    "exchange_steps",
-    "group_at",
-    "local_steps",
-    "relative",
-    "verb_steps",
-]
-
 
 def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank for a change that ``has_product_form``."""

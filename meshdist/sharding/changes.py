@@ -17,15 +17,6 @@ import numpy as np
 
 from ..mesh.placement import DimSplit, Placement, split_dim
 
-__all__ = [
-    "Change",
-    "DimChange",
-    "bare",
-    "change_between",
-    "dim_of_largest_cells",
-    "extended",
-]
-
 
 @dataclass(frozen=True)
 class DimChange:

@@ -18,19 +18,12 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, MeshdistError
 from ..mesh.drawing import draw, draw_svg
 from ..mesh.layout import Layout
+from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, place_along
-from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.spec import NamedSharding
 from .shardings import array_type
 
-__all__ = [
-    "ArrayMetadata",
-    "Drawing",
-    "SavedShard",
-    "SvgDrawing",
-    "describe_array",
-    "draw_sharding",
-    "draw_sharding_svg",
-]
+__all__ = ["ArrayMetadata"]
 
 _FORMAT = "meshdist.ShardedArray"
 _VERSION = 1

@@ -42,7 +42,7 @@ from ..mesh.placement import DimSplit, split_dim
 from ..mesh.spec import NamedSharding
 from .sharded_array import ShardedArray
 
-__all__ = ["as_torch_holds_it", "from_dtensor", "from_placements", "to_dtensor", "to_placements"]
+__all__ = ["from_dtensor", "from_placements", "to_dtensor", "to_placements"]
 
 _SUMS = ("sum", "avg")
 

@@ -36,8 +36,6 @@ from ..typed_contexts.torch_functions import (
 from .resharding import kinds_of
 from .shardings import array_type, mesh_text, sharding_of
 
-__all__ = ["ElementwiseArray", "Operand", "join_operands"]
-
 Operand = tuple[object, tuple[int, ...], NamedSharding]
 """The dtype, the shape and the sharding of an operand."""
 

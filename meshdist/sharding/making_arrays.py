@@ -16,14 +16,14 @@ from ..collectives.objects import all_gather_object
 from ..error_text import grouped_text
 from ..errors import DtypeError, KindError, LengthError, ShapeError, UnequalError
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, box_text, index_of, shape_of
-from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.spec import NamedSharding
 from .sharded_array import ShardedArray
 from .shardings import checked_sharding, mesh_text
 from .whole_arrays import Making, in_library
 
 __all__ = [
-    "draw_box",
     "empty",
     "full",
     "make_array_from_callback",

@@ -12,7 +12,8 @@ from ..errors import ArgumentError, AxisError, KindError
 from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.partition_spec import PartitionSpec
+from ..mesh.spec import NamedSharding
 from .requests import (
     ReshardRequest,
     get_mesh,

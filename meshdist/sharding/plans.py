@@ -17,8 +17,6 @@ from .changes import bare
 from .routes import DEFAULT_LINK, Link, find_route, slowest, stage_steps
 from .steps import GroupStep, Pad, Step
 
-__all__ = ["Plan", "bytes_text", "make_plan", "step_text", "step_time_s"]
-
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 

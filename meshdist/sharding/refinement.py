@@ -21,8 +21,6 @@ from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement, split_dim
 from ..mesh.strides import AxisModes, strided_modes
 
-__all__ = ["Refinement", "refine"]
-
 # So many ranks are shown of an order.
 _SHOWN = 16
 

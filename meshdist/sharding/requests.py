@@ -19,31 +19,15 @@ from ..errors import ArgumentError, AxisError, KindError, ShapeError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.layout import Layout
-from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.partition_spec import P, PartitionSpec, axes_of
 from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import Regrouping, regroup, size_side
-from ..mesh.spec import NamedSharding, P
+from ..mesh.spec import NamedSharding
 from .plans import Plan, make_plan
 from .refinement import refine
 from .routes import DEFAULT_LINK, Link, default_link, links_of
 
-__all__ = [
-    "ReshardRequest",
-    "check_shard",
-    "get_mesh",
-    "mesh_links",
-    "mesh_rank",
-    "move_request",
-    "on_mesh",
-    "pattern_request",
-    "plan",
-    "plan_regrouping",
-    "plan_shardings",
-    "shard_request",
-    "sharding_request",
-    "unshard_request",
-    "whole_shape",
-]
+__all__ = ["plan"]
 
 Links = Mapping[str | int, Link] | Link
 # So many sizes of shards are written out in a plan's title, more as a number made of them.

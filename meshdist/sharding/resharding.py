@@ -31,15 +31,6 @@ from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import ReshardRequest
 
-__all__ = [
-    "Resharding",
-    "Transfer",
-    "get_transfer",
-    "kinds_of",
-    "typed_operand",
-    "typed_result",
-]
-
 _PASSES = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
 summand where the sharding says so, as for ``lax.psum``."""
@@ -50,7 +41,7 @@ def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
 
     Example:
         >>> from ..mesh.layout import Layout
-        >>> from ..mesh.spec import P
+        >>> from ..mesh.partition_spec import P
         >>> mesh = Layout.from_shape((2, 2, 2), ("dp", "tp", "cp"))
         >>> dict(kinds_of(NamedSharding(mesh, P("dp", unreduced={"cp"}))))
         {'dp': 'V', 'tp': 'I', 'cp': 'U'}

@@ -55,17 +55,7 @@ from .change_steps import exchange_steps, group_at, local_steps, verb_steps
 from .changes import Change, change_between, dim_of_largest_cells, extended
 from .steps import Step, VerbStep
 
-__all__ = [
-    "DEFAULT_LINK",
-    "Link",
-    "Stage",
-    "Sum",
-    "default_link",
-    "find_route",
-    "links_of",
-    "slowest",
-    "stage_steps",
-]
+__all__ = ["Link"]
 
 
 @dataclass(frozen=True)

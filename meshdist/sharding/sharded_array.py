@@ -17,10 +17,11 @@ from ..error_text import explain
 from ..errors import ArgumentError, KindError
 from ..functional.axis_types import ATTRIBUTE
 from ..mesh.device_mesh import coordinate_in
+from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Box, box_text, index_of, shape_of
-from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.spec import NamedSharding
 from ..typed_contexts.annotations import mark_spec
 from .descriptions import Drawing, SvgDrawing, describe_array, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray

@@ -9,21 +9,12 @@ from ..errors import AxisError, KindError, MeshError
 from ..functional.axis_types import type_text
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import DimSplit, Placement
-from ..mesh.spec import NamedSharding, PartitionSpec
+from ..mesh.spec import NamedSharding
 from ..typed_contexts.annotations import dims_text
 from ..typed_contexts.refusals import type_as_text
 from .changes import dim_of_largest_cells, extended
-
-__all__ = [
-    "array_type",
-    "checked_sharding",
-    "cut_further",
-    "holds_whole",
-    "mesh_text",
-    "sharding_of",
-    "whole_sharding",
-]
 
 
 def sharding_of(

@@ -26,19 +26,6 @@ from .requests import ReshardRequest, on_mesh, pattern_request, sharding_request
 from .resharding import Resharding
 from .shardings import mesh_text, sharding_of
 
-__all__ = [
-    "Shard",
-    "Slicing",
-    "checked_dims",
-    "mean_of_shard",
-    "move",
-    "move_by_pattern",
-    "no_shard",
-    "slice_shard",
-    "sum_of_shard",
-    "summed_sharding",
-]
-
 
 @dataclass(frozen=True)
 class Slicing:

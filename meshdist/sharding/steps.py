@@ -19,19 +19,6 @@ from typing import NamedTuple
 from ..mesh.placement import Box, box_text, volume
 from ..verb_table import VERBS
 
-__all__ = [
-    "Arrangement",
-    "Box",
-    "Exchange",
-    "GroupStep",
-    "Pad",
-    "Part",
-    "Price",
-    "Step",
-    "Take",
-    "VerbStep",
-]
-
 Part = tuple[int, Box]
 """A place in a step's group, and the box that goes there or comes from there."""
 

@@ -34,8 +34,9 @@ from ..functional.linear_function import LinearFunction
 from ..functional.value_checks import check_replicas
 from ..mesh.definition import select_device
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.placement import Placement, place_along, volume
-from ..mesh.spec import NamedSharding, P, PartitionSpec
+from ..mesh.spec import NamedSharding
 from ..typed_contexts.annotations import mark_spec
 from ..typed_contexts.context import find_context
 from .carrying import Carrier
@@ -47,16 +48,7 @@ from .shardings import checked_sharding, cut_further, mesh_text, sharding_of, wh
 from .shards import move
 from .steps import Exchange
 
-__all__ = [
-    "Making",
-    "RootedGather",
-    "checked_root",
-    "device_put",
-    "in_library",
-    "library_of",
-    "mesh_device",
-    "scatter",
-]
+__all__ = ["device_put"]
 
 
 def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:

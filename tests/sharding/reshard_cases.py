@@ -12,7 +12,8 @@ import torch
 from hypothesis import strategies as st
 
 import meshdist as md
-from meshdist.mesh.spec import NamedSharding, P
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.spec import NamedSharding
 
 Coordinate = tuple[int, ...]
 

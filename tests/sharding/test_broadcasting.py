@@ -8,7 +8,8 @@ import pytest
 
 from meshdist.errors import AxisTypeError, MeshError, ShapeError
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.spec import NamedSharding, P
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.spec import NamedSharding
 from meshdist.sharding.elementwise import join_operands
 from tests.sharding.array_cases import NAMES
 

@@ -13,7 +13,8 @@ from hypothesis import given, strategies as st
 import meshdist as md
 from meshdist.errors import ArgumentError
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.spec import NamedSharding, P
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.spec import NamedSharding
 from meshdist.sharding.descriptions import ArrayMetadata, describe_array
 
 MESH = Layout.from_ranks([[3, 1], [0, 2]], ("dp", "tp"))

@@ -6,7 +6,8 @@ import textwrap
 import xml.etree.ElementTree as ElementTree
 
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.spec import NamedSharding, P
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.spec import NamedSharding
 from meshdist.sharding.descriptions import draw_sharding, draw_sharding_svg
 
 SVG = "{http://www.w3.org/2000/svg}"

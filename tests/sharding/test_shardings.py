@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshdist.mesh.layout import Layout
-from meshdist.mesh.spec import NamedSharding, P
+from meshdist.mesh.partition_spec import P
+from meshdist.mesh.spec import NamedSharding
 from meshdist.sharding.shardings import array_type, holds_whole, sharding_of, whole_sharding
 
 MESH = Layout.from_shape((2, 3, 1), ("dp", "tp", "one"))
