@@ -50,16 +50,18 @@ _HOMES |= dict.fromkeys(_MODULES.split(), "")
 
 # Ours in place of torch's, where a program need not go to torch.
 _OURS = {
-    "DTensor": "meshdist.ShardedArray; meshdist.to_dtensor and from_dtensor go between the two",
-    "Partial": "{U:axis} in a pattern, or meshdist.PartitionSpec; meshdist.from_placements",
-    "Placement": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
-    "Replicate": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
-    "Shard": "meshdist.PartitionSpec; meshdist.to_placements and from_placements",
-    "algorithms": "meshdist.Join, meshdist.comm_hooks, meshdist.PeriodicModelAverager",
+    "DTensor": "meshdist.ShardedArray; meshdist.distributed.to_dtensor and from_dtensor go between "
+    "the two",
+    "Partial": "{U:axis} in a pattern, or meshdist.P; meshdist.distributed.from_placements",
+    "Placement": "meshdist.P; meshdist.distributed.to_placements and from_placements",
+    "Replicate": "meshdist.P; meshdist.distributed.to_placements and from_placements",
+    "Shard": "meshdist.P; meshdist.distributed.to_placements and from_placements",
+    "algorithms": "Join, comm_hooks and PeriodicModelAverager of meshdist.distributed",
     "_make_nccl_premul_sum": "meshdist.ReduceOp.premul_sum(factor)",
     "device_mesh": "from meshdist import DeviceMesh, init_device_mesh",
     "distribute_tensor": "meshdist.device_put",
-    "distributed_c10d": "the same names from meshdist; what begins with _ is torch's alone",
+    "distributed_c10d": "the same names from meshdist.distributed; what begins with _ is torch's "
+    "alone",
     "nn": "meshdist.lax, whose verbs have gradients, in place of nn.functional",
     "rand": "meshdist.randn, or meshdist.make_array_from_callback",
     "run": "the command meshdist run, which takes torchrun's flags",
@@ -69,9 +71,10 @@ _OURS = {
 _INSTEAD = {
     "meshdist.lax.{}": "axis_index axis_size pbroadcast pcast pmax pmean pmin ppermute pshuffle "
     "psum psum_scatter pswapaxes pvary ragged_all_to_all",
-    "meshdist.comm_hooks.{}": "DDPCommHookType PostLocalSGDState PowerSGDState allreduce_hook "
-    "batched_powerSGD_hook bf16_compress_hook bf16_compress_wrapper fp16_compress_hook "
-    "fp16_compress_wrapper hook_with_zero_step hook_with_zero_step_interleaved noop_hook "
+    "meshdist.distributed.comm_hooks.{}": "DDPCommHookType PostLocalSGDState PowerSGDState "
+    "allreduce_hook batched_powerSGD_hook bf16_compress_hook bf16_compress_wrapper "
+    "fp16_compress_hook fp16_compress_wrapper hook_with_zero_step "
+    "hook_with_zero_step_interleaved noop_hook "
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
     "a plain function, which each rank calls on its own shards; inside of "
@@ -82,12 +85,13 @@ _INSTEAD = {
     "meshdist.make_mesh; meshdist.Layout is a mesh without processes": "AbstractMesh Mesh",
     "meshdist.get_world_size()": "device_count process_count size world_size",
     "meshdist.get_rank()": "process_index rank",
-    "meshdist.get_node_local_rank()": "local_rank",
+    "meshdist.distributed.get_node_local_rank()": "local_rank",
     "meshdist.init_process_group(), or the first verb or mesh": "init",
+    "meshdist.get_current_mesh(), which raises where none is in force": "find_current_mesh",
     "meshdist.seed": "manual_seed",
     "meshdist.all_reduce": "allreduce",
-    "meshdist.all_gather": "allgather",
-    "meshdist.DistributedDataParallel": "DataParallel",
+    "meshdist.distributed.all_gather": "allgather",
+    "meshdist.DDP": "DataParallel",
     "the wrapper's own: with ddp_model.no_sync():": "no_sync",
     "torch.nn.utils.{}; where tp cuts parameters, sum the squares of shards first, see the page on "
     "axis types": "clip_grad_norm_",

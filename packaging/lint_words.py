@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "meshdist"
-DOORS = ("lax/__init__.py", "ddp/comm_hooks/__init__.py")  # beside all stubs of packages
+DOORS = ("lax/__init__.py", "ddp/comm_hooks/__init__.py")  # beside all stubs
 LONGEST = 100
 
 _NO_BEGINNING = """
@@ -66,7 +66,7 @@ Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 def public_names(root: Path = ROOT) -> set[tuple[Path, str]]:
     """Return the file and name of each definition that the doors offer, and of their bases."""
-    doors = [*root.rglob("__init__.pyi"), *(root / door for door in DOORS)]
+    doors = [*root.rglob("*.pyi"), *(root / door for door in DOORS)]
     found = set()
     for door in doors:
         for node in ast.walk(ast.parse(door.read_text(encoding="utf-8"))):

@@ -1,7 +1,8 @@
 """Pages of the site that are made from the code, and links that lead out of it; a hook of mkdocs.
 
-The reference has each public name of the package once, by the folder that it lives in; a name
-without a page, or a page without names, ends the build. "Errors by their first line" is read from
+The reference has each public name once: what stands on top by the folder that it lives in, and what
+stands in ``meshdist.distributed`` alone on a page of its own; a name without a page, or a page
+without names, ends the build. "Errors by their first line" is read from
 the places where errors are raised.
 """
 
@@ -21,32 +22,25 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "packaging")]
+
+from public_names import homes  # noqa: E402
 
 import meshdist  # noqa: E402 - from this checkout
 
 _TITLES = {
     "mesh": "Mesh",
+    "worlds": "Worlds",
     "collectives": "Verbs",
     "lax": "lax: JAX's names",
+    "typed_contexts": "Types",
     "sharding": "Sharded arrays",
     "ddp": "Data parallelism",
-    "worlds": "Worlds",
-    "groups": "Groups",
-    "bootstrap": "Stores and rendezvous",
-    "wires": "Works and wires",
-    "debug": "Debugging",
-    "reduce_ops": "Reductions",
     "errors": "Errors",
+    "distributed": "distributed: torch's names",
 }
-_ELSEWHERE = {
-    "checking": "debug",
-    "dtypes": "reduce_ops",
-    "functional": "collectives",
-    "joining": "ddp",
-    "torch_process_groups": "wires",
-    "typed_contexts": "collectives",
-}
+_ELSEWHERE = {"groups": "worlds", "joining": "ddp", "reduce_ops": "collectives"}
+_MODULES = ("distributed", "errors", "lax")
 _FIELDS = ("where", "expected", "found", "fix")
 
 
@@ -85,69 +79,74 @@ def _named(link: re.Match[str]) -> str:
 def reference() -> dict[str, str]:
     """The pages of the reference, by path."""
     pages: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(meshdist.__all__, key=str.lower):
-        if name in ("__version__", "errors", "lax", "comm_hooks"):
-            continue
-        thing = getattr(meshdist, name)
-        home, where = _home(name, thing)
-        pages[home].append(_entry(name, thing, where))
-    for name in meshdist.lax.__all__:
-        thing = getattr(meshdist.lax, name)
-        pages["lax"].append(f"::: {thing.__module__}.{name}\n")
-    for name in meshdist.comm_hooks.__all__:
-        thing = getattr(meshdist.comm_hooks, name)
-        if inspect.isroutine(thing) or inspect.isclass(thing):
-            pages["ddp"].append(f"::: {thing.__module__}.{thing.__name__}\n")
-    pages["debug"].append("::: meshdist.worlds.breakpoints.breakpoint\n")
-    missing = _TITLES.keys() ^ pages.keys()
-    if missing:
-        raise PluginError(f"the reference has no page, or no names, for: {sorted(missing)}")
+    listed = names_by_page()
+    for page, names in listed.items():
+        pages[page] = [_entry(name, *_found(page, name)) for name in names]
+    hooks = meshdist.distributed.comm_hooks
+    pages["distributed"] += [
+        f"::: {thing.__module__}.{thing.__name__}\n"
+        for thing in (getattr(hooks, name) for name in hooks.__all__)
+        if inspect.isroutine(thing) or inspect.isclass(thing)
+    ]
     texts = {
-        f"reference/{home}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[home]))
-        for home, title in _TITLES.items()
+        f"reference/{page}.md": f"# {title}\n\n" + "\n".join(dict.fromkeys(pages[page]))
+        for page, title in _TITLES.items()
     }
-    return {**texts, "reference/index.md": _index()}
+    return {**texts, "reference/index.md": _index(listed)}
 
 
-def _home(name: str, thing: Any) -> tuple[str, str]:
-    """The page of a public name, and the module that has it."""
-    module = _module_of(name, thing)
-    first = module.split(".")[1] if "." in module else ""
-    home = _ELSEWHERE.get(first, first)
-    if home not in _TITLES:
-        raise PluginError(f"meshdist.{name}, of {module}, has no page in the reference")
-    return home, module
+def names_by_page() -> dict[str, list[str]]:
+    """The public names of each page of the reference."""
+    found: dict[str, list[str]] = defaultdict(list)
+    listed = {*dir(meshdist)} - {*_MODULES, "__version__"}
+    modules = homes()
+    for name in sorted(listed - {*meshdist.errors.__all__}, key=str.lower):
+        first = modules[name].partition(".")[0]
+        found[_ELSEWHERE.get(first, first)].append(name)
+    found["lax"] += meshdist.lax.__all__
+    found["errors"] += meshdist.errors.__all__
+    alone = {*dir(meshdist.distributed)} - listed - {"comm_hooks", *meshdist.errors.__all__}
+    found["distributed"] += sorted(alone, key=str.lower)
+    wrong = _TITLES.keys() ^ found.keys()
+    if wrong:
+        raise PluginError(f"the reference has no page, or no names, for: {sorted(wrong)}")
+    return found
 
 
-def _module_of(name: str, thing: Any) -> str:
-    """The module of ours from which the front door takes a name."""
-    stub = ast.parse((ROOT / "meshdist" / "__init__.pyi").read_text())
-    for node in stub.body:
-        if isinstance(node, ast.ImportFrom) and any(
-            (alias.asname or alias.name) == name for alias in node.names
-        ):
-            return f"meshdist.{node.module}"
-    return str(getattr(thing, "__module__", ""))
+def _found(page: str, name: str) -> tuple[Any, str]:
+    """What a name of a page means, and the module that has it."""
+    if page == "lax" and name in meshdist.lax.__all__:
+        thing = getattr(meshdist.lax, name)
+        return thing, thing.__module__
+    home = "errors" if page == "errors" else homes()[name]
+    return getattr(meshdist, name), f"meshdist.{home}"
 
 
 def _entry(name: str, thing: Any, module: str) -> str:
-    real = getattr(thing, "__name__", name)
-    if (inspect.isclass(thing) or inspect.isroutine(thing)) and real == name:
-        return f"::: {module}.{name}\n"
-    what = f"`{real}`" if inspect.isclass(thing) or inspect.isroutine(thing) else f"`{thing!r}`"
-    return f"## `{name}`\n\nAnother name of {what}.\n"
+    """A name's part of its page; a thing with two names is described by that on top."""
+    on_top = [other for other in dir(meshdist) if getattr(meshdist, other) is thing]
+    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        return f"## `{name}`\n\nAnother name of `{thing!r}`.\n"
+    if name not in on_top and (on_top or thing.__name__ != name):
+        return f"## `{name}`\n\nAnother name of `{(*on_top, thing.__name__)[0]}`.\n"
+    described = f"::: {module}.{thing.__name__}\n"
+    return described if thing.__name__ == name else f"## `{name}`\n\n{described}"
 
 
-def _index() -> str:
+def _index(listed: dict[str, list[str]]) -> str:
     """All public names on one page."""
-    lines = ["# Reference", "", "Every public name, by the page that describes it.", ""]
-    by_home: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(meshdist.__all__, key=str.lower):
-        if name not in ("__version__", "errors", "lax", "comm_hooks"):
-            by_home[_home(name, getattr(meshdist, name))[0]].append(f"`{name}`")
-    by_home["lax"] = [f"`lax.{name}`" for name in meshdist.lax.__all__]
-    for home, title in _TITLES.items():
-        lines.append(f"* [{title}]({home}.md): {', '.join(by_home[home])}")
+    lines = [
+        "# Reference",
+        "",
+        "What stands on top, as `md.all_reduce`, by the page that describes it. "
+        "[Where each name is](../names.md) has all names in one table.",
+        "",
+    ]
+    for page, title in _TITLES.items():
+        shown = [f"`lax.{name}`" if page == "lax" else f"`{name}`" for name in listed[page]]
+        if page in ("errors", "distributed"):
+            shown = [f"all of `meshdist.{page}`"]
+        lines.append(f"* [{title}]({page}.md): {', '.join(shown)}")
     return "\n".join(lines) + "\n"
 
 

@@ -68,7 +68,7 @@ VERB: Edits = {
                 @verb(has_fast_path=True, stays_off_streams='''),
         ),
     ],
-    "__init__.pyi": [
+    "distributed.pyi": [
         ("    barrier as barrier,\n", "    barrier as barrier,\n    total as total,\n")
     ],
     "wires/built_verbs.py": [

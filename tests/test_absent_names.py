@@ -40,7 +40,7 @@ def names_of_torch() -> list[tuple[str, str]]:
         module = importlib.import_module(f"torch.distributed{home}")
         names = dir(module) if not home else module.__all__
         found += [(module.__name__, name) for name in names if not name.startswith("_")]
-    ours = {*meshdist._names, *NOT_TORCHS}
+    ours = {*dir(meshdist.distributed), *NOT_TORCHS}
     return [one for one in found if one[1] not in ours and not hasattr(meshdist, one[1])]
 
 
@@ -134,7 +134,7 @@ def test_the_ours_that_are_named_exist() -> None:
         (
             "import meshdist; meshdist.local_rank",
             "AttributeError: meshdist has no local_rank",
-            "fix:      meshdist.get_node_local_rank()",
+            "fix:      meshdist.distributed.get_node_local_rank()",
         ),
         (
             "from meshdist import ProcessGroupGloo",

@@ -134,7 +134,6 @@ CALLS: dict[str, Call] = {
     "get_backend": lambda x, mesh: x * len(md.get_backend()),
     "is_initialized": lambda x, mesh: x * md.is_initialized(),
     "is_available": lambda x, mesh: x * md.is_available(),
-    "find_current_mesh": lambda x, mesh: x * md.find_current_mesh().size(),
     "get_current_mesh": lambda x, mesh: x * md.get_current_mesh().size(),
     "get_debug_level": lambda x, mesh: x * md.get_debug_level().value,
     "get_group_rank": lambda x, mesh: x * md.get_group_rank(mesh.get_group(), 1),

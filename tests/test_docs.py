@@ -153,7 +153,8 @@ def test_every_link_within_the_checkout_leads_somewhere(page: str) -> None:
 
 
 def test_every_public_name_is_described() -> None:
-    public = {name: getattr(meshdist, name) for name in meshdist.__all__}
+    names = {*meshdist.__all__, *meshdist.distributed.__all__, *meshdist.errors.__all__}
+    public = {name: getattr(meshdist, name) for name in names}
     kinds = (inspect.isroutine, inspect.isclass, inspect.ismodule)
     described = {name: thing for name, thing in public.items() if any(is_(thing) for is_ in kinds)}
     assert len(described) > 20

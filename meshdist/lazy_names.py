@@ -1,0 +1,85 @@
+"""Public names that a module loads from their homes at their first touch.
+
+The module's stub (``.pyi``) is the only table of them, which type checkers read as well: each of
+its imports names a home, a module of this package, and the names that come from it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib import import_module
+from types import FunctionType
+
+__all__ = ["LazyNames", "refuse_absent"]
+
+_PACKAGE = __name__.rpartition(".")[0]
+_FOLDER = __file__.removesuffix("lazy_names.py")
+_DOORS = (_PACKAGE, f"{_PACKAGE}.distributed")
+
+
+class LazyNames:
+    """The names that the stub of a module imports from the package."""
+
+    def __init__(self, module: str, file: str) -> None:
+        """Read the stub of ``module``, which stands beside its ``file``."""
+        self._module = module
+        self._homes: dict[str, str] = {}
+        self._other_door = ""
+        self.listed: list[str] = []  # what dir() of the module gives
+        with open(f"{file}i", encoding="utf-8") as stub:
+            lines = ast.parse(stub.read()).body
+        for line in lines:
+            if not isinstance(line, ast.ImportFrom):
+                continue
+            names = [alias.name for alias in line.names]
+            if names == ["*"]:  # all of another door; names behind this line are not listed
+                self._other_door = f"{_PACKAGE}.{line.module}"
+                continue
+            self._homes.update(dict.fromkeys(names, line.module or ""))
+            if not self._other_door:
+                self.listed += names
+
+    def load(self, name: str) -> object:
+        """Load what ``name`` means, and keep it as an attribute of the module."""
+        if name not in self._homes:
+            found = self._from_other_door(name)
+        elif home := self._homes[name]:
+            found = getattr(import_module(f"{_PACKAGE}.{home}"), name)
+        else:
+            found = import_module(f"{_PACKAGE}.{name}")
+        if "torch" in sys.modules:  # there may be groups, which have the verbs as methods
+            import_module(".collectives", _PACKAGE)
+            if isinstance(found, FunctionType) and _FOLDER in found.__code__.co_filename:
+                import_module(".runtime.untraced", _PACKAGE).untraced(found)
+        setattr(sys.modules[self._module], name, found)
+        return found
+
+    def _from_other_door(self, name: str) -> object:
+        if self._other_door and name in dir(other := import_module(self._other_door)):
+            return getattr(other, name)
+        text = _text_of_absent(self._module, name)
+        raise AttributeError(
+            text or f"module {self._module!r} has no attribute {name!r}",
+            name=name,
+            obj=sys.modules[self._module],
+        )
+
+
+def refuse_absent(name: str, *_path_and_target: object) -> None:
+    """Let the import of an absent name say where to go; stands last among Python's finders."""
+    # `from meshdist import FSDP` puts aside what __getattr__ raises, and tries the import of
+    # meshdist.FSDP. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
+    module, _, last = name.rpartition(".")
+    if module in _DOORS and (text := _text_of_absent(module, last)) is not None:
+        raise ImportError(text, name=name)
+
+
+def _text_of_absent(module: str, name: str) -> str | None:
+    """Return where to go for a name that a door lacks; None where nobody has it."""
+    from .absent_names import where_else
+    from .error_text import explain
+
+    if module != _PACKAGE and name in dir(sys.modules[_PACKAGE]):
+        return explain(f"{module} has no {name}", fix=f"from {_PACKAGE} import {name}")
+    return where_else(name)
