@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 import meshdist as md
+import meshdist.distributed as dist
 
-hooks = md.comm_hooks
+hooks = dist.comm_hooks
 LIMIT = 0.1  # largest difference of a loss to that of plain averages, relative to the loss at first
 
 

@@ -20,6 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import meshdist as md
+import meshdist.distributed as dist
 
 LIMIT = 1e-4  # largest difference between weights that --check allows, in float32
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -56,10 +57,10 @@ def train(mesh: md.DeviceMesh, args: argparse.Namespace) -> tuple[nn.Module, lis
     host, dp = mesh["host"], mesh["dp"]
     network = make_network(args)
     if args.batch_norm:
-        network = md.SyncBatchNorm.convert_sync_batchnorm(network, dp)
+        network = dist.SyncBatchNorm.convert_sync_batchnorm(network, dp)
     model = md.DDP(network, device_mesh=dp)
-    averager = md.PeriodicModelAverager(args.period, process_group=host)
-    optimizer = md.PostLocalSGDOptimizer(make_optimizer(network, args), averager)
+    averager = dist.PeriodicModelAverager(args.period, process_group=host)
+    optimizer = dist.PostLocalSGDOptimizer(make_optimizer(network, args), averager)
     losses = []
     for images, labels in batches(args.steps, args.batch):
         mine = slice(md.get_rank(), None, md.get_world_size())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-import meshdist as dist
+import meshdist.distributed as dist
 
 LIMIT = 1e-5  # largest difference allowed, relative to the largest sum; the sums are float32
 

@@ -6,7 +6,7 @@
 
 A small convolutional network learns scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the
 only communication is one all_reduce for each parameter in each step. `--check` fails unless the
-loss has fallen and all ranks hold equal weights, bit by bit. Write `dist.DDP` instead of
+loss has fallen and all ranks hold equal weights, bit by bit. Write `meshdist.DDP` instead of
 `average_gradients` in programs of your own: it does the same in fewer, larger messages, while the
 backward still runs.
 """
@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-import meshdist as dist
+import meshdist.distributed as dist
 
 SEED = 1234
 BATCH = 128  # images a step, over all ranks

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshdist as md
+import meshdist.distributed as dist
 
 TARGET = 0.95
 TEST_IMAGES = 360
@@ -71,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     mesh = md.init_device_mesh(args.device, (-1,), mesh_dim_names=("dp",))
     dp, is_first = mesh["dp"], md.get_rank() == 0
     train, test = read_digits()
-    sampler = md.DistributedSampler(train, dp, seed=args.seed)
+    sampler = dist.DistributedSampler(train, dp, seed=args.seed)
     loader = DataLoader(train, max(args.batch // dp.size(), 1), sampler=sampler)
 
     torch.manual_seed(args.seed)
-    network = md.DistributedDataParallel(make_network().to(args.device), device_mesh=dp)
+    network = md.DDP(make_network().to(args.device), device_mesh=dp)
     optimizer = torch.optim.Adam(network.parameters(), lr=args.lr)
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)  # another order in each epoch

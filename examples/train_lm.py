@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import meshdist as md
+import meshdist.distributed as dist
 
 LIMIT = 1e-4  # largest relative difference that --check allows, in float32
 
@@ -124,7 +125,7 @@ def batches(dp: md.DeviceMesh, args: argparse.Namespace) -> Iterator[Tensor]:
         raise SystemExit(f"the text has {len(text)} bytes: too few for one batch")
     windows = text.unfold(0, args.context + 1, args.context)
     windows = windows[: len(windows) // args.batch * args.batch]  # whole batches only
-    sampler = md.DistributedSampler(windows, dp, seed=args.seed)  # ranks along tp read the same
+    sampler = dist.DistributedSampler(windows, dp, seed=args.seed)  # ranks along tp read the same
     loader = DataLoader(windows, args.batch // dp.size(), sampler=sampler)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
@@ -140,7 +141,7 @@ def train(
     """Train on `mesh`; return this rank's part of the model, and the loss of each step."""
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, mesh["tp"]).to(args.device)
-    model = md.DistributedDataParallel(model, device_mesh=mesh["dp"])
+    model = md.DDP(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=args.steps)
     losses: list[float] = []

@@ -125,7 +125,7 @@ MISTAKES = (
     ),
     Mistake(
         "A group that was destroyed",
-        "group = md.new_group([0, 1])\nmd.destroy_process_group(group)\n"
+        "group = md.distributed.new_group([0, 1])\nmd.destroy_process_group(group)\n"
         "md.all_reduce(x, group=group)",
         "group = dist.new_group([0, 1])\ndist.destroy_process_group(group)\n"
         "dist.all_reduce(x, group=group)\nprint(x)",

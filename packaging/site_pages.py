@@ -127,6 +127,8 @@ def _entry(name: str, thing: Any, module: str) -> str:
     on_top = [other for other in dir(meshdist) if getattr(meshdist, other) is thing]
     if not (inspect.isclass(thing) or inspect.isroutine(thing)):
         return f"## `{name}`\n\nAnother name of `{thing!r}`.\n"
+    if thing.__module__.partition(".")[0] == "torch":
+        return f"## `{name}`\n\ntorch's own.\n"
     if name not in on_top and (on_top or thing.__name__ != name):
         return f"## `{name}`\n\nAnother name of `{(*on_top, thing.__name__)[0]}`.\n"
     described = f"::: {module}.{thing.__name__}\n"

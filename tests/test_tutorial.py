@@ -25,7 +25,7 @@ import sys
 import torch
 import torch.multiprocessing as mp
 
-import meshdist as dist
+import meshdist.distributed as dist
 
 
 def blocking(rank, size):
