@@ -39,7 +39,12 @@ _TITLES = {
     "errors": "Errors",
     "distributed": "distributed: torch's names",
 }
-_ELSEWHERE = {"groups": "worlds", "joining": "ddp", "reduce_ops": "collectives"}
+_ELSEWHERE = {
+    "groups": "worlds",
+    "joining": "ddp",
+    "lax": "typed_contexts",
+    "reduce_ops": "collectives",
+}
 _MODULES = ("distributed", "errors", "lax")
 _FIELDS = ("where", "expected", "found", "fix")
 
@@ -63,8 +68,10 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let links to files of the checkout, outside the site, be their names."""
+    if page.file.src_uri.startswith("reference/"):
+        return markdown
     return re.sub(r"\[([^\]]+)\]\((\.\./[^)]+)\)", _named, markdown)
 
 
@@ -115,7 +122,7 @@ def names_by_page() -> dict[str, list[str]]:
 
 def _found(page: str, name: str) -> tuple[Any, str]:
     """What a name of a page means, and the module that has it."""
-    if page == "lax" and name in meshdist.lax.__all__:
+    if page == "lax":
         thing = getattr(meshdist.lax, name)
         return thing, thing.__module__
     home = "errors" if page == "errors" else homes()[name]

@@ -112,8 +112,8 @@ def test_what_each_rank_sends(
         sent[md.get_rank()] += tensor.numel()
         return isend(tensor, *args, **kwargs)
 
-    isend = md.isend
-    monkeypatch.setattr(md, "isend", counted)
+    isend = md.distributed.isend
+    monkeypatch.setattr(md.distributed, "isend", counted)
     md.simulate(lambda: getattr(ring, name)(torch.ones(40)), 4)
     assert sent == [elements] * 4
 
