@@ -18,6 +18,8 @@ from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .axes import AxisName, get_axes
 
+__all__ = ["assert_equal"]
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))  # exactly these
 _ABSENT = "not there"
 _FIX = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import AxisError, MeshError
 from .device_mesh import DeviceMesh, meshes_in_force
 
-__all__ = ["find_current_mesh", "get_current_mesh"]
+__all__ = ["get_current_mesh"]
 
 
 def find_current_mesh() -> DeviceMesh | None:

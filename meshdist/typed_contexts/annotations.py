@@ -27,6 +27,8 @@ from ..mesh.spec import NamedSharding
 from .context import PLAIN_TENSORS
 from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
 
+__all__ = ["annotate", "typeof"]
+
 
 def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
     """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""

@@ -48,6 +48,8 @@ from .torch_functions import (
     written_tensors,
 )
 
+__all__ = ["typed", "untyped"]
+
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE

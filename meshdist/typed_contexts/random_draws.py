@@ -32,6 +32,8 @@ from .context import ContextMode, tensors_in
 from .refusals import type_of, unseeded_draw
 from .torch_functions import TorchFunction
 
+__all__ = ["seed"]
+
 _WORD = 1 << 64
 _NUMPY_WORD = 1 << 32
 
