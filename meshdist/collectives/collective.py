@@ -1,4 +1,4 @@
-"""One call of a collective: its arguments as they travel, their checks, its run, its end."""
+"""A call of a verb: its arguments as they travel, their checks, its run, its end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ _NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain
 
 
 class VerbCall(PreparedCall):
-    """One call of a verb, whose arguments are taken as they travel; ``group`` runs it.
+    """A call of a verb, which takes each argument as the tensor that travels.
 
     Args:
-        verb: its public name.
-        group: whose members call it, as the verb was given it.
         root: the place of its source or destination; of a message, of its other side.
-        title: what it is a part of; "" where it stands for itself.
+        title: the name of what it is a part of; "" for a call of its own.
         is_elementwise: whether its tensors correspond element by element on all members, so that
             they may travel as they lie in memory.
     """
@@ -55,7 +53,7 @@ class VerbCall(PreparedCall):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """The wire tensor of an array that the verb reads, or ``writes``."""
+        """Return the wire tensor of an array that the verb reads, or ``writes``."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         is_plain = is_plain and (x.data_ptr() or not x.numel())
@@ -76,13 +74,9 @@ class VerbCall(PreparedCall):
 
 
 class Collective(VerbCall):
-    """One call of a collective; what it checks raises before anything is sent.
+    """A call of a collective, whose checks raise before anything is sent."""
 
-    Attributes:
-        is_scaled: whether the factor of PREMUL_SUM is in the inputs already.
-    """
-
-    is_scaled = False
+    is_scaled = False  # whether the factor of PREMUL_SUM is in the inputs already
 
     @property
     def is_root(self) -> bool:
@@ -91,7 +85,7 @@ class Collective(VerbCall):
 
     @property
     def here(self) -> str:
-        """This rank and the group, for messages."""
+        """The text that names this rank and its group in messages."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
     def take_list(
@@ -104,15 +98,16 @@ class Collective(VerbCall):
         *,
         writes: bool = False,
     ) -> list[torch.Tensor]:
-        """The tensors that ``take`` gives for a list, one per member, all like ``like``.
+        """Return the wire tensors of a list with an array like ``like`` per member.
 
-        Where ``role`` names the root, it alone gives a list, of entries as large as ``like``.
+        Args:
+            role: names the root, where it alone gives a list, of arrays as large as ``like``.
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
-        for place, one in enumerate(entries):
+        for place, x in enumerate(entries):
             entry = f"{argument}[{place}]"
-            tensors.append(self.take(one, entry, writes=writes))
+            tensors.append(self.take(x, entry, writes=writes))
             self.check_alike(tensors[-1], like, (entry, likes_name))
             if role:
                 self.check_same_size(tensors[-1], like, (argument, likes_name))
@@ -121,14 +116,14 @@ class Collective(VerbCall):
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """The tensors to write of a list of lists, one list after the other."""
+        """Return the wire tensors to write of a list of lists, list by list."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)
-        return [self.take(one, argument, writes=True) for row in rows for one in row]
+        return [self.take(x, argument, writes=True) for row in rows for x in row]
 
     def take_op(self, op: Any, *tensors: torch.Tensor) -> None:
-        """The plain reduction to do on ``tensors``; ``scaled`` does the rest of PREMUL_SUM."""
+        """Set the reduction of ``tensors``; of PREMUL_SUM the sum, since ``scaled`` multiplies."""
         kind, number = op, op.value if type(op) is ReduceKind else None
         for tensor in tensors:
             if (number, tensor.dtype) not in REDUCIBLE:  # seldom
@@ -138,7 +133,7 @@ class Collective(VerbCall):
         self.noted_op = kind if self.factor is None else ReduceOp.PREMUL_SUM
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` times the factor of PREMUL_SUM, in new memory; itself where there is none."""
+        """Return ``tensor`` times the factor of PREMUL_SUM in new memory; itself with no factor."""
         self.is_scaled = True
         return tensor if self.factor is None else premultiplied(tensor, self.factor)
 
@@ -151,12 +146,12 @@ class Collective(VerbCall):
         result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
     ) -> None:
-        """Let the call be carried in this way, as ``PreparedCall`` says."""
+        """Set the verb of a communicator that carries the call, and the tensors that travel."""
         self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
-        """Run the call, whose arguments were checked."""
+        """Run the call on its group's channel; return its Work with ``async_op``."""
         if async_op is not False:
             check_flag(async_op, self.verb)
         if len(self.written) > 1:
@@ -173,11 +168,9 @@ class Collective(VerbCall):
     # -- checks -----------------------------------------------------------------------------------
 
     def _check_apart(self) -> None:
-        """Raise where two of the arrays that the verb writes have memory in common.
-
-        Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of one
-        matrix, may lie among each other: of them the first elements are compared.
-        """
+        """Raise where two of the arrays that the verb writes have memory in common."""
+        # Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of
+        # one matrix, may lie among each other: of them the first elements are compared.
         spans = sorted(
             (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
             for place, (_, data, _) in enumerate(self.written)
@@ -232,7 +225,7 @@ class Collective(VerbCall):
     def check_blocks(
         self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless ``whole`` is one ``block`` per member: concatenated, stacked, or flat."""
+        """Raise unless ``whole`` is a block per member: concatenated, stacked, or flat."""
         size = len(self.group.ranks)
         if whole.dim() == 1 and whole.numel() == size * block.numel():
             return  # the common case, decided fast
@@ -250,7 +243,7 @@ class Collective(VerbCall):
     def check_same_size(
         self, tensor: torch.Tensor, other: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both have as many elements."""
+        """Raise unless both tensors have equally many elements."""
         if tensor.numel() != other.numel():
             shapes = (shape_text(tensor.shape), shape_text(other.shape))
             raise ShapeError(
@@ -269,9 +262,11 @@ class Collective(VerbCall):
         role: str = "",
         may_be_longer: bool = False,
     ) -> Sequence[Any]:
-        """Return ``given`` if it is a list or tuple of ``length`` entries (None: at least one).
+        """Return ``given`` if it is a list or tuple of ``length`` entries; else raise.
 
-        Where ``role`` names the root, the root alone gives a list; others give none, and get ().
+        Args:
+            length: None for any number from 1 on.
+            role: names the root, where it alone gives a list; the others get ().
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):

@@ -1,4 +1,4 @@
-"""Many tensors by few messages: dense ones flattened, sparse ones row by row.
+"""Many tensors by few messages: dense tensors flattened, sparse tensors row by row.
 
 A bucket holds tensors of one dtype and device, so that it can be one flat tensor and one
 all-reduce. The elements of a tensor lie in it in the order of a row-major tensor, or of its own
@@ -22,7 +22,7 @@ from ..wires.work import Work, may_be_dropped
 from .verbs import all_reduce, broadcast
 
 Item: TypeAlias = tuple[int, Hashable]
-"""Of one parameter: the bytes of its gradient, and what all gradients of its bucket share."""
+"""The bytes of a parameter's gradient, and the kind that all gradients of its bucket share."""
 
 _CHUNK_BYTES = 32 * 1024 * 1024
 _ALIGNMENT = 16  # a piece of the flat buffer is viewed as any dtype
@@ -33,7 +33,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return one item per parameter, in order; those ``alone`` share a bucket with no other."""
+    """Return an item per parameter; those whose index is in ``alone`` share a bucket with none."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
@@ -46,17 +46,12 @@ def items_of(
 def assign_buckets(
     items: Sequence[Item], order: Sequence[int], caps: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the buckets as tuples of indices into ``items``.
+    """Return the buckets of items as tuples of their indices, in the order of their completion.
 
     Args:
-        items: one per parameter.
-        order: indices, each once, in the order in which gradients are expected.
-        caps: of the first bucket of each kind, of the second, ..., in bytes; the last repeats. A
+        order: the indices in the order in which gradients are expected.
+        caps: bytes of the first bucket of each kind, of the second, ...; the last repeats. A
             single larger item has a bucket of its own.
-
-    Returns:
-        The buckets in the order in which they are expected to be complete. Within one kind the
-        buckets, one after the other, hold the indices in ``order``.
 
     Example:
         >>> items = [(4, "f32"), (8, "f32"), (2, "f16"), (4, "f32")]
@@ -81,24 +76,21 @@ def assign_buckets(
 
 
 def views_into(flat: torch.Tensor, likes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a view into ``flat`` of the shape of each of ``likes``, one after the other.
+    """Return adjacent views into ``flat`` with the shapes of ``likes``, in order.
 
     Example:
         >>> flat = torch.arange(5)
         >>> views_into(flat, [torch.zeros(1), torch.zeros(2, 2)])
         [tensor([0]), tensor([[1, 2], [3, 4]])]
     """
-    parts = zip(flat.split([one.numel() for one in likes]), likes, strict=True)
+    parts = zip(flat.split([like.numel() for like in likes]), likes, strict=True)
     return [
-        part.as_strided(one.shape, dense_stride(one.shape, one.stride())) for part, one in parts
+        part.as_strided(like.shape, dense_stride(like.shape, like.stride())) for part, like in parts
     ]
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a gradient's view into its bucket.
-
-    They are the parameter's own where its elements fill their memory without gaps or overlaps
-    (channels-last included), and row-major otherwise.
+    """Return a tensor's strides if it has no gaps or overlaps in memory, else row-major strides.
 
     Example:
         >>> dense_stride((2, 3), (1, 2)), dense_stride((2, 3), (6, 2))
@@ -117,7 +109,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def start_reduction(flat: torch.Tensor, op: ReduceKind, group: ProcessGroup) -> Work:
-    """Start the all-reduce of a bucket in place; the Work may be dropped where another fails."""
+    """Start the all-reduce of a bucket in place, and return a Work that may be dropped."""
     work = all_reduce(flat, op, group, async_op=True)
     assert work is not None
     return may_be_dropped(work)
@@ -130,10 +122,10 @@ def reduce_together(
     *,
     likes: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return the reductions of dense tensors of one dtype and device, by one message; no gradient.
+    """Return the reductions of dense tensors of one dtype and device, made by one all-reduce.
 
-    They lie in one new flat tensor: with the strides of ``likes``, which must be equal on all
-    members; row-major without, whatever the strides of the tensors.
+    Args:
+        likes: tensors whose strides the results have, equal on all members; None: row-major.
 
     Example:
         >>> import meshdist as md
@@ -142,12 +134,12 @@ def reduce_together(
         >>> md.simulate(program, 2)[0]
         [tensor([2.]), tensor([2., 2.])]
     """
-    sizes = [one.numel() for one in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
     flat = new_like(tensors[0].new_empty(1).expand(sum(sizes)))
     if likes is None:
-        torch.cat([one.reshape(-1) for one in tensors], out=flat)
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
         parts = zip(flat.split(sizes), tensors, strict=True)
-        found = [part.view(one.shape) for part, one in parts]
+        found = [part.view(tensor.shape) for part, tensor in parts]
     else:
         found = views_into(flat, likes)
         torch._foreach_copy_(found, list(tensors))
@@ -157,10 +149,7 @@ def reduce_together(
 
 @torch.no_grad()
 def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
-    """Give every member the values of group rank ``source``, in place; collective over ``group``.
-
-    Cost: one broadcast per device and 32 MiB, whatever the number and dtypes of the tensors.
-    """
+    """Write the values of group rank ``source`` into every member's tensors; collective."""
     for chunk in _chunks(tensors):
         sizes = [_padded_bytes(tensor) for tensor in chunk]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=chunk[0].device)
@@ -176,7 +165,7 @@ def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessG
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut into lists of one device and, but for single larger tensors, at most 32 MiB."""
+    """Yield lists of tensors of one device and at most 32 MiB, larger tensors alone."""
     filling: dict[torch.device, list[torch.Tensor]] = {}
     filled: dict[torch.device, int] = {}
     for tensor in tensors:
@@ -197,7 +186,7 @@ def _padded_bytes(tensor: torch.Tensor) -> int:
 
 
 def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
-    """Every member holds the sum of all members' sparse ``grad``, coalesced; it has no gradient."""
+    """Return the sum of all members' sparse tensors, coalesced, without a gradient; collective."""
     rows = grad.detach().coalesce()
     count = torch.tensor([rows._nnz()], device=grad.device)
     counts = count.new_empty(group.size())
@@ -206,7 +195,7 @@ def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the sum of the members' coalesced rows, ``counts`` of each, coalesced; collective."""
+    """Return the coalesced sum of the members' rows, of which each has its count; collective."""
     # Along their last dimension indices go, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
@@ -219,7 +208,7 @@ def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Ten
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
-    """Sum a sparse COO tensor of one shape over all members in place; indices may differ."""
+    """Write into a sparse COO tensor the sum of all members' tensors, whose indices may differ."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
             "all_reduce of a tensor that is neither dense nor of coordinates",

@@ -1,4 +1,4 @@
-"""torch's collectives on lists of tensors, one per member, whose sizes may differ.
+"""torch's collectives on lists of a tensor per member, whose sizes may differ.
 
 Arguments, errors and results follow the rules of ``verbs``. Lists are lists or tuples of
 torch tensors, NumPy or CuPy arrays, of one dtype and one device type; what one member takes must
@@ -149,14 +149,14 @@ def reduce_scatter(
     Args:
         output: any shape. Written in place.
         input_list: one array per member, equal in sizes on all members; they may differ within
-            the list, and the one for this rank has as many elements as ``output``.
+            the list, and this rank's own has as many elements as ``output``.
         op, group, async_op: as in ``all_reduce``.
 
     Cost: n (p - 1) bytes sent per rank for parts of n bytes.
 
     Raises:
         ArgumentError: not one array per member. ShapeError: my own input has another size.
-        DtypeError: two dtypes, or one that the op lacks.
+        DtypeError: two dtypes, or a dtype that the op lacks.
 
     Example:
         >>> import meshdist as md, torch

@@ -34,7 +34,7 @@ from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from .marks import verb
 
-__all__ = ["MonitoredBarrier", "BarrierResult", "failed_text", "monitored_barrier", "pass_by"]
+__all__ = ["monitored_barrier"]
 
 _NAME = "monitored_barrier"
 
@@ -43,7 +43,7 @@ _NAME = "monitored_barrier"
 def monitored_barrier(
     group: GroupLike = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return when every member has called it; raise on every member where one does not come.
+    """Return when every member has called it; raise on every member if any does not come.
 
     Rank 0 of the group collects, the others wait for it: each of them at most ``timeout`` until it
     comes, and as long again for its outcome.
@@ -61,7 +61,7 @@ def monitored_barrier(
         KindError, ArgumentError: a wrong timeout.
         AbortedError: the group was aborted meanwhile.
 
-    Cost: some requests to the store per rank, and rank 0 one for each member.
+    Cost: some requests to the store per rank, and on rank 0 a request for each member.
 
     Example:
         >>> import meshdist as md
@@ -89,11 +89,9 @@ monitoredBarrier
         _meet(target, ranks, timeout or target.timeout, wait_all_ranks)
 
 
-def pass_by(group: ProcessGroup) -> None:
-    """Count a barrier of the members that have data, for which this rank, without, need not wait.
-
-    They have learned from its announcement which ranks those are.
-    """
+def skip_barrier(group: ProcessGroup) -> None:
+    """Count a barrier as passed, without waiting, on a rank that has no data left."""
+    # The others do not wait for this rank either: they know which ranks have data.
     if group.world.is_simulated:
         counts = _counts_of_simulated(group)
         counts[group.world.rank] = counts.get(group.world.rank, 0) + 1
@@ -102,14 +100,14 @@ def pass_by(group: ProcessGroup) -> None:
 
 
 def _keys_of(group: ProcessGroup) -> str:
-    """The prefix of the keys of a group's barriers; equal on its members, and theirs alone."""
+    """Return the prefix of the keys of a group's barriers, equal on its members alone."""
     if group.is_private:
         return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
 def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
-    """Wait for the others of ``ranks``; raise where one did not arrive, or the store is lost."""
+    """Wait through the store for the other ranks; raise where a rank does not come."""
     world = group.world
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
@@ -136,7 +134,7 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
 
 
 def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise where waiting is in vain: the group was aborted."""
+    """Raise AbortedError if the group was aborted, but for the aborts that were known before."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]
@@ -152,7 +150,7 @@ def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """The error of a member: rank 0 raises its findings, the others point to rank 0's error."""
+    """Return a member's error: rank 0's names absent ranks, the others' point to rank 0."""
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
@@ -176,13 +174,13 @@ def _timed_out(
 
 
 def _last_calls(world: World, ranks: list[int]) -> str:
-    """The last calls of absent ranks, as far as they answer."""
+    """Return the last calls of absent ranks as text, as far as they answer."""
     answers = ask(world, tuple(ranks))
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
 
 def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
-    """How many barriers each simulated member has come to."""
+    """Return the number of barriers to which each simulated member has come, to be changed."""
     rank = find_rank_here()
     assert rank is not None  # else the caller has raised
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})
@@ -190,7 +188,7 @@ def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
 
 
 def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
-    """Wait for the others of ``ranks``; where they cannot come, the scheduler raises."""
+    """Wait for the other simulated ranks; the scheduler raises where they cannot come."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -219,7 +217,7 @@ _GRACE = timedelta(seconds=1)
 
 
 def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Which ranks did not pass, in the words that torch uses."""
+    """Return torch's sentence about ranks that did not pass a monitored barrier."""
     ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
     return f"{ranks_named} failed to pass monitoredBarrier{limit}"
@@ -227,25 +225,17 @@ def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
 
 @dataclass
 class BarrierResult:
-    """How a group's latest barrier ended; kept in the store.
+    """The outcome of a group's latest barrier, which the store keeps."""
 
-    Args:
-        number: the barrier's.
-        passed: the number of the latest barrier that all members passed.
-        by: the rank that decided.
-        failure: why it failed, or "".
-        absent: the ranks that had not arrived.
-    """
-
-    number: int
-    passed: int
-    by: int
-    failure: str
-    absent: list[int]
+    number: int  # the barrier's
+    passed: int  # the number of the latest barrier that all members passed
+    by: int  # the rank that decided
+    failure: str  # the reason, or ""
+    absent: list[int]  # the ranks that had not arrived
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> BarrierResult:
-        """Return what was kept; raises where it is something else."""
+        """Return the result from its JSON, or raise where a field is missing or of another type."""
         return cls(
             number=int(value["number"]),
             passed=int(value["passed"]),
@@ -257,16 +247,13 @@ class BarrierResult:
 
 @dataclass
 class MonitoredBarrier:
-    """One member's part in one monitored barrier.
+    """A member's part in a monitored barrier.
 
     Args:
-        store: where the members meet.
-        prefix: what the group's keys there begin with.
-        ranks: the members' global ranks; the first one decides as a rule.
-        rank: this member's.
+        prefix: the beginning of the group's keys in the store.
+        ranks: the members' global ranks; the first rank decides as a rule.
         number: the barrier's, from 1; all members count alike.
-        timeout: how long to wait.
-        names_all: whether the failure names all absent ranks, or the first one alone.
+        names_all: whether the failure names all absent ranks, or the first alone.
         check: raises where waiting is in vain.
     """
 
@@ -280,14 +267,9 @@ class MonitoredBarrier:
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> BarrierResult:
-        """Wait for the outcome; the first member decides it.
-
-        The others wait at most the timeout until the first arrives, and as long again for its
-        decision; a member that waits in vain decides.
-
-        Raises:
-            StoreError: the store is lost.
-        """
+        """Return the outcome, which the first member decides, or a member that waited in vain."""
+        # The others wait at most the timeout until the first arrives, and as long again for its
+        # decision.
         with within(Deadline(self.timeout)):
             outcome = self._find_outcome()
             if outcome is None:
@@ -300,7 +282,7 @@ class MonitoredBarrier:
         absent = list(self.ranks[1:])
 
         def collect() -> BarrierResult | None:
-            """The outcome, where all members have arrived or another one has given up."""
+            """Return the outcome once all members have arrived or another member decided it."""
             absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
             return self._find_outcome() if absent else self._decide("", [])
 
@@ -328,7 +310,7 @@ class MonitoredBarrier:
         return failed_text(absent if self.names_all else absent[:1], self.timeout)
 
     def _find_outcome(self) -> BarrierResult | None:
-        """How this barrier ended, if it has."""
+        """Return the outcome of this barrier if it has ended, else None."""
         outcome, _ = self._read()
         if outcome is None or outcome.number < self.number:
             return None
@@ -344,7 +326,7 @@ class MonitoredBarrier:
         return read_json(self.store, key, BarrierResult.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
-        """Decide how it ends, unless another member has; return how it does."""
+        """Return the outcome: the given failure, unless another member has decided before."""
         while True:
             latest, before = self._read()
             if latest is not None and latest.number >= self.number:

@@ -1,8 +1,9 @@
 """The rounds of which a verb on objects consists, and what a rank without data gives to each.
 
-A verb is a round of sizes and one of bytes; where an object cannot be pickled the second one brings
-the reasons. What is to be given to a round follows from what is announced of it alone. So a rank
-that has joined starts its part of each without waiting for the one before, as with other verbs.
+A verb is a round of sizes and a round of bytes; where an object cannot be pickled the second round
+brings the reasons. What a rank has to give to a round follows from the round's call alone. So a
+rank that has joined starts its part of each without waiting for the round before, as with other
+verbs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .collective import Collective
 
 
 class Parcel:
-    """Objects as bytes; or, where one cannot be pickled, why."""
+    """Pickled objects as bytes, or the reason where an object cannot be pickled."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.error: Exception | None = None
@@ -50,12 +51,12 @@ class Parcel:
 
     @property
     def signed_size(self) -> int:
-        """The number of bytes, negative for a failure's."""
+        """The number of bytes, negative where they are the reason of a failure."""
         return self.data.numel() if self.error is None else -self.data.numel()
 
 
 def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects of a parcel."""
+    """Return the unpickled objects of a parcel that another rank sent."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)
@@ -85,7 +86,7 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
 
 
 def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
-    """Where the bytes of objects travel."""
+    """Return the device through which the bytes of objects travel."""
     if given is None:
         given = target.first_device_type()
     try:
@@ -111,12 +112,12 @@ def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> 
 
 
 def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
-    """The entries of a list, by what messages call them."""
+    """Return the entries of a list by their names in messages, such as ``object_list[0]``."""
     return {f"{argument}[{place}]": x for place, x in enumerate(objects)}
 
 
 def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
-    """Make the error for lists of objects of different lengths."""
+    """Return the error for lists of objects of different lengths."""
     return AgreementError(
         f"{verb}: the members' lists of objects have different lengths",
         where=target.name,
@@ -130,7 +131,7 @@ def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
 def raise_unpicklable(
     failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
 ) -> NoReturn:
-    """Raise one and the same error on every member."""
+    """Raise the error of objects that cannot be pickled, with the same text on every member."""
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise PicklingError(
         f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
@@ -145,17 +146,13 @@ def _error_text(error: Exception) -> str:
 
 
 _FROM_SOURCE = "scatter_object_list"
-"""The verb that begins with what its source alone knows."""
+"""The verb that begins with sizes that its source alone knows."""
 _ANY_LENGTH = -1
-"""Of a member that takes however many objects there are."""
+"""The length of the list of a member that takes any number of objects."""
 
 
 class Rounds(Collective):
-    """The rounds of one call among all members; all of them under the verb's name.
-
-    Args:
-        device: where the caller wants the bytes to travel, or None.
-    """
+    """The rounds of a call of a verb on objects, each a collective under the verb's name."""
 
     device: torch.device
 
@@ -164,11 +161,11 @@ class Rounds(Collective):
         self.device = find_device(self.group, device, name)
 
     def __enter__(self) -> None:
-        """Begin the rounds."""
+        """Begin the rounds, and do nothing else."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Of bytes that make no sense, tell on all members if these were another call's."""
-        if isinstance(error, Exception):
+        """Compare the members' calls after an error, and raise where they differ."""
+        if isinstance(error, Exception):  # bytes that make no sense may be another call's
             for channel in self.group.channels:
                 channel.check_calls()
 
@@ -188,7 +185,7 @@ class Rounds(Collective):
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return how many bytes the source has for each member; raises if it failed to pickle."""
+        """Return the number of bytes that the source has for each member; raise if it has none."""
         assert self.root is not None
         failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
@@ -201,21 +198,21 @@ class Rounds(Collective):
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Room for bytes."""
+        """Return uninitialised memory for bytes."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the root's tensor; ``tensor`` is like it in dtype and size."""
+        """Return the root's tensor, which has the dtype and size of ``tensor``."""
         return self._broadcast(tensor)[0].cpu()
 
     def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return every member's bytes, ``sizes`` of them."""
+        """Return the bytes of every member, whose numbers are ``sizes``."""
         return [part.cpu() for part in self._all_gather_bytes(data, sizes)[0]]
 
     def exchange(
         self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Send each member its part of ``data``, and return what came from each."""
+        """Send each member its part of ``data``, and return the part that came from each."""
         return list(self._exchange(data, sent, taken)[0].cpu().split(list(taken)))
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
@@ -229,7 +226,7 @@ class Rounds(Collective):
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> Work | None:
-        """Start this rank's part in an announced round, with None as its object and no error."""
+        """Start this rank's part in a round that another rank called, with None as its object."""
         none = Parcel({"object": None})
         if not sizes:
             ((shape, dtype),) = call.parts

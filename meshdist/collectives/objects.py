@@ -6,9 +6,9 @@ and its bytes. The bytes travel by the wire that the group has open: over NCCL t
 CUDA device, else through host memory, or through ``device``. A tensor in an object comes back with
 its values on the device index that it had at its sender.
 
-Every call blocks. An object that cannot be pickled is one error on all members, and one that cannot
-be unpickled an error where it arrives; the group is good for the next call after both. A call that
-fails leaves its lists as they were.
+Every call blocks. An object that cannot be pickled is the same error on all members, and an object
+that cannot be unpickled an error where it arrives; the group is good for the next call after both.
+A call that fails leaves its lists as they were.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 _MARK = int.from_bytes(b"objects\0", "little")
-"""The first number of every list of objects that is sent, so that nothing else is taken for one."""
+"""The first number of every list of objects that is sent, which tells it from other messages."""
 
 
 @verb()
@@ -54,7 +54,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
 
     Args:
         object_list: a list of as many entries as the group has members, which are replaced; of
-            a longer one the first.
+            a longer list the first.
         obj: anything that can be pickled.
         group: as in ``all_reduce``.
 
@@ -98,14 +98,14 @@ def gather_object(
     Args:
         obj: anything that can be pickled.
         object_gather_list: on the destination a list of as many entries as the group has members,
-            which are replaced, of a longer one the first; None or [] on the others.
+            which are replaced, of a longer list the first; None or [] on the others.
         dst: the destination's global rank (0 if neither is given); or
         group_dst: its rank in the group.
         group: as in ``all_reduce``.
 
     Raises:
         PicklingError: an object cannot be pickled, on whichever member. KindError: no list.
-        LengthError: a shorter list. ArgumentError: one on a rank that is not the destination.
+        LengthError: a shorter list. ArgumentError: a list on a rank that is not the destination.
         BackendError: what a member sent cannot be unpickled here.
 
     Example:
@@ -335,7 +335,7 @@ def recv_object_list(
 
 
 class _Conversation:
-    """The messages of one call between two members."""
+    """The messages by which two members carry out a call."""
 
     def __init__(self, verb: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
         self.verb = verb
@@ -344,11 +344,9 @@ class _Conversation:
         self.device = find_device(target, device, verb)
 
     def numbers(self, *values: int) -> torch.Tensor:
-        """Whole numbers to send, or room for them.
-
-        In a dtype that programs hardly send, since wires take what has the dtype and size of a
-        tensor that waits.
-        """
+        """Return a tensor of whole numbers to send, or to receive into."""
+        # In a dtype that programs hardly send: a wire gives a message to any receive of its dtype
+        # and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
 
     def move(
@@ -369,7 +367,7 @@ class _Conversation:
 def _check_same_length(
     num_sent: int, sender: int, num_taken: int, receiver: int, target: ProcessGroup
 ) -> None:
-    """Raise one and the same error on both sides of a message, where their lists differ."""
+    """Raise the same error on both sides of a message where their lists differ in length."""
     if num_sent != num_taken:
         found = f"rank {sender} sends {num_sent} entries\nrank {receiver} takes {num_taken}"
         raise other_length("send_object_list", target, found)

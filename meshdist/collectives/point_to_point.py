@@ -1,4 +1,4 @@
-"""torch's point-to-point verbs, one at a time and in batches, on a group or mesh axes.
+"""torch's point-to-point verbs, singly and in batches, on a group or mesh axes.
 
 Peers are named by global rank (``dst``, ``src``), also in a group, or by their place in the group
 (``group_dst``, ``group_src``). Between two ranks messages with one tag arrive in the order sent.
@@ -23,21 +23,10 @@ from .collective import VerbCall
 from .marks import verb
 from .roots import find_peer, get_peer
 
-__all__ = [
-    "ANSWER_TAG",
-    "P2POp",
-    "batch_isend_irecv",
-    "check_not_me",
-    "irecv",
-    "isend",
-    "recv",
-    "open_channel",
-    "prepare_message",
-    "send",
-]
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
 
 ANSWER_TAG = LARGEST_TAG + 1
-"""The tag of what a receiver answers to a sender, which no program's message has."""
+"""The tag of a receiver's answer to a sender, which no program's message has."""
 
 
 @verb(has_fast_path=True)
@@ -230,7 +219,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         A Work for each operation, in the list's order.
 
     Raises:
-        ArgumentError: no list of P2POp, an empty one, two groups or two wires.
+        ArgumentError: no list of P2POp, an empty list, two groups or two wires.
         AgreementError: a counterpart has another dtype or number of elements.
 
     Example:
@@ -250,11 +239,11 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """
     target = _group_of(p2p_op_list)
     messages = []
-    for one in p2p_op_list:
-        name, is_send = one.op.__name__, one.op is isend
-        given = name, target, one.group_peer, one.tensor, one.tag
+    for p2p_op in p2p_op_list:
+        name, is_send = p2p_op.op.__name__, p2p_op.op is isend
+        given = name, target, p2p_op.group_peer, p2p_op.tensor, p2p_op.tag
         messages.append(prepare_message(*given, is_send=is_send))
-    wires = {target.wire_name(one.noted.device.type): one for one in messages}
+    wires = {target.wire_name(message.noted.device.type): message for message in messages}
     if len(wires) > 1:
         raise ArgumentError(
             "batch_isend_irecv has tensors that travel over different wires",
@@ -270,19 +259,10 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 def prepare_message(
     verb: str, target: ProcessGroup, peer: int | None, tensor: Any, tag: int = 0, *, is_send: bool
 ) -> PreparedCall:
-    """One send or receive whose arguments are known to be good.
+    """Return a send or receive with checked arguments, ready to run on a channel.
 
     Args:
-        verb: its public name.
-        target: the group.
         peer: the other side's place in the group; None receives from any.
-        tensor: what is sent, or written.
-        tag: matches sends to receives.
-        is_send: which of both it is.
-
-    Raises:
-        KindError, ArgumentError, DtypeError, GradientError: the tensor or the tag will not do.
-        BackendError: the group has no wire for the tensor's device.
     """
     message = VerbCall(verb, target, peer)
     buffer = message.noted = message.take(tensor, "tensor", writes=not is_send)
@@ -297,13 +277,13 @@ def prepare_message(
 
 
 def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:
-    """The channel that carries a message."""
+    """Return the group's channel for the device of a message's tensor, opened if need be."""
     tensor = message.noted
     return target.open_channel("cpu" if tensor.is_cpu else tensor.device.type)
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
-    """Raise where a blocking verb would wait for its own rank; the verb ``other`` would not."""
+    """Raise where a blocking verb names its own rank; the error points to the verb ``other``."""
     if peer == target.rank():
         raise ArgumentError(
             f"{verb} between a rank and itself would wait for ever",
@@ -324,7 +304,7 @@ def _get_tag(given: object, verb: str, wire_name: str) -> int:
 
 
 def _group_of(operations: Any) -> ProcessGroup:
-    """The one group of a list of operations."""
+    """Return the group of a list of operations, or raise where they have several."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(
@@ -332,17 +312,17 @@ def _group_of(operations: Any) -> ProcessGroup:
             found="an empty list" if is_list else type(operations).__name__,
         )
     first = operations[0]
-    for place, one in enumerate(operations):
-        if not isinstance(one, P2POp):
+    for place, operation in enumerate(operations):
+        if not isinstance(operation, P2POp):
             raise ArgumentError(
                 "batch_isend_irecv takes a list of P2POp alone",
-                found=f"{type(one).__name__} at place {place}",
+                found=f"{type(operation).__name__} at place {place}",
                 fix="make each with P2POp(isend, tensor, peer) or P2POp(irecv, tensor, peer)",
             )
-        if one.group is not first.group:
+        if operation.group is not first.group:
             raise ArgumentError(
                 "batch_isend_irecv has operations of different groups",
-                found=f"{first.group.name} and {one.group.name}",
+                found=f"{first.group.name} and {operation.group.name}",
                 fix="make one batch for each group",
             )
     return first.group  # type: ignore[no-any-return]

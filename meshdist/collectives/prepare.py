@@ -35,16 +35,16 @@ from .marks import num_bytes, recorded
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
 def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:
-    """The title of a verb of lax: the verb, the leaf that it is called on, the leaf's shape."""
+    """Return the title of a verb of lax: the verb, the shape of its leaf, and the leaf's path."""
     return f"lax.{verb}({tuple(shape)} at {leaf})"
 
 
 def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
-    """The call of a plain verb, whose arguments are checked.
+    """Return the call of a plain verb, whose arguments are checked.
 
     Args:
         given: its arguments in the order of its row; a root is a place in the group.
-        title: what the call is a part of.
+        title: the name of what the call is a part of.
     """
     form = _FORMS[verb]
     call = Collective(verb, group, given[-1] if form.root else None, title, form.is_elementwise)
@@ -77,21 +77,14 @@ def _run(
 
 
 class _Recipe(NamedTuple):
-    """The facts from which a call of a verb is made.
+    """The facts from which a call of a verb is made."""
 
-    Args:
-        prepare: reads the arguments of a call, and checks them.
-        way, reduces, root: of the verb of a communicator that carries it.
-        names: those of what it writes, and of what it reads beside that.
-        is_elementwise: whether its tensors correspond element by element on all members.
-    """
-
-    prepare: Callable[..., None]
-    way: str
+    prepare: Callable[..., None]  # reads the arguments of a call, and checks them
+    way: str  # the verb of a communicator that carries it; the next two are of that verb
     reduces: bool
     root: str
-    names: tuple[str, str]
-    is_elementwise: bool
+    names: tuple[str, str]  # the parameters that it writes, and that it reads beside
+    is_elementwise: bool  # whether its tensors correspond element by element on all members
 
 
 def _in_place(call: Collective, form: _Recipe, tensor: Any, *op_and_root: Any) -> None:
@@ -253,7 +246,7 @@ def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: s
 def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
-    """How many elements of ``tensor`` belong to each member."""
+    """Return the number of elements of ``tensor`` that go to, or come from, each member."""
     name, size = call.verb, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case
@@ -278,14 +271,14 @@ def _sizes(
                 fix=f"give {role}_split_sizes, or pad dim 0 to {-(-num_rows // size) * size}",
             )
         return [num_rows // size * row] * size
-    if len(rows) != size or sum(rows) != num_rows or any(one < 0 for one in rows):
+    if len(rows) != size or sum(rows) != num_rows or any(count < 0 for count in rows):
         raise ShapeError(
             f"{name}: {role}_split_sizes do not cut {role} into one part per member",
             where=where,
             expected=f"{size} numbers, none negative, whose sum is {num_rows}",
             found=f"{rows}, whose sum is {sum(rows)}; {role} {shape_text(tensor.shape)}",
         )
-    return [one * row for one in rows]
+    return [count * row for count in rows]
 
 
 def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:

@@ -56,10 +56,11 @@ def check_reducible(
 def as_wire_tensor(
     x: Any, argument: str, verb: str, *, writable: bool, keeps_layout: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` as a tensor on its own memory, and the contiguous one to communicate with.
+    """Return ``x`` as a tensor on its own memory, and the tensor that travels for it.
 
-    They are one where ``x`` is contiguous; else the verb copies back what it wrote. Where it
-    ``keeps_layout``, one without gaps need not be contiguous.
+    Args:
+        keeps_layout: whether a tensor without gaps in memory travels as it lies; others travel as
+            contiguous copies, from which the verb copies back what it wrote.
     """
     if forward_ad._current_level >= 0:
         _check_no_tangent(x, argument, verb)
@@ -74,7 +75,7 @@ def as_wire_tensor(
 
 
 def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
-    """Raise where a tensor has a tangent of forward mode, of which the verb would know nothing."""
+    """Raise where a tensor has a tangent of forward mode, which the verb would ignore."""
     is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
@@ -99,7 +100,7 @@ def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
 
 
 def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Raise where several elements are one in memory."""
+    """Raise where several elements of a tensor share their memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
@@ -111,7 +112,7 @@ def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
 
 
 def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Refuse what torch would refuse to write into, before anything is sent."""
+    """Raise where torch would refuse to write into a tensor."""
     check_not_expanded(tensor, argument, verb)
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
@@ -125,7 +126,7 @@ def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
-    """Return a root or peer as a group rank, from a global or group rank; None for neither."""
+    """Return a root or peer as a group rank, given either rank; None where neither is given."""
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(
@@ -173,7 +174,7 @@ def check_flag(async_op: object, verb: str) -> None:
 def get_peer(
     group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """As ``find_peer``, of the group that a verb's mark has found; an error where none is given."""
+    """Return a root or peer as a group rank, or raise where neither rank is given."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
         place: int = group.ranks.index(global_rank)
         return place  # the common case, decided fast
@@ -189,24 +190,21 @@ def get_peer(
 def get_root(
     group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """As ``find_peer``, with global rank 0 where neither is given."""
+    """Return a root as a group rank; global rank 0 where neither rank is given."""
     if global_rank is None and group_rank is None:
         global_rank = 0
     return get_peer(group, global_rank, group_rank, verb, role)
 
 
 def first_cuda_device(device_ids: object, verb: str) -> torch.device | None:
-    """Return the first of ``device_ids`` as a device; None for an empty list.
-
-    On a host without CUDA devices any numbers will do, as in torch: None then, too.
-    """
-    if not isinstance(device_ids, list) or not all(type(one) is int for one in device_ids):
+    """Return the first of ``device_ids`` as a device; None without any, or without CUDA."""
+    if not isinstance(device_ids, list) or not all(type(number) is int for number in device_ids):
         raise KindError(
             f"{verb}: device_ids must be a list of whole numbers, not {device_ids!r}",
             fix="for example device_ids=[0]",
         )
-    count = torch.cuda.device_count()
-    if count and any(not 0 <= one < count for one in device_ids):
+    count = torch.cuda.device_count()  # where there are none any numbers will do, as in torch
+    if count and any(not 0 <= number < count for number in device_ids):
         raise ArgumentError(
             f"{verb}: device_ids={device_ids} names a CUDA device that is not there",
             expected=f"numbers below {count}, the CUDA devices of this host",

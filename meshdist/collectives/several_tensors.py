@@ -1,4 +1,4 @@
-"""torch's collectives on several tensors at once: ``coalesced``, or one on each device.
+"""torch's collectives on several tensors at once: ``coalesced``, or a tensor on each device.
 
 Those of torch's old package are on tensors that lie on the several devices of a process: each
 process first reduces its own tensors, then communicates once, then spreads the result over its
@@ -56,7 +56,7 @@ def all_reduce_coalesced(
     Cost: that of one ``all_reduce`` of all of them together, where the wire can join them.
 
     Raises:
-        ArgumentError: no list, or an empty one. DtypeError: a reduction that a dtype lacks.
+        ArgumentError: no list, or an empty list. DtypeError: a reduction that a dtype lacks.
 
     Example:
         >>> import meshdist as md, torch
@@ -94,15 +94,15 @@ def all_gather_coalesced(
         >>> import meshdist as md, torch
         >>> def program():
         ...     mine = [torch.full((1,), md.get_rank()), torch.full((2,), md.get_rank())]
-        ...     lists = [[torch.empty_like(one) for one in mine] for _ in range(2)]
+        ...     lists = [[torch.empty_like(x) for x in mine] for _ in range(2)]
         ...     md.all_gather_coalesced(lists, mine)
-        ...     return [[one.tolist() for one in each] for each in lists]
+        ...     return [[x.tolist() for x in each] for each in lists]
         >>> md.simulate(program, 2)
         [[[[0], [0, 0]], [[1], [1, 1]]], [[[0], [0, 0]], [[1], [1, 1]]]]
     """
     call = Collective("all_gather_coalesced", group)
     names = ("output_tensor_lists", "input_tensor_list")
-    inputs = [call.take(one, names[1]) for one in call.check_list(input_tensor_list, names[1])]
+    inputs = [call.take(x, names[1]) for x in call.check_list(input_tensor_list, names[1])]
     buffers = call.write_lists(output_tensor_lists, names[0], call.group.size(), len(inputs))
     for buffer, source in zip(buffers, itertools.cycle(inputs)):
         call.check_alike(buffer, source, names)
@@ -119,11 +119,11 @@ def broadcast_multigpu(
     async_op: bool = False,
     src_tensor: int = 0,
 ) -> Work | None:
-    """Every tensor of every member becomes one of the source's.
+    """Every tensor of every member becomes the chosen tensor of the source.
 
     Args:
         tensor_list: arrays of one dtype and number of elements, as many on all members. Written
-            in place, but for the one that is sent.
+            in place, but for the tensor that is sent.
         src: the source's global rank.
         group, async_op: as in ``all_reduce``.
         src_tensor: which of the source's tensors is sent.
@@ -149,7 +149,7 @@ def broadcast_multigpu(
     if call.is_root:  # what is sent stays as it is
         del call.written[place]
     call.then = partial(_spread, sent, buffers)
-    call.carry("broadcast", one := [sent], one, buffers, tensor_list)
+    call.carry("broadcast", tensors := [sent], tensors, buffers, tensor_list)
     return call.run(async_op)
 
 
@@ -201,7 +201,7 @@ def reduce_multigpu(
 
     Args:
         tensor_list: arrays of one dtype and number of elements, as many on all members. All but
-            the one that takes the result stay as they were.
+            the array that takes the result stay as they were.
         dst: the destination's global rank.
         op, group, async_op: as in ``all_reduce``.
         dst_tensor: which of the destination's tensors takes the result. Written in place.
@@ -239,7 +239,7 @@ def all_gather_multigpu(
 
     Args:
         output_tensor_lists: for each tensor of ``input_tensor_list`` a list of arrays like it,
-            one for each tensor of each member; member k's j-th tensor comes to place
+            an array for each tensor of each member; member k's j-th tensor comes to place
             ``k * len(input_tensor_list) + j``. Written in place.
         input_tensor_list: arrays of one dtype and number of elements, as many on all members.
         group, async_op: as in ``all_reduce``.
@@ -270,7 +270,7 @@ def all_gather_multigpu(
 def _take(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """The tensors that ``call.take`` gives for a list whose entries are alike."""
+    """Return the wire tensors of a list, or raise unless its entries are alike."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -286,7 +286,7 @@ def _check_same(
 
 
 def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
-    """Return ``place`` if the list has it."""
+    """Return a place in a list of tensors as a whole number, or raise where the list lacks it."""
     last = len(tensors) - 1
     return get_whole_number(place, f"{call.verb}: {argument}", 0, last, where="tensor_list")
 
@@ -299,29 +299,27 @@ def _reduce_as_one(
     async_op: bool,
     result: Sequence[Any] | None,
 ) -> Work | None:
-    """Reduce this member's tensors to one, that one with the other members', and spread it.
-
-    A mean of whole numbers is rounded once, in the end: until then it is a sum.
-    """
+    """Reduce this member's tensors, then all members' results, and copy that to ``outputs``."""
     kind = call.op
     assert kind is not None  # a verb that reduces
+    # A mean of whole numbers is rounded once, in the end: until then it is a sum.
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     call.op = step
     call.then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
-    call.carry(way, one := [total], one, buffers, result)
+    call.carry(way, sent := [total], sent, buffers, result)
     return call.run(async_op)
 
 
 def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:
-    """Give ``targets`` what ``num`` tensors were reduced to."""
+    """Copy the reduction of ``num`` tensors to ``targets``, divided if it is a rounded mean."""
     if targets and is_whole_mean(kind, total.dtype):
         divide(total, num)
     _spread(total, targets)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy a flat tensor into others, on whatever devices."""
+    """Copy the elements of a tensor into other tensors, on any devices."""
     with torch.inference_mode():  # they may be parameters, or inference tensors
         for target in targets:
             if target is not source:
@@ -331,12 +329,12 @@ def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 def _gather_packed(
     call: Collective, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
 ) -> Work | None:
-    """Gather all inputs, as bytes one after the other, in one operation.
+    """Gather all members' inputs as bytes in a single operation.
 
     Args:
         outputs: for each input of each member a tensor like it, on any device; or several such
-            lists, one after the other, which all get the same.
-        inputs: this rank's tensors; they travel from the first one's device.
+            lists concatenated, which all get the same.
+        inputs: this rank's tensors; they travel from the device of the first.
     """
     packed = torch.cat([read_as(part, torch.uint8).to(inputs[0].device) for part in inputs])
     size = call.group.size()

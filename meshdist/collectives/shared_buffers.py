@@ -26,7 +26,7 @@ def shared_empty(
 
     Collective over the group. Verbs of the group on such tensors, of every member at once, skip
     the copies that ordinary tensors need; to all else it is an ordinary CPU tensor. Where the
-    group's wire shares no memory it is in fact one, so that a program runs unchanged.
+    group's wire shares no memory its memory is ordinary, too, so that a program runs unchanged.
 
     Args:
         shape: of the tensor, equal on all members.
@@ -89,16 +89,7 @@ def shared_empty(
 def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
-    """Return uninitialised memory for ``count`` numbers; collective over ``group`` on the CPU.
-
-    On the CPU it is memory that the group reduces where it lies, if its wire shares any. Where that
-    is refused, for want of memory, every member has ordinary memory: verbs take either, but on
-    memory that only some members share they would copy on all.
-
-    All arguments are equal on all members, but for the index of the device.
-
-    Cost: on the CPU one handshake of the members, and one all-reduce of a byte.
-    """
+    """Return new memory for ``count`` numbers, on the CPU shared if possible; collective there."""
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     try:
@@ -107,6 +98,7 @@ def flat_memory(
     except BackendError:
         memory = torch.empty(0, dtype=dtype)
         is_refused = torch.tensor([1], dtype=torch.uint8)
-    # A wire refuses on all members alike, but the store may be lost on one alone.
+    # A wire refuses on all members alike, but the store may be lost on one alone. On memory that
+    # only some members share, verbs would copy on all.
     all_reduce(is_refused, ReduceOp.MAX, group)
     return torch.empty(count, dtype=dtype) if is_refused.item() else memory

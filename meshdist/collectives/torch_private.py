@@ -25,7 +25,7 @@ are_transforms_active = _C._are_functorch_transforms_active
 """Whether the call is inside a transform of torch.func."""
 
 outside_transforms = _C._DisableFuncTorch
-"""A context in which new tensors are plain ones, also inside a transform of torch.func."""
+"""A context in which new tensors are plain, also inside a transform of torch.func."""
 
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
@@ -43,7 +43,7 @@ num_modes = _C._len_torch_function_stack
 """How many such modes this thread is inside."""
 
 mode_at = _C._get_function_stack_at
-"""One of them, the outermost first."""
+"""The function that gives such a mode by its number, the outermost first."""
 
 SingleLevelFunction = function_module._SingleLevelFunction
 """The class of torch whose ``apply`` that of every custom Function looks up at each call."""
@@ -64,28 +64,25 @@ _unwrapped_if_dead = _C._functorch.unwrap_if_dead
 
 @untraced
 def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """``function.apply(x, *rest)``, at a fifth of its cost outside torch.func's transforms.
-
-    torch's own binds the arguments to the signature of ``forward`` at each call, for its defaults;
-    the Functions here have none. torch.compile ends its graph before the call, as it does before
-    every verb.
-    """
+    """Return ``function.apply(x, *rest)``, at a fifth of its cost outside torch.func."""
     result: torch.Tensor
     if are_transforms_active():
         result = function.apply(x, *rest)
     else:
+        # ``apply`` binds the arguments to the signature of ``forward``, for its defaults, of which
+        # our Functions have none.
         result = bare_apply(function, _unwrapped_if_dead(x), *rest)
     return result
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """How many tensors and arrays share the memory of ``tensor``, itself included."""
+    """Return the number of tensors and arrays that share the memory of a tensor, with itself."""
     # The storage that is made here to ask counts as well.
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def hidden_from_modes(function: _F) -> _F:
-    """Mark a function of ours that torch's modes, as those of typed contexts, do not look into."""
+    """Return ``function`` so wrapped that no mode of torch's sees what it asks torch to do."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

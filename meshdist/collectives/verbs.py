@@ -1,6 +1,6 @@
 """torch's collectives on one tensor per member: in place, on a group, a mesh axis or several axes.
 
-``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes count as one, row-major) or None
+``group`` is a ProcessGroup, a mesh (``mesh["tp"]``; several axes are flattened, row-major) or None
 for the world. Every verb takes torch tensors, NumPy and CuPy arrays, without copies where they are
 contiguous; returns None, or a Work with ``async_op=True``; and refuses bad arguments before
 anything is sent. None of them has a gradient: see ``meshdist.lax`` for verbs that differentiate.
@@ -198,7 +198,7 @@ def reduce_scatter_tensor(
     Cost: n (p - 1) bytes sent per rank for a block of n bytes.
 
     Raises:
-        ShapeError: the input is neither form. DtypeError: two dtypes, or one that the op lacks.
+        ShapeError: the input is neither form. DtypeError: two, or a dtype that the op lacks.
 
     Example:
         >>> import meshdist as md, torch
@@ -237,8 +237,8 @@ def barrier(
 
     Args:
         group, async_op: as in ``all_reduce``.
-        device_ids: the CUDA device that an NCCL barrier runs on; by default the one bound to this
-            rank, else the current one. A group of CPU wires alone ignores it.
+        device_ids: the CUDA device that an NCCL barrier runs on; by default the device bound to
+            this rank, else the current device. A group of CPU wires alone ignores it.
         timeout: in place of the group's.
 
     Raises:

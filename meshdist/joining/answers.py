@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..checking.program import run_unnested
-from ..collectives.monitored_barrier import pass_by
+from ..collectives.monitored_barrier import skip_barrier
 from ..collectives.object_rounds import Rounds
 from ..collectives.prepare import run_titled
 from ..collectives.shared_buffers import shared_empty
@@ -213,7 +213,7 @@ def _objects(it: _NeutralArguments) -> object:
 _ANSWERS: dict[str, Callable[[_NeutralArguments], object]] = {
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_multigpu": _all_gather_multigpu,
-    "monitored_barrier": lambda it: pass_by(it.group),
+    "monitored_barrier": lambda it: skip_barrier(it.group),
     "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
 }
 """Verbs that take something else."""
