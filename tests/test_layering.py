@@ -175,7 +175,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "flat_sums",
         ),
         "joining": (
-            "announcements",
+            "statements",
             "whereabouts",
             "waits",
             "answers",

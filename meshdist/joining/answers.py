@@ -1,8 +1,8 @@
-"""The part of a rank without data in a call of the others: it changes nothing for them.
+"""The answers of a rank without data to calls of the others, which change no result of theirs.
 
-That is the neutral element of a reduction, zeros where tensors are gathered or exchanged, None
-where objects are. The call is made by the verb itself, so that it is compared and carried out like
-any other.
+An answer brings the neutral element of a reduction, zeros where tensors are gathered or exchanged,
+None where objects are. It is made by the verb itself, so that it is compared and carried out like
+any other call.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ from ..groups.verb_methods import verbs
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import VERBS, Form, Role
 from ..wires.work import Work
-from .announcements import Statement
-
-__all__ = ["answer", "neutral"]
+from .statements import Statement
 
 
 def answer(
     group: ProcessGroup, device_type: str, said: Sequence[Statement], going: Statement
 ) -> Work | None:
-    """Take part in the call of those that go on, by what each member ``said``; change nothing.
+    """Make the call of ``going`` with neutral arguments; return its Work, or None if it is done.
 
-    A rank that waited here could not come to a call on another group for which a third one, which
-    answers that first, waits in turn. So what can be started is not waited for.
-
-    Returns:
-        What has been started; None where it is done.
+    Args:
+        said: the statements of all members.
+        going: that of the members which have data.
     """
+    # The call is not waited for: a third rank may answer a call on another group first, to which
+    # this rank has yet to come.
     verb = going.call.verb
     make = _ANSWERS.get(verb) or (_objects if VERBS[verb].is_of_objects else _of_tensors)
     work = make(_NeutralArguments(group, device_type, said, going))
@@ -46,7 +44,7 @@ def answer(
 
 
 def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """``count`` elements that change no result of ``op``; zeros where it is None.
+    """Return ``count`` elements that change no result of ``op``; zeros where it is None.
 
     Example:
         >>> neutral(ReduceOp.MAX, torch.int8, 2).tolist(), neutral(ReduceOp.BAND, torch.bool, 1)
@@ -68,7 +66,7 @@ def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tens
 
 
 def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
-    """The least or greatest number of a floating dtype."""
+    """Return the least or greatest value of a floating dtype, infinite if the dtype allows it."""
     infinity = float("-inf" if is_least else "inf")
     if bool(torch.tensor(infinity).to(dtype).float().isinf()):
         return infinity
@@ -77,7 +75,7 @@ def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
 
 
 class _NeutralArguments:
-    """The arguments of one answer, as for ``answer``."""
+    """The arguments with which a rank without data makes a call of the others."""
 
     def __init__(
         self,
@@ -100,120 +98,118 @@ class _NeutralArguments:
         self.device = bound if bound and bound.type == device_type else torch.device(device_type)
 
     def tensor(self, count: int | None = None) -> torch.Tensor:
-        """As many neutral elements; None means as many as the call's one tensor has."""
+        """Return a tensor of neutral elements; None means as many as the call's tensor has."""
         shape, dtype = self.call.parts[0]
         return self._neutral(prod(shape) if count is None else count, dtype)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Neutral elements like each of the call's tensors."""
+        """Return tensors of neutral elements like those of the call."""
         return [self._neutral(prod(shape), dtype) for shape, dtype in self.call.parts]
 
     def _neutral(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return neutral(self._kind, dtype, count).to(self.device)
 
     def gathered(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Room for the tensors of an all_gather, and this rank's own.
-
-        All members take the same of each; of one without data what the others expect.
-        """
+        """Return the outputs and the input of an all_gather, in the sizes that others expect."""
         _, taken = self.sizes
         counts = [
-            taken[member] if one.has_joined else one.sizes[0][0]
-            for member, one in enumerate(self._said)
+            taken[member] if statement.has_joined else statement.sizes[0][0]
+            for member, statement in enumerate(self._said)
         ]
         return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """How much comes from and goes to each member of an all-to-all: what those expect.
-
-        Nothing goes between two that have no data.
-        """
+        """Return the sizes taken from and given to each member of an all-to-all: as it expects."""
         me = self.group.rank()
-        takes = [0 if one.has_joined else one.sizes[0][me] for one in self._said]
-        gives = [0 if one.has_joined else one.sizes[1][me] for one in self._said]
+        takes = [0 if statement.has_joined else statement.sizes[0][me] for statement in self._said]
+        gives = [0 if statement.has_joined else statement.sizes[1][me] for statement in self._said]
         return takes, gives
 
     def exchanged_parts(self) -> tuple[torch.Tensor, torch.Tensor, list[int], list[int]]:
-        """Output and input of an all-to-all of one tensor, and the sizes of their parts."""
+        """Return the output and input of an all_to_all_single, and the sizes of their parts."""
         takes, gives = self.exchanged()
         return self.tensor(sum(takes)), self.tensor(sum(gives)), takes, gives
 
     def exchanged_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs and inputs of an all-to-all of lists."""
+        """Return the outputs and inputs of an all-to-all of lists."""
         takes, gives = ([self.tensor(count) for count in counts] for counts in self.exchanged())
         return takes, gives
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and input of a verb, where the larger has a block for each member."""
+        """Return the output and input of a verb of which the larger has a block per member."""
         tensor = self.tensor()
         is_scattered, count = VERBS[self.call.verb].reduces, tensor.numel()
         return tensor.new_empty(count // self.size if is_scattered else self.size * count), tensor
 
     def gathered_at_root(self) -> tuple[list[torch.Tensor] | None, torch.Tensor]:
-        """Outputs, on the root, and input of a gather."""
+        """Return the outputs of a gather, None but on the root, and its input."""
         outputs = [self.tensor() for _ in range(self.size)] if self.is_root else None
         return outputs, self.tensor()
 
     def scattered_lists(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Output and inputs of a reduce-scatter of a list."""
+        """Return the output and inputs of a reduce-scatter of a list."""
         inputs = self.tensors()
         return inputs[self.group.rank()].clone(), inputs
 
 
 _DATA: dict[tuple[Form, Form], Callable[[_NeutralArguments], tuple[Any, ...]]] = {
     (Form.NONE, Form.NONE): lambda _: (),
-    (Form.IN_PLACE, Form.ONE): lambda it: (it.tensor(),),
-    (Form.IN_PLACE, Form.ANY): lambda it: (it.tensors(),),
+    (Form.IN_PLACE, Form.ONE): lambda arguments: (arguments.tensor(),),
+    (Form.IN_PLACE, Form.ANY): lambda arguments: (arguments.tensors(),),
     (Form.ONE, Form.ONE): _NeutralArguments.blocks,
     (Form.ONE, Form.EACH): _NeutralArguments.gathered,
     (Form.ONE, Form.AT_ROOT): _NeutralArguments.gathered_at_root,
     (Form.EACH, Form.ONE): _NeutralArguments.scattered_lists,
-    (Form.AT_ROOT, Form.ONE): lambda it: (it.tensor(), None),
+    (Form.AT_ROOT, Form.ONE): lambda arguments: (arguments.tensor(), None),
     (Form.EACH, Form.EACH): _NeutralArguments.exchanged_lists,
     (Form.PARTS, Form.PARTS): _NeutralArguments.exchanged_parts,
 }
-"""The data that a verb of a communicator writes, reads, and cuts them by, by its forms."""
+"""The outputs, inputs and sizes of a call, by the forms of the verb that carries it."""
 
 _ORDER = (Role.IN_PLACE, Role.OUTPUT, Role.INPUT, Role.SIZES)
 
 
-def _of_tensors(it: _NeutralArguments) -> object:
-    """Call a verb with the data that its wire verb takes, in the parameters of its row."""
-    row, root = VERBS[it.call.verb], it.root
+def _of_tensors(arguments: _NeutralArguments) -> object:
+    """Start a verb with neutral tensors in the parameters of its row."""
+    row, root = VERBS[arguments.call.verb], arguments.root
     forms = row.carrier.takes, row.carrier.gives
-    data = _DATA[forms](it) if row.is_plain else (it.tensors(),)
+    data = _DATA[forms](arguments) if row.is_plain else (arguments.tensors(),)
     named = dict(zip(row.named(*_ORDER), data, strict=True))
-    named |= dict.fromkeys(row.named(Role.OP), it.op)
-    if it.call.title:
-        given = [named.get(one.name, root) for one in row.parameters]
-        return run_titled(row.name, it.group, it.call.title, *given, async_op=True)
+    named |= dict.fromkeys(row.named(Role.OP), arguments.op)
+    if arguments.call.title:
+        given = [named.get(parameter.name, root) for parameter in row.parameters]
+        return run_titled(row.name, arguments.group, arguments.call.title, *given, async_op=True)
     if root is not None:
-        named |= dict.fromkeys(row.named(Role.ROOT), it.group.ranks[root])
-    return verbs[row.name](**named, group=it.group, async_op=True)
+        named |= dict.fromkeys(row.named(Role.ROOT), arguments.group.ranks[root])
+    return verbs[row.name](**named, group=arguments.group, async_op=True)
 
 
-def _all_gather_coalesced(it: _NeutralArguments) -> object:
-    outputs = [it.tensors() for _ in range(it.size)]
-    return verbs["all_gather_coalesced"](outputs, it.tensors(), it.group, async_op=True)
+def _all_gather_coalesced(arguments: _NeutralArguments) -> object:
+    inputs = arguments.tensors()
+    outputs = [arguments.tensors() for _ in range(arguments.size)]
+    return verbs["all_gather_coalesced"](outputs, inputs, arguments.group, async_op=True)
 
 
-def _all_gather_multigpu(it: _NeutralArguments) -> object:
-    inputs = it.tensors()
-    outputs = [[it.tensor() for _ in range(it.size * len(inputs))] for _ in inputs]
-    return verbs["all_gather_multigpu"](outputs, inputs, it.group, async_op=True)
+def _all_gather_multigpu(arguments: _NeutralArguments) -> object:
+    inputs = arguments.tensors()
+    outputs = [[arguments.tensor() for _ in range(arguments.size * len(inputs))] for _ in inputs]
+    return verbs["all_gather_multigpu"](outputs, inputs, arguments.group, async_op=True)
 
 
-def _objects(it: _NeutralArguments) -> object:
-    rounds = Rounds(it.call.verb, it.group, it.device)
-    rounds.root = it.root
-    takes, gives = it.exchanged() if it.sizes else ([], [])
-    return run_unnested(it.call.verb, rounds.answer, it.call, it.sizes, gives, takes)
+def _objects(arguments: _NeutralArguments) -> object:
+    call, sizes = arguments.call, arguments.sizes
+    rounds = Rounds(call.verb, arguments.group, arguments.device)
+    rounds.root = arguments.root
+    takes, gives = arguments.exchanged() if sizes else ([], [])
+    return run_unnested(call.verb, rounds.answer, call, sizes, gives, takes)
 
 
 _ANSWERS: dict[str, Callable[[_NeutralArguments], object]] = {
     "all_gather_coalesced": _all_gather_coalesced,
     "all_gather_multigpu": _all_gather_multigpu,
-    "monitored_barrier": lambda it: skip_barrier(it.group),
-    "shared_empty": lambda it: shared_empty(it.tensor().numel(), it.tensor().dtype, it.group),
+    "monitored_barrier": lambda arguments: skip_barrier(arguments.group),
+    "shared_empty": lambda arguments: shared_empty(
+        arguments.tensor().numel(), arguments.tensor().dtype, arguments.group
+    ),
 }
-"""Verbs that take something else."""
+"""The verbs whose arguments are of another form."""

@@ -1,4 +1,4 @@
-"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without one.
+"""Loops whose ranks have unequally many steps: ``Join`` around models, ``uneven`` without a model.
 
 The interface is torch's (``torch.distributed.algorithms.join``). In place of hooks that repeat each
 joinable's calls by hand, a rank without data answers every collective of the others by itself
@@ -6,12 +6,12 @@ joinable's calls by hand, a rank without data answers every collective of the ot
 
 torch's sharded optimizer has on each rank the state of a share of the parameters, and steps it;
 then all ranks give each other their shares by torch's own group, whose calls no context sees. So a
-step is announced before it begins, and the ranks that have joined take it, too. What they step by
-is that of a rank with data, as it lies there behind the backward: averaged, unscaled, clipped. Two
-ranks, of which rank 1 has joined:
+notice goes before each step, and joined ranks take the step, too. Its gradients and numbers come
+from a rank with data, as they are behind the backward: averaged, unscaled, clipped. Two ranks, of
+which rank 1 has joined:
 
-    rank 0: backward(), clip; step(): announces     | sends grad, lr | steps share 0 | gives it
-    rank 1: answers the backward ... hears of it    | takes grad, lr | steps share 1 | gives it
+    rank 0: backward(), clip; step(): notice        | sends grad, lr | steps share 0 | gives it
+    rank 1: answers the backward ... gets notice    | takes grad, lr | steps share 1 | gives it
 """
 
 from __future__ import annotations
@@ -36,19 +36,8 @@ from ..runtime.untraced import untraced
 from ..wires.operations import DONE
 from ..wires.prepared import PreparedCall
 from ..wires.work import Work
-from .announcements import NOTICE
 from .shadow import Joinables, Shadow, find_shadow
-
-__all__ = [
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "JoinedOptimizer",
-    "ReplicaHook",
-    "Uneven",
-    "is_sharded_optimizer",
-    "uneven",
-]
+from .statements import NOTICE
 
 
 class JoinHook:
@@ -69,27 +58,27 @@ class JoinHook:
 
 
 class ReplicaHook(JoinHook, ABC):
-    """A hook that takes part in what its joinable announces, or owns, step by step."""
+    """A hook that takes part, on a joined rank, in its joinable's notices and owned calls."""
 
     @abstractmethod
     def begin(self, context: Any, joinable: Any) -> None:
-        """The context begins, in which ``joinable`` is."""
+        """Begin a context that has ``joinable``."""
 
     @abstractmethod
     def end(self) -> None:
-        """The context ends; post-hooks follow."""
+        """End the context; post-hooks follow."""
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in what the joinable does on the ranks with data."""
+        """Take part in ``what`` the joinable does on the ranks with data."""
 
 
 def is_sharded_optimizer(joinable: object) -> bool:
-    """Return whether it is torch's ``ZeroRedundancyOptimizer``, or the like."""
+    """Return whether an object is torch's ``ZeroRedundancyOptimizer``, or the like."""
     return isinstance(joinable, TorchJoinable) and isinstance(joinable, torch.optim.Optimizer)
 
 
 class JoinedOptimizer(ReplicaHook):
-    """The hook of one of torch's ``ZeroRedundancyOptimizer``s."""
+    """The hook of a ``ZeroRedundancyOptimizer`` of torch's, which steps on joined ranks, too."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -97,12 +86,12 @@ class JoinedOptimizer(ReplicaHook):
         self.ranks = get_process_group_ranks(optimizer.join_process_group)
 
     def begin(self, context: Any, joinable: Any) -> None:
-        """Announce each step from now on; ``end`` ends it."""
+        """Let a notice go before each step from now on."""
         self._context = context
         self._handle = joinable.register_step_pre_hook(self._begin_step)
 
     def end(self) -> None:
-        """Let steps go unannounced."""
+        """Let no notices go before steps any more."""
         self._handle.remove()
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
@@ -114,7 +103,7 @@ class JoinedOptimizer(ReplicaHook):
     def _begin_step(self, optimizer: Any, args: Sequence[Any], given: dict[str, Any]) -> None:
         if self._has_joined:
             return
-        if any(one is not None for one in [*args[1:], *given.values()]):
+        if any(value is not None for value in [*args[1:], *given.values()]):
             raise JoinError(
                 f"{type(optimizer).__name__}.step() was given arguments in a join context",
                 where=f"rank {self._context.group.world.rank}",
@@ -124,26 +113,26 @@ class JoinedOptimizer(ReplicaHook):
         self._share(self._context.announce(optimizer, "step"))
 
     def _share(self, at_work: Sequence[bool]) -> None:
-        """Give gradients, and the numbers of the optimizer's groups, to ranks without data."""
+        """Send gradients, and the numbers of the optimizer's groups, to ranks without data."""
         if all(at_work):
             return
         group, source = self._context.group, at_work.index(True)
         groups = self._optimizer.param_groups
-        parameters = [one for each in groups for one in each["params"]]
+        parameters = [parameter for each in groups for parameter in each["params"]]
         said: list[Any] = [
-            [one.grad is not None for one in parameters],
+            [parameter.grad is not None for parameter in parameters],
             [{name: of for name, of in each.items() if name != "params"} for each in groups],
         ]
         broadcast_object_list(said, group=group, group_src=source)
         if not at_work[group.rank()]:
             for each, numbers in zip(groups, said[1], strict=True):
                 each.update(numbers)
-            for one, has_gradient in zip(parameters, said[0], strict=True):
+            for parameter, has_gradient in zip(parameters, said[0], strict=True):
                 if not has_gradient:
-                    one.grad = None
-                elif one.grad is None:
-                    one.grad = torch.empty_like(one)
-        gradients = [one.grad for one in parameters if one.grad is not None]
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         broadcast_from(source, gradients, group)
 
 
@@ -151,7 +140,7 @@ T = TypeVar("T")
 
 
 class Uneven(Generic[T]):
-    """A loop over data of which ranks may have unequally many; made by ``uneven``."""
+    """A loop over data of which ranks may have unequally many, as ``uneven`` returns it."""
 
     def __init__(self, data: Iterable[T], group: GroupLike = None) -> None:
         if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
@@ -255,7 +244,7 @@ _ITERATION = "iteration"
 
 @dataclass(frozen=True)
 class _JoinConfig:
-    """A joinable's context (None outside of one), its place among the joinables, and its hook."""
+    """A joinable's context, or None outside, its place among the joinables, and its hook."""
 
     context: Join | None = None
     index: int = 0
@@ -263,17 +252,18 @@ class _JoinConfig:
 
     @property
     def enable(self) -> bool:
-        """Return whether it is in a context."""
+        """Return whether the joinable is in a context."""
         return self.context is not None
 
     @property
     def throw_on_early_termination(self) -> bool:
-        """Return whether all ranks raise as soon as one has no data left."""
+        """Return whether all ranks raise as soon as any rank has no data left."""
         return self.context is not None and self.context.is_strict
 
     @property
     def is_first_joinable(self) -> bool:
-        """Return whether it is the one that says when a step begins."""
+        """Return whether the joinable's own calls tell the others when a step begins."""
+        # torch's name; a hook that takes part step by step gives notices of its own.
         is_first = self.context is not None and self.index == 0
         return is_first and not isinstance(self.hook, ReplicaHook)
 
@@ -292,17 +282,17 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook for one context; ``kwargs`` are those given to ``Join``."""
+        """Return the hook for a context; ``kwargs`` are those given to ``Join``."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """The device of what the context itself sends."""
+        """Return the device of tensors that the context itself sends."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """The group whose members leave the context together."""
+        """Return the group whose members leave the context together."""
 
 
 class Join:
@@ -319,7 +309,7 @@ class Join:
             ``ZeroRedundancyOptimizer`` of their parameters. On ranks that have joined their hooks
             run in this order.
         enable: False makes the context do nothing.
-        throw_on_early_termination: let all ranks raise as soon as one has no data left.
+        throw_on_early_termination: let all ranks raise as soon as any rank has no data left.
         kwargs: given to each joinable's ``join_hook``.
 
     Cost: in the context each collective is announced, in shared memory on one host, else by a small
@@ -366,7 +356,7 @@ class Join:
                 found="an empty list",
                 fix="pass the models: Join([model]); for a loop without one use uneven()",
             )
-        strange = [one for one in self._joinables if not hasattr(one, "join_hook")]
+        strange = [x for x in self._joinables if not hasattr(x, "join_hook")]
         if strange:
             raise KindError(
                 f"Join was given an object of type {type(strange[0]).__name__}",
@@ -376,28 +366,28 @@ class Join:
         self._enable = enable
         self.is_strict = throw_on_early_termination
         self._hooks: list[JoinHook] = [
-            JoinedOptimizer(one) if is_sharded_optimizer(one) else one.join_hook(**kwargs)
-            for one in self._joinables
+            JoinedOptimizer(x) if is_sharded_optimizer(x) else x.join_hook(**kwargs)
+            for x in self._joinables
         ]
         self.group, device = self._find_group()
         part = Joinables(
             self.handle,
             self.is_strict,
             not all(isinstance(hook, ReplicaHook) for hook in self._hooks),
-            [one for one in self._joinables if is_sharded_optimizer(one)],
+            [x for x in self._joinables if is_sharded_optimizer(x)],
         )
         self._new_shadow = partial(Shadow, self.group, device.type, part)
 
     def __enter__(self) -> None:
         if not self._enable:
             return
-        shadowing = self._new_shadow()
-        shadowing.begin()
-        self._shadow = shadowing
-        for index, (one, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
-            one._join_config = _JoinConfig(self, index, hook)
+        shadow = self._new_shadow()
+        shadow.begin()
+        self._shadow = shadow
+        for index, (joinable, hook) in enumerate(zip(self._joinables, self._hooks, strict=True)):
+            joinable._join_config = _JoinConfig(self, index, hook)
             if isinstance(hook, ReplicaHook):
-                hook.begin(self, one)
+                hook.begin(self, joinable)
 
     def __exit__(
         self,
@@ -417,13 +407,13 @@ class Join:
         try:
             return self._shadow.leave(error)
         finally:
-            for one, hook in zip(self._joinables, self._hooks, strict=True):
-                one._join_config = _OUTSIDE
+            for joinable, hook in zip(self._joinables, self._hooks, strict=True):
+                joinable._join_config = _OUTSIDE
                 if isinstance(hook, ReplicaHook):
                     hook.end()
 
     def handle(self, call: Call, at_work: Sequence[bool]) -> None:
-        """Take part in what a joinable announces or calls on the ranks with data."""
+        """Take part in a notice of a joinable, or in a call that it owns, on a joined rank."""
         index, what = call.owner.split(":", 1)
         own = self._hooks[int(index)]
         hooks = self._hooks
@@ -435,15 +425,14 @@ class Join:
                 hook.main_hook()
 
     def announce(self, joinable: Joinable, what: str) -> list[bool]:
-        """Say that ``joinable`` begins something, which its hook takes part in elsewhere.
+        """Give notice that ``joinable`` begins ``what``; return which members have data.
 
-        Returns:
-            Which members have data, by their place in the group.
+        Its hook takes part on joined ranks.
         """
         return self._shadow.announce(f"{joinable._join_config.index}:{what}")
 
     def owned_by(self, joinable: Joinable, what: str) -> Any:
-        """A context of calls in which the hook of ``joinable`` takes part elsewhere."""
+        """Return a context for calls of ``joinable``, in which its hook takes part elsewhere."""
         return self._shadow.owned_by(f"{joinable._join_config.index}:{what}")
 
     @staticmethod
@@ -472,20 +461,20 @@ class Join:
         return channel.work(done)
 
     def _find_group(self) -> tuple[ProcessGroup, torch.device]:
-        """The one group and device of all joinables."""
+        """Return the group and device that all joinables share, or raise."""
         groups: list[Any] = [
-            resolve_group(one.join_process_group)
-            for one in self._joinables
-            if not is_sharded_optimizer(one)
+            resolve_group(joinable.join_process_group)
+            for joinable in self._joinables
+            if not is_sharded_optimizer(joinable)
         ] or [world_group()]
         for hook in self._hooks:
             if isinstance(hook, JoinedOptimizer) and hook.ranks != list(groups[0].ranks):
                 groups.append(f"torch's group of ranks {hook.ranks}")
-        devices = [torch.device(one.join_device) for one in self._joinables]
+        devices = [torch.device(joinable.join_device) for joinable in self._joinables]
         for what, found in (("groups", groups), ("devices", devices)):
-            different = [one for one in found if one != found[0]]
+            different = [other for other in found if other != found[0]]
             if different:
-                shown = [str(getattr(one, "name", one)) for one in (found[0], different[0])]
+                shown = [str(getattr(each, "name", each)) for each in (found[0], different[0])]
                 raise ArgumentError(
                     f"Join was given joinables of different {what}",
                     expected=f"one of the {what} for all joinables of a context",

@@ -1,33 +1,33 @@
 """Ranks without data answer the others' calls, whatever they are, until all ranks have none.
 
-While a rank is in a join context it says before each of its collectives what it is about to call
-(``announcements``): in shared words where all members of the group are on one host, else in a round
-to which all of them come. A rank whose data have ended, one that has *joined*, waits until a member
-of any of its groups says so; it says that it has joined, and then answers the call with the neutral
-element. So every collective is answered. Programs outside of join contexts pay nothing: channels
-have a guard in the context alone.
+While a rank is in a join context it states, before each of its collectives, the call that it is
+about to make (``statements``): in shared words where all members of the group are on one host, else
+in a round to which all of them come. A rank whose data have ended has *joined*. It waits until a
+member of any of its groups states a call; it states that it has joined, and then answers the call
+with the neutral element. So every collective is answered. Programs outside of join contexts pay
+nothing: channels have a guard in the context alone.
 
-* *The end.* A rank that joins announces itself on the main group at once. Where all members have
-  joined there, all of them leave. What they say shows which ranks joined last.
-* *Words.* A rank that has data waits for the others only in a round, and where it must know which
-  ranks have joined: in what a joinable begins, in calls that come from a source, in strict
-  contexts. What it sends else it sends at once.
+* *The end.* A rank that joins states so on the main group at once. When all members have joined
+  there, all of them leave. Their statements show which ranks joined last.
+* *Words.* A rank that has data waits for the others' statements only in a round, and where it must
+  know which ranks have joined: at notices of joinables, in calls that come from a source, in strict
+  contexts. It makes all other calls at once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it polls them. It
-  announces itself where it sees that a member has come to the next call: in the call words, which
-  show calls in contexts alone (a member without some is in none), else in the header table, in
-  shared memory, in a simulated meeting. What members have started on groups within the main one
-  before they joined is answered before it leaves. Answers are in flight, and not waited for before
-  that: of two ranks that have joined each may come first to what the other answers later. Where it
-  cannot see all members, since they are on several hosts, it begins a round at once, if all of them
-  are in the main group.
-* *Joinables.* What a joinable announces, and calls that it owns, are given to its own handler in
-  place of the neutral answer. A verb that a handler calls waits for the members' same call; others
+  states that it has joined where it sees that a member has come to the next call: in the call
+  words, which show calls in contexts alone, else in the header table, in shared memory, in a
+  simulated meeting. Calls that members have started before they joined, on groups within the main
+  group, are answered before it leaves. Answers are in flight, and not waited for before that: of
+  two joined ranks each may come first to a call that the other answers later. Where it cannot see
+  all members, since they are on several hosts, it begins a round at once, if all of them are in
+  the main group.
+* *Joinables.* Notices of a joinable, and calls that it owns, are given to its own handler in place
+  of the neutral answer. A verb that a handler calls waits for the members' same call; other calls
   that come before it are answered.
-* *Broken groups.* A rank that has joined leaves them alone, but for the main one: they may have
-  been broken before the context began, and be told of late. Their members learn it in their calls.
-* *Exceptions.* A rank that leaves by an exception says so in the store. A rank that waits for it
-  looks there, ends the group's communication for all, and raises. One that leaves does so itself
-  where another may have gone on to a call that it does not make.
+* *Broken groups.* A joined rank does not touch broken groups, except the main group: they may have
+  been broken before the context began. Their members learn it in their calls.
+* *Exceptions.* A rank that leaves by an exception notes it in the store. A rank that waits for it
+  looks there, ends the group's communication for all, and raises. The rank that leaves ends it
+  itself where another rank may already wait in a call that it does not make.
 """
 
 from __future__ import annotations
@@ -59,24 +59,22 @@ from ..groups.communicators import OpenCommunicator, get_registry
 from ..groups.process_group import ProcessGroup, world_group
 from ..runtime.untraced import untraced
 from ..wires.prepared import PreparedCall
-from .announcements import NEVER, NOTICE, JoinedCommunicator, Statement
 from .answers import answer
+from .statements import NEVER, NOTICE, JoinedCommunicator, Statement
 from .waits import Waits
 from .whereabouts import TOO_LONG, Whereabouts, find_call, has_source, message_refusal
-
-__all__ = ["Joinables", "Shadow", "find_shadow"]
 
 
 @dataclass(frozen=True)
 class Joinables:
-    """The part that the objects given to ``Join`` have in its context; a loop has none.
+    """The options of a join context that the objects given to ``Join`` set.
 
     Args:
-        handle: takes part in what a joinable begins or calls: given the call, and which members
-            have not joined.
-        is_strict: whether all ranks raise as soon as one has joined.
-        calls_more: whether ranks that have joined call what is not announced, too.
-        optimizers: those of torch's whose steps are announced.
+        handle: takes part in a notice or call of a joinable: given the call, and which members have
+            not joined.
+        is_strict: whether all ranks raise as soon as any rank has joined.
+        calls_more: whether hooks make calls on joined ranks that no statement asks for.
+        optimizers: torch's sharded optimizers in the context, whose steps begin with a notice.
     """
 
     handle: Callable[[Call, Sequence[bool]], None] = lambda *_: None
@@ -87,28 +85,27 @@ class Joinables:
 
 @dataclass(eq=False)
 class Shadow(CallGuard):
-    """One join context of this rank.
+    """A join context of this rank, which guards its channels.
 
     Args:
         group: the main group, whose members leave together.
-        device_type: of what is announced there.
-        joinables: that are in the context.
+        device_type: the type of device on which notices travel there.
     """
 
     group: ProcessGroup
     device_type: str
     joinables: Joinables = Joinables()
     owner: str = field(default="", init=False)
-    """Of the calls that are started now."""
+    """The owner of the calls that are started now."""
     _has_joined: bool = field(default=False, init=False)
     _is_late: bool = field(default=True, init=False)
     _admitted: Call | None = field(default=None, init=False)
-    """The call that all have come to, which this rank is to start next."""
+    """The call to which all members have come, and which an answer of this rank starts next."""
     _places: dict[OpenCommunicator, JoinedCommunicator] = field(default_factory=dict, init=False)
-    """Of all communicators that have several members."""
+    """The open communicators with several members."""
 
     def begin(self) -> None:
-        """Let all calls of this rank's groups be announced; opens the main group."""
+        """Open the main group, and guard all channels of this rank from here on."""
         world = self.group.world
         registry = get_registry(world)
         if registry.guard is not None:
@@ -119,7 +116,7 @@ class Shadow(CallGuard):
                 fix="give all joinables to one: Join([first, second])",
             )
         main = self.group.open_channel(self.device_type).opened
-        # A rank that joins at once has made no call that opens it.
+        # The world's channel is opened here, since a rank that joins at once makes no call there.
         if len(self.group.ranks) == world.size:
             world_group(world).open_channel(self.device_type)
         self._whereabouts = Whereabouts(world, main.label, self.group.ranks)
@@ -132,7 +129,7 @@ class Shadow(CallGuard):
         self._main = self._places.get(main)  # None where this rank is alone there
 
     def cover(self, group: ProcessGroup) -> None:
-        """Let all calls of ``group`` be announced, as far as it is open."""
+        """Guard the open channels of ``group``, whose calls then begin with a statement."""
         group.fast_path = None
         for channel in group.channels:
             if channel.communicator.size > 1:
@@ -141,7 +138,7 @@ class Shadow(CallGuard):
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the context, which ``error`` ends; calls are not announced any more."""
+        """Leave the context, by ``error`` if any, and guard no channel any more."""
         registry = get_registry(self.group.world)
         registry.guard = None
         self._watch.remove()
@@ -149,7 +146,7 @@ class Shadow(CallGuard):
             for group in opened.groups():
                 group.release()
         if error is not None:
-            # Members of a broken group are told by what broke it.
+            # Members of a broken group learn from their own calls that it is broken.
             places = self._places.values()
             labels = [place.label for place in places if not place.channel.is_broken()]
             self._whereabouts.leave(labels, self._whereabouts.reason_of(error))
@@ -157,7 +154,7 @@ class Shadow(CallGuard):
 
     @untraced
     def leave(self, error: BaseException | None = None) -> bool:
-        """Join, unless there is an error, and ``end``; whether this rank was among the last."""
+        """Join, unless there is an error, and ``end``; return whether no rank joined later."""
         try:
             return error is None and self.join()
         except BaseException as caught:
@@ -167,7 +164,7 @@ class Shadow(CallGuard):
             self.end(error)
 
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
-        """Raise where an optimizer that sends by torch's groups steps unannounced."""
+        """Raise if an optimizer that sends by torch's own groups steps without a notice."""
         if isinstance(optimizer, TorchJoinable) and optimizer not in self.joinables.optimizers:
             raise JoinError(
                 f"{type(optimizer).__name__} steps in an uneven loop that does not know it",
@@ -180,13 +177,13 @@ class Shadow(CallGuard):
     # -- ranks that have data ---------------------------------------------------------------------
 
     def announce(self, notice: str) -> list[bool]:
-        """Tell the main group that a joinable begins something; return which have not joined."""
+        """Tell the main group that a joinable begins something; return which members have data."""
         if self._main is None:  # a group of one
             return [True]
         return self._tell(self._main, get_call(NOTICE, None, owner=notice))
 
     def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
-        """Announce a call that goes by no channel; return the ranks with data, which make it."""
+        """State a call that uses no channel; return the ranks with data, which make it."""
         place = self._places.get(group.open_channel(group.first_device_type()).opened)
         if place is None:
             return list(group.ranks)
@@ -194,14 +191,14 @@ class Shadow(CallGuard):
         return list(compress(group.ranks, at_work))
 
     def _tell(self, place: JoinedCommunicator, call: Call) -> list[bool]:
-        """Announce what no channel carries; return which members have not joined."""
+        """State a call that no channel carries; return which members have data."""
         said = self._agree(place, Statement(call), waits=True)
         place.is_settled = True
-        return [not one.has_joined for one in said]
+        return [not statement.has_joined for statement in said]
 
     @contextmanager
     def owned_by(self, owner: str) -> Iterator[None]:
-        """Calls inside are a joinable's: on ranks that have joined its handler takes part."""
+        """Let calls inside be a joinable's, whose handler takes part on joined ranks."""
         before, self.owner = self.owner, owner
         try:
             yield
@@ -209,7 +206,7 @@ class Shadow(CallGuard):
             self.owner = before
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
-        """Enter a call as ``Channel.enter`` does, for ranks that have no data left."""
+        """State a call, and enter it in its channel as outside of contexts."""
         place = self._places[channel.opened]  # it is covered
         mine = Statement.of(prepared, self.owner)
         self._agree(place, mine, waits=has_source(mine.call))
@@ -220,14 +217,14 @@ class Shadow(CallGuard):
         place.is_settled = True
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
-        """Those of ``ranks`` that will call nothing of their own before the context ends."""
+        """Return those of ``ranks`` that have joined, and make no calls of their own any more."""
         if self.joinables.calls_more:
             return []
         has_joined, members = self._whereabouts.has_joined, self.group.ranks
         return [rank for rank in ranks if rank in members and has_joined(rank)]
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
-        """Raise where a message is for, or from, a rank that has joined."""
+        """Raise if a message is for, or from, a rank that has joined."""
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
             return
@@ -238,10 +235,10 @@ class Shadow(CallGuard):
     def _agree(
         self, place: JoinedCommunicator, mine: Statement, *, waits: bool
     ) -> Sequence[Statement]:
-        """Return when the members that go on are at the same call as this one.
+        """State ``mine``; return the members' statements, or () if they are not waited for.
 
-        Or, where no rank need wait for that, as soon as they can know of it. ``waits`` says that it
-        must be known which members have joined.
+        Args:
+            waits: whether the caller must know which members have joined.
         """
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.header == mine.call.header:
@@ -260,7 +257,7 @@ class Shadow(CallGuard):
             self._respond(place, said, going)
 
     def _say(self, place: JoinedCommunicator, mine: Statement) -> None:
-        """Say ``mine`` to the members of a communicator, once there is room for it."""
+        """State ``mine`` to the members of a communicator, once there is room for it."""
         if not place.has_room(mine):
             self._wait(place, partial(place.has_room, mine), mine)
             if not place.has_room(mine):
@@ -272,7 +269,7 @@ class Shadow(CallGuard):
             self._waits.refuse_left([place])
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
-        """Return what all have said there, once they have; answer other calls meanwhile."""
+        """Wait for the members' statements, and return them; answer other calls meanwhile."""
         assert place.begun is not None
         try:
             while self._has_joined and not place.is_due():
@@ -283,7 +280,7 @@ class Shadow(CallGuard):
             place.end()
 
     def _check(self, place: JoinedCommunicator, said: Sequence[Statement]) -> Statement | None:
-        """Return what those say that go on; None if all joined; JoinError on all alike."""
+        """Return the statement of members that go on, None if all joined, or raise JoinError."""
         try:
             return find_call(place.channel, said, is_strict=self._is_strict(place))
         except JoinError as refusal:
@@ -315,7 +312,7 @@ class Shadow(CallGuard):
         self._say(place, Statement(has_joined=True, is_late=self._is_late))
 
     def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
-        """Answer one call; where none is there wait for one, or until ``awaited`` is due."""
+        """Answer a call; where there is none, wait for a call, or until ``awaited`` is due."""
         self._waits.end_answers(ready_alone=True)
         due = self._find_due()
         try:
@@ -330,7 +327,7 @@ class Shadow(CallGuard):
                 raise
 
     def _serve(self, place: JoinedCommunicator) -> None:
-        """Answer what all have said on a communicator."""
+        """Answer a call for which all members of a communicator have made statements."""
         said = self._read(place)
         going = self._check(place, said)
         if going is None:
@@ -345,9 +342,9 @@ class Shadow(CallGuard):
     def _respond(
         self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
     ) -> None:
-        """Take part in what the members that go on begin."""
+        """Take part in the call or notice of the members that go on."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
-            at_work, call = [not one.has_joined for one in said], going.call
+            at_work, call = [not statement.has_joined for statement in said], going.call
             if call.verb == NOTICE:
                 self.joinables.handle(call, at_work)
             else:
@@ -367,12 +364,12 @@ class Shadow(CallGuard):
         return {*self.group.ranks}.issuperset(place.group.ranks)
 
     def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Return whether it is announced there always, since calls of others cannot be seen."""
+        """Return whether this rank states there at once that it has joined, as it sees no calls."""
         is_seen = place.uses_words or place.channel.shows_calls
         return not is_seen and self._reaches(place) and place.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
-        """Where there is something to do: all have said something, or a member waits for this."""
+        """Return a communicator where this rank can answer, or a member waits for it, or None."""
         for place in tuple(self._places.values()):
             if place.begun is not None:
                 if not place.is_held() and place.is_due():
@@ -382,14 +379,14 @@ class Shadow(CallGuard):
         return None
 
     def _is_ahead(self, place: JoinedCommunicator) -> bool:
-        """Return whether what is awaited there is none of this context; it is looked up once."""
+        """Return whether a member waits in a later context; looked up once where that is so."""
         if not (place.uses_words or place.is_ahead):
-            labels = [one.label for one in self._places.values()]
+            labels = [each.label for each in self._places.values()]
             place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)
         return place.is_ahead
 
     def _is_at_work(self) -> bool:
-        """Whether something is begun, or a call that a member started before it had joined."""
+        """Return whether a statement is open, or a call that a member made before it joined."""
         return any(
             place.begun is not None
             or (
@@ -399,12 +396,9 @@ class Shadow(CallGuard):
         )
 
     def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
-        """Wait no more for calls where a group is broken: no member that goes on makes any there.
-
-        Returns:
-            Whether that was so at ``due``, or where something is begun; never on the main group, or
-            where a call of this rank waits.
-        """
+        """End the waits on broken groups; return False if none is broken, or a wait must raise."""
+        # Members that go on make no calls on a broken group. A call of this rank that waits there
+        # must raise, and so must any wait on the main group.
         broken = [
             place
             for place in self._places.values()
@@ -421,9 +415,10 @@ class Shadow(CallGuard):
     def _wait(
         self, place: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
     ) -> None:
-        """Wait for members of a communicator, to say ``mine`` or for what they say.
+        """Wait for members of a communicator, to state ``mine`` or for their statements.
 
-        At most for its timeout. Raise where a member that is missed has left.
+        Raises:
+            JoinError: a member that lacks has left the context.
         """
 
         def is_over() -> bool:
@@ -434,11 +429,7 @@ class Shadow(CallGuard):
             self._waits.refuse_gone(place)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
-        """Return when ``awaited`` is due, or there is something else to do.
-
-        A rank without data waits as long as others have some; for what they have begun, at most the
-        timeout of their group.
-        """
+        """Wait until ``awaited`` is due, at most its timeout, or there is a call to answer."""
         places = [
             place
             for place in self._places.values()
@@ -454,7 +445,7 @@ class Shadow(CallGuard):
             awaited.read()  # raises: members that have data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """Why a call has failed: a member has left, and has ended or closed the group, or not."""
+        """Return the error of a member that left and so made a call fail, or ``error`` itself."""
         place = self._places.get(channel.opened)
         if place is None or not isinstance(error, (AgreementError, BackendError)):
             return error
@@ -462,6 +453,6 @@ class Shadow(CallGuard):
 
 
 def find_shadow(world: World) -> Shadow | None:
-    """The join context that this rank is in, if it is in one."""
+    """Return the join context that this rank is in, or None."""
     found = get_registry(world).guard
     return found if isinstance(found, Shadow) else None

@@ -1,4 +1,4 @@
-"""Waits of ranks in a join context, which end where the others leave it by exceptions, or end."""
+"""Waits of ranks in a join context, which raise where members leave by exceptions, or end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from ..wires.operations import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from ..wires.work import Work, is_ready as is_done, may_be_dropped
-from .announcements import JoinedCommunicator
+from .statements import JoinedCommunicator
 from .whereabouts import TOO_LONG, Whereabouts
-
-__all__ = ["Waits"]
 
 _LOOK_S = 0.1
 _LOOK_AT_LIVES_S = 0.5
@@ -33,7 +31,7 @@ _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every
 
 
 class Waits:
-    """The waits of this rank in one join context, with what the ranks have said of themselves."""
+    """The waits of this rank in a join context, and the answers that it has in flight."""
 
     def __init__(self, world: World, whereabouts: Whereabouts) -> None:
         self._world = world
@@ -41,16 +39,16 @@ class Waits:
         self._answers: list[Work] = []
 
     def keep(self, answer: Work | None) -> None:
-        """Take an answer that this rank does not wait for now."""
+        """Add an answer in flight, which this rank does not wait for now."""
         if answer is not None:
             self._answers.append(may_be_dropped(answer))
 
     def has_ready_answer(self) -> bool:
-        """Let the answers that were taken go on; whether one is done, or has failed."""
+        """Let the answers in flight go on; return whether any is done, or has failed."""
         return any(is_done(answer) for answer in self._answers)
 
     def end_answers(self, *, ready_alone: bool = False) -> None:
-        """Wait for the answers taken, or the done ones alone; raise the error of a failed one."""
+        """Wait for answers in flight, for all or for done answers alone; raise their errors."""
         for answer in tuple(self._answers):
             if not ready_alone or is_done(answer):
                 self._answers.remove(answer)
@@ -66,7 +64,7 @@ class Waits:
         """Wait until ``is_ready()``, which is called often, or the timeout.
 
         Args:
-            places: where the others are waited for; in a round the wire sees that they end.
+            places: the communicators whose members are waited for.
 
         Raises:
             JoinError: a member there has left the context by an exception.
@@ -84,7 +82,7 @@ class Waits:
                 self.refuse_left(places)
             return
         end = time.monotonic() + _YIELDS_S
-        while time.monotonic() < end:  # it is short where all members are there
+        while time.monotonic() < end:  # where all members are there, the wait is short
             if is_ready():
                 return
             _yield_core()
@@ -97,12 +95,12 @@ class Waits:
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + _LOOK_S
-                # One that has left after the call leaves it to be done here in a moment.
+                # A member that left after its part in the call: the call is done here soon.
                 if has_left() and not wait_until(is_ready, Grace(_LEAVING_S)):
                     self.refuse_left(places)
             if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
-                for place in places:
+                for place in places:  # in a round the wire sees members end
                     gone = None if place.is_in_round() else place.find_gone()
                     if gone is not None and not is_ready():  # it may have come before it ended
                         raise place.channel.explain(MemberLost("has ended", gone))
@@ -110,10 +108,7 @@ class Waits:
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
     def end_for_cause(self, place: JoinedCommunicator) -> JoinError | None:
-        """End a group that is of no use any more in this context; return the error of that.
-
-        None where no member has left by an exception, or cannot tell what it calls.
-        """
+        """End a group that a member has left by an exception, and return the error, or None."""
         left = self._whereabouts.find_left(place.label)
         if left is None:
             return None
@@ -135,14 +130,14 @@ class Waits:
         )
 
     def refuse_left(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Raise where a group is of no use any more."""
+        """Raise if a member of some communicator has left by an exception."""
         for place in places:
             cause = self.end_for_cause(place)
             if cause is not None:
                 raise cause
 
     def refuse_gone(self, place: JoinedCommunicator) -> None:
-        """Raise where a member that is missed in a call has left, or its process has ended."""
+        """Raise if a member that lacks in a call has left the context, or its process has ended."""
         member = place.find_left()
         if member is None:
             return
@@ -161,20 +156,17 @@ class Waits:
         )
 
     def leave(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Leave the context; end the groups of which a member may wait for this one in a call.
-
-        What has been told in the store is told before.
-        """
+        """Leave the context, and end the groups in which a member may wait for this rank."""
         for place in places:
             place.leave()
         if any(place.uses_words for place in places):
-            time.sleep(_SEEN_S)  # one that has not seen this rank leave is seen to go on by then
+            time.sleep(_SEEN_S)  # by then members that did not see it have shown their next call
         for place in places:
             if place.is_missed() and self.end_for_cause(place) is None:
                 self._end(place, f"rank {self._world.rank} has left its join context")
 
     def _end(self, place: JoinedCommunicator, reason: str) -> None:
-        """End the group for all members: what has been started there would wait for ever."""
+        """End the group for all members, whose started calls would wait for ever."""
         if not place.channel.is_broken():
             message = {"reason": reason, "group": place.channel.group.name}
             get_registry(self._world).abort([place.label], message)
@@ -182,7 +174,7 @@ class Waits:
     def _broken(
         self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
     ) -> JoinError:
-        """The error of a group that is of no use any more, which ends for all members."""
+        """End the group for all members, and return the error that says why."""
         self._end(place, f"{summary}: {found}" if found else summary)
         where = f"rank {self._world.rank}, {place.channel.group.name}"
         return JoinError(summary, where=where, found=found, **more)

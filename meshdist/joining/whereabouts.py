@@ -1,7 +1,7 @@
-"""The notes of ranks in join contexts to each other, beside the wires: no data left, or gone.
+"""The notes by which ranks in join contexts tell each other that they have joined, or have left.
 
-Notes go through the store, under keys of this context alone; simulated ranks, which must be able to
-look without letting others run, use a table of their scheduler.
+Notes go through the store, under keys of this context alone. Simulated ranks use a table of their
+scheduler, since a rank that looks must not let others run.
 
 Calls that ranks without data cannot answer are refused here, too, on every member alike.
 """
@@ -21,61 +21,58 @@ from ..errors import JoinError, MeshdistError, StoreError
 from ..groups.channel import Channel
 from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.simulated.scheduler import find_rank_here
-from .announcements import Statement
-
-__all__ = ["TOO_LONG", "Whereabouts", "find_call", "has_source", "message_refusal"]
-
+from .statements import Statement
 
 TOO_LONG = "too long"
-"""The reason of a rank that could not say what it was about to call."""
+"""The reason of a rank whose statement did not fit into the call words."""
 
 
 class Whereabouts:
-    """Where the ranks of one join context are, as far as they have said.
+    """The notes of this rank, and of other ranks, about a join context.
 
-    The members of a main group count their contexts alike. What concerns others is found where all
-    of them have been in equally many contexts.
+    Args:
+        main: the label of the communicator of the main group.
+        members: the ranks of the main group.
     """
 
     def __init__(self, world: World, main: str, members: Sequence[int]) -> None:
         self._world = world
         self._main = main
         self._members = members
+        # The members of a main group count their contexts alike. Notes for other ranks are found
+        # where all of them have been in equally many contexts.
         self._inside = self._name(main, world.next_number(("join contexts", main)))
         self._beyond = f"join context {world.next_number('join contexts')}"
         self._refusal: JoinError | None = None
         self._say(_key_of(world.rank), json.dumps({"context": self._inside}), is_new=False)
 
     def is_ahead(self, ranks: Sequence[int], labels: Iterable[str]) -> bool:
-        """Return whether one of ``ranks`` is in a context that this rank has yet to enter.
-
-        That is the next one of a group of this rank's, one of those with ``labels``. Rank 4, whose
-        own loop is over, waits in that of the world; ranks 0 to 3, in loops of theirs, come later:
-
-            rank 0:  for x in uneven(data, pair)  |  for x in uneven(data)
-            rank 4:  for x in uneven(data)
-        """
+        """Return whether some of ``ranks`` are in a context that this rank has yet to enter."""
+        # A later context is the next of a group of this rank's, which one of the labels names. Rank
+        # 4 waits in that of the world; ranks 0 to 3, in loops of their own, come to it later:
+        #     rank 0:  for x in uneven(data, pair)  |  for x in uneven(data)
+        #     rank 4:  for x in uneven(data)
         last = self._world.last_number
         later = [self._name(label, last(("join contexts", label)) + 1) for label in labels]
         notes = filter(None, map(self._find, map(_key_of, ranks)))
         return any(note["context"] in later for note in notes)
 
     def join(self) -> None:
-        """Say that this rank has no data left."""
+        """Note that this rank has no data left."""
         for context in (self._inside, self._beyond):
             self._say(f"{context}/joined/{self._world.rank}", "")
 
     def has_joined(self, rank: int) -> bool:
-        """Return whether a rank has no data left."""
+        """Return whether a rank has noted that it has no data left."""
         context = self._inside if rank in self._members else self._beyond
         return self._find(f"{context}/joined/{rank}") is not None
 
     def refuse(self, refusal: JoinError) -> None:
-        """Keep the error of a call that cannot be answered: others are told it, if this leaves."""
+        """Keep the error of a call that cannot be answered, as the reason if this rank leaves."""
         self._refusal = refusal
 
     def reason_of(self, error: BaseException) -> str:
-        """Why this rank leaves by an exception, in words."""
+        """Return the words in which other ranks are told of this rank's exception."""
         error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:
@@ -83,13 +80,13 @@ class Whereabouts:
         return reason
 
     def leave(self, labels: Sequence[str], reason: str) -> None:
-        """Say to the members of communicators why this rank makes no call more there."""
+        """Note for the members of communicators why this rank makes no more calls there."""
         text = json.dumps({"rank": self._world.rank, "reason": reason})
         for label in labels:
             self._say(self._left(label), text)
 
     def find_left(self, label: str) -> dict[str, Any] | None:
-        """Which member has left the context by an exception, and by which: ``rank``, ``reason``."""
+        """Return ``rank`` and ``reason`` of a member that has left by an exception, or None."""
         found = self._find(self._left(label))
         return None if found is None else {**found, "rank": int(found["rank"])}
 
@@ -102,7 +99,7 @@ class Whereabouts:
         return f"{context}/left/{label}"
 
     def _say(self, key: str, text: str, *, is_new: bool = True) -> None:
-        """Let the others find a text, or the first of several; else, the last of this rank's."""
+        """Store a text under a key; with ``is_new`` the first text that any rank stores stays."""
         here = find_rank_here()
         if here is not None:
             tables = here.scheduler.tables
@@ -132,25 +129,26 @@ def _key_of(rank: int) -> str:
 _SOURCED_VERBS = frozenset(
     verb.name
     for verb in VERBS.values()
-    if any(WIRE_VERBS[one].root == "from" for one in verb.wire_verbs)
+    if any(WIRE_VERBS[name].root == "from" for name in verb.wire_verbs)
 )
-"""The public verbs whose root gives what the others take."""
+"""The public verbs whose root gives the data that the others take."""
 
 
 def has_source(call: Call) -> bool:
-    """Return whether one member gives what the others take, so that it must have data."""
+    """Return whether a call's root gives what the others take, so that it must have data."""
     return call.verb in _SOURCED_VERBS and call.root is not None
 
 
 def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -> Statement | None:
-    """Return what the members that go on say; None where all have joined; else raise JoinError.
+    """Return the statement of members that go on, None if all have joined, or raise JoinError.
 
-    With ``is_strict`` all members must have data.
+    Args:
+        is_strict: whether all members must have data.
     """
-    going = next((one for one in said if not one.has_joined), None)
+    going = next((statement for statement in said if not statement.has_joined), None)
     ranks = channel.group.ranks
     if going is None:
-        hooks = next((one.call for one in said if one.call.verb), None)
+        hooks = next((statement.call for statement in said if statement.call.verb), None)
         if hooks is not None:
             raise JoinError(
                 f"{hooks.text} is called on ranks that have joined alone",
@@ -159,7 +157,7 @@ def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -
                 fix="call in main_hook what the joinable calls in one step, in this order",
             )
         return None
-    joined = [rank for rank, one in zip(ranks, said, strict=True) if one.has_joined]
+    joined = [rank for rank, statement in zip(ranks, said, strict=True) if statement.has_joined]
     if is_strict and joined:
         me = ranks[channel.group.rank]
         raise JoinError(
@@ -185,7 +183,7 @@ def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -
 
 
 def message_refusal(channel: Channel, verb: str, tensor: Any, rank: int) -> JoinError:
-    """The error of a message that is for, or from, a rank without data."""
+    """Return the error of a message that is for, or from, a rank without data."""
     return JoinError(
         f"{get_call(verb, tensor).text}: rank {rank} has no data left",
         where=_where(channel),

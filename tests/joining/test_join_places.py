@@ -19,7 +19,7 @@ import meshdist as md
 from meshdist.bootstrap.world import get_world
 from meshdist.checking import call_words, calls, shared_words
 from meshdist.groups.communicators import get_registry
-from meshdist.joining import announcements
+from meshdist.joining import statements
 from tests.joining.uneven_programs import plans, run_plan
 from tests.load import is_within
 from tests.mpi_job import job_of
@@ -164,8 +164,8 @@ def sums_of_many_kinds(num_kinds: int) -> list[float]:
 def forget_calls() -> None:
     """Each call gets a fingerprint anew."""
     calls.calls.clear()
-    announcements.to_bytes.cache_clear()
-    announcements.from_bytes.cache_clear()
+    statements.to_bytes.cache_clear()
+    statements.from_bytes.cache_clear()
 
 
 @pytest.mark.parametrize("wire", ["simulated", "shm"])

@@ -11,7 +11,7 @@ import torch
 import meshdist as md
 from meshdist.checking.calls import GroupFacts, get_call
 from meshdist.errors import JoinError
-from meshdist.joining.announcements import Statement
+from meshdist.joining.statements import Statement
 from meshdist.joining.whereabouts import find_call, has_source, message_refusal
 
 CHANNEL: Any = SimpleNamespace(group=GroupFacts("the pair", (4, 7), 1))

@@ -11,7 +11,7 @@ import pytest
 
 import meshdist as md
 from meshdist.bootstrap.world import get_world
-from meshdist.joining.announcements import JoinedCommunicator
+from meshdist.joining.statements import JoinedCommunicator
 from meshdist.joining.waits import Waits
 from meshdist.joining.whereabouts import Whereabouts
 from tests.load import is_within

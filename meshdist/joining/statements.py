@@ -1,16 +1,16 @@
-"""The statements of members of a join context before a call: in shared words, or in a round.
+"""The statements that members of a join context make before a call: in shared words, or in rounds.
 
-A round is one small all-gather on the communicator of the call. It is noted and compared as other
+A round is a small all-gather on the communicator of the call. It is noted and compared as other
 collectives are, so that a member outside of every join context is found to disagree. Where all
-members are on one host, and see each other's call words, all that they say later in the context is
-shown there: then a member that has data need not wait for the others, except where it must know
-which ranks have joined. All members know alike which of both it is, from the rounds before:
+members are on one host, and see each other's call words, later statements of the context are shown
+there: then a member that has data need not wait for the others, except where it must know which
+ranks have joined. All members know from the rounds before whether they use words:
 
-    no words yet:  rank 0   gathers what all say, calls     rank 1, joined   gathers, answers
+    no words yet:  rank 0   gathers statements, calls       rank 1, joined   gathers, answers
     on words:      rank 0   shows its call, calls           rank 1, joined   shows, reads, answers
 
-A ``JoinedCommunicator`` says how that goes on one communicator of a join context, and whether a
-rank is needed there.
+A ``JoinedCommunicator`` exchanges statements on one communicator of a join context, and tells
+whether this rank is needed there.
 """
 
 from __future__ import annotations
@@ -32,39 +32,29 @@ from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup
 from ..wires.prepared import PreparedCall
 
-__all__ = [
-    "NAME",
-    "NEVER",
-    "NOTICE",
-    "JoinedCommunicator",
-    "Statement",
-    "from_bytes",
-    "to_bytes",
-]
-
 NAME = "Join"
 """The name of a round in the recorder and in messages."""
 NOTICE = "notice"
-"""The verb of what a joinable begins, which its owner tells."""
+"""The verb of a call by which a joinable says that it begins something, named by its owner."""
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
 _AT_ONCE = timedelta(milliseconds=1)
 NEVER = timedelta(days=3650)
-"""The timeout of waits that end as the others have no data left."""
+"""The timeout of waits that end when the others have no data left."""
 _NUM_KEPT = 1024  # programs repeat their calls
 _NOTHING = Call("", None)
 
 
 class Statement(NamedTuple):
-    """The message of one member before a call.
+    """The message of a member before a call.
 
     Args:
-        call: the call that it is about to start, or what a joinable begins, of the verb ``NOTICE``;
-            of no verb where the member brings nothing of its own.
-        sizes: how many elements go to and come from each member, where members may differ; else ().
+        call: the call that the member is about to start, or a notice of a joinable; without a verb
+            where the member has no call of its own.
+        sizes: the numbers of elements sent to and taken from each member, where members may differ.
         has_joined: whether the member has no data left.
-        is_late: of such a member: whether no other has gone on since.
+        is_late: of a member without data: whether no other has made a call since it joined.
         sees_all: in a round, whether the member sees the call words of all.
     """
 
@@ -76,7 +66,7 @@ class Statement(NamedTuple):
 
     @classmethod
     def of(cls, prepared: PreparedCall, owner: str = "") -> Statement:
-        """That of a call, as ``Channel.enter`` is given it, and its owner."""
+        """Return the statement of a prepared call and of its owner."""
         asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, prepared.title
         sent, taken = prepared.sizes or ((), ())
         call = get_call(*asked, bool(sent), owner=owner)
@@ -85,7 +75,7 @@ class Statement(NamedTuple):
 
 @lru_cache(maxsize=_NUM_KEPT)
 def to_bytes(statement: Statement) -> bytes:
-    """The bytes that travel; the inverse of ``from_bytes``."""
+    """Return a statement as the bytes that travel; the inverse of ``from_bytes``."""
     call, sizes, *flags = statement
     bits = map(int, flags)  # shorter than words
     return json.dumps([to_fields(call), sizes, *bits], separators=(",", ":")).encode()
@@ -93,29 +83,29 @@ def to_bytes(statement: Statement) -> bytes:
 
 @lru_cache(maxsize=_NUM_KEPT)
 def from_bytes(data: bytes) -> Statement:
-    """The statement that was made; the inverse of ``to_bytes``."""
+    """Return the statement of which ``to_bytes`` made these bytes."""
     fields, sizes, *flags = json.loads(data)
     return Statement(from_fields(*fields), tuple(map(tuple, sizes)), *map(bool, flags))
 
 
 @dataclass(eq=False)
 class JoinedCommunicator:
-    """One communicator on which this rank may be needed, with one group that uses it."""
+    """A communicator, and a group that uses it, on which this rank may have to answer calls."""
 
     group: ProcessGroup
     channel: Channel
     words: CallWords | None = field(default=None, init=False)
-    """This member's, where it has some."""
+    """This member's call words, where the wire has some."""
     begun: Statement | None = field(default=None, init=False)
-    """Of this member, as long as it waits for the others'."""
+    """The statement of this member, while it waits for those of the others."""
     is_over: bool = field(default=False, init=False)
-    """Return whether all members have joined."""
+    """Whether all members have joined."""
     uses_words: bool = field(default=False, init=False)
     """Whether all members see what the others show in shared words; the same on all of them."""
     is_ahead: bool = field(default=False, init=False)
-    """Whether a member is in a context that this rank has yet to enter, and waits for that."""
+    """Whether a member waits in a later context, which this rank has yet to enter."""
     is_settled: bool = field(default=True, init=False)
-    """Return whether this rank has made the calls of all that it has said."""
+    """Whether this rank has made all calls that it has stated."""
     _gather: PreparedCall | None = field(default=None, init=False)
     """The round that is under way."""
 
@@ -130,28 +120,28 @@ class JoinedCommunicator:
 
     @property
     def label(self) -> str:
-        """Of the communicator, equal on all members."""
+        """Return the name of the communicator in stores, equal on all members."""
         return self.channel.opened.label
 
     def is_held(self) -> bool:
-        """Return whether a call of this rank waits for what the others say."""
+        """Return whether a call of this rank waits for the others' statements."""
         return self.begun is not None and bool(self.begun.call.verb)
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- statements -------------------------------------------------------------------------------
 
     def has_room(self, mine: Statement) -> bool:
-        """Return whether ``mine`` can be said now, over nothing that a member has yet to read."""
+        """Return whether ``mine`` can be shown now without overwriting words still to be read."""
         return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
 
     def timeout_of(self, mine: Statement) -> timedelta:
-        """How long the others may take to say theirs; no limit where this rank calls nothing."""
+        """Return the time for the others' statements; no limit where this rank calls nothing."""
         return self.channel.timeout if mine.call.verb else NEVER
 
     def say(self, mine: Statement) -> None:
-        """Say ``mine`` to all members, where there is room for it.
+        """Show ``mine`` in this member's words, or start a round with it.
 
         Raises:
-            StatementTooLong: there never is.
+            StatementTooLong: it fits into no words.
         """
         self.is_settled, words = False, self.words
         if self.uses_words and words is not None:
@@ -166,35 +156,31 @@ class JoinedCommunicator:
         self.begun = mine
 
     def is_in_round(self) -> bool:
-        """Return whether a round is under way, which fails as members end."""
+        """Return whether a round is under way, in which the wire sees members end."""
         return self._gather is not None
 
     def is_ready(self) -> bool:
-        """Return whether all have said theirs, or this has failed."""
+        """Return whether the statements of all members have come, or the round has failed."""
         if self._gather is not None:
             return self._gather.operation.is_ready()
         return self.words is not None and self.words.find_all() is not None
 
     def is_due(self) -> bool:
-        """Return whether it is ready, or a member that is missed in it has left."""
+        """Return whether all statements have come, or a member that lacks has left."""
         return self.is_ready() or self.find_left() is not None
 
     def read(self) -> list[Statement]:
-        """Return what each member has said, in group order, once it is ready.
-
-        Raises:
-            CollectiveTimeoutError: some have not. Others: as the group explains.
-        """
+        """Return the statements of all members in group order, or raise if some have not come."""
         assert self.begun is not None
         rows = self.words.find_all() if self.words and not self._gather else self._gathered()
         if rows is None:
             raise self.not_begun(self.begun)
         said = list(map(from_bytes, rows))
-        self.uses_words = self.uses_words or all(one.sees_all for one in said)
+        self.uses_words = self.uses_words or all(statement.sees_all for statement in said)
         return said
 
     def end(self) -> None:
-        """Wait no more for what the others say."""
+        """Wait no more for the others' statements."""
         self.begun = self._gather = None
 
     def _gathered(self) -> list[bytes]:
@@ -203,13 +189,14 @@ class JoinedCommunicator:
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         rows = [row[_HEAD_BYTES:] for row in rows]
         longest = max(sizes)
-        if longest > _NUM_BYTES - _HEAD_BYTES:  # all have come, and know that they do not fit
+        # A statement that does not fit is sent by a second round, which all members then start.
+        if longest > _NUM_BYTES - _HEAD_BYTES:
             timeout = self.timeout_of(self.begun)
             rows = self._rows(self._start(to_bytes(self.begun), longest, timeout), timeout)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _start(self, data: bytes, num_bytes: int, timeout: timedelta) -> PreparedCall:
-        """Start to gather ``data`` of all members, ``num_bytes`` of each."""
+        """Start a round that gathers ``num_bytes`` of each member, here those of ``data``."""
         channel = self.channel
         padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
@@ -228,45 +215,39 @@ class JoinedCommunicator:
     # -- where it is needed -----------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Return whether members may call there still."""
+        """Return whether members may still make calls on the communicator."""
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
     def is_awaited(self) -> bool:
-        """Return whether a member has come to a call in a context after this member's last one.
-
-        A call outside of contexts is told from these by words, or by the wire if it can.
-        """
+        """Return whether a member waits, in a context, at a call behind this member's last call."""
+        # Words show calls in contexts alone. A wire may not tell them from calls outside.
         if self.words is None or not self.words.reaches_all():
             return self.channel.is_awaited(NAME)
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:
-        """Return whether a member may be at a call that this one, which has left, does not make."""
+        """Return whether a member may wait at a call that this leaving member never makes."""
         return not self.is_settled or (self.uses_words and self.is_awaited())
 
     def find_left(self) -> int | None:
-        """A member that has left the context, where it is seen."""
+        """Return a member that has left the context, or None; seen in call words alone."""
         return self.words.find_left() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:
-        """A member that will make no announcement more, since its process has ended.
-
-        Raises:
-            StoreError: the store, which is asked, is lost.
-        """
+        """Return a member whose process has ended, by the store, or None."""
         ranks, mine = self.channel.group.ranks, self.group.world.rank
         others = [rank for rank in ranks if rank != mine]
         gone = get_registry(self.group.world).endings.find_all(others)
         return min(map(ranks.index, gone), default=None)
 
     def leave(self) -> None:
-        """This member makes no call more in the context."""
+        """Show in the call words that this member makes no more calls in the context."""
         if self.words is not None:
             self.words.leave(self.words.number - (not self.is_settled))
 
     def not_begun(self, mine: Statement) -> CollectiveTimeoutError:
-        """The error of members that have not come to a call, or that are far behind it."""
+        """Return the error of a timeout: members that did not come to the call of ``mine``."""
         group, silent = self.channel.group, self.words.find_silent() if self.words else []
         return CollectiveTimeoutError(
             f"{mine.call.text} on {group.name} was not begun by all ranks within "

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 import meshdist as md
 from meshdist.checking.calls import Call, get_call
 from meshdist.groups.channel import Channel
-from meshdist.joining.announcements import JoinedCommunicator, Statement, from_bytes, to_bytes
+from meshdist.joining.statements import JoinedCommunicator, Statement, from_bytes, to_bytes
 from meshdist.wires.prepared import PreparedCall
 from tests.pool import Pool
 
