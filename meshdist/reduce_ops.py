@@ -293,7 +293,7 @@ class _OldSpelling:
         return members if name == "__members__" else members[name]
 
     def __repr__(self) -> str:
-        return "meshdist.reduce_op"
+        return "meshdist.distributed.reduce_op"
 
 
 reduce_op = _OldSpelling()

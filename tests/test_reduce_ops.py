@@ -260,6 +260,6 @@ def test_the_old_spelling_warns() -> None:
         assert md.reduce_op.__members__["SUM"] is md.ReduceOp.SUM
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert repr(md.reduce_op) == "meshdist.reduce_op"
+        assert repr(md.reduce_op) == "meshdist.distributed.reduce_op"
         with pytest.raises(AttributeError, match="reduce_op has no reduction 'MEAN'"):
             _ = md.reduce_op.MEAN

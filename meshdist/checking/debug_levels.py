@@ -82,7 +82,7 @@ def set_debug_level(arg0: DebugLevel) -> None:
             f"{arg0!r} is not a debug level",
             expected="DebugLevel.OFF, DebugLevel.INFO or DebugLevel.DETAIL",
             found=type(arg0).__name__,
-            fix="pass for example meshdist.DebugLevel.DETAIL",
+            fix="pass for example meshdist.distributed.DebugLevel.DETAIL",
         )
     torch.distributed.set_debug_level(arg0)
     _follow()

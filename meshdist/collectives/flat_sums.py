@@ -129,8 +129,9 @@ def reduce_together(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     return reduce_together([torch.ones(1), torch.ones(2)], md.group.WORLD)
+        ...     return reduce_together([torch.ones(1), torch.ones(2)], dist.group.WORLD)
         >>> md.simulate(program, 2)[0]
         [tensor([2.]), tensor([2., 2.])]
     """

@@ -46,10 +46,11 @@ def all_gather(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mine = torch.full((md.get_rank() + 1,), md.get_rank())
         ...     parts = [torch.empty(n + 1, dtype=torch.int64) for n in range(2)]
-        ...     md.all_gather(parts, mine)
+        ...     dist.all_gather(parts, mine)
         ...     return [part.tolist() for part in parts]
         >>> md.simulate(program, 2)
         [[[0], [1, 1]], [[0], [1, 1]]]
@@ -84,10 +85,11 @@ def gather(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     is_root = md.get_rank() == 0
         ...     parts = [torch.empty(2) for _ in range(2)] if is_root else None
-        ...     md.gather(torch.ones(2) + md.get_rank(), parts, dst=0)
+        ...     dist.gather(torch.ones(2) + md.get_rank(), parts, dst=0)
         ...     return [part.tolist() for part in parts or []]
         >>> md.simulate(program, 2)
         [[[1.0, 1.0], [2.0, 2.0]], []]
@@ -123,10 +125,11 @@ def scatter(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     parts = [torch.ones(2), torch.full((2,), 5.0)] if md.get_rank() == 0 else None
         ...     x = torch.empty(2)
-        ...     md.scatter(x, parts, src=0)
+        ...     dist.scatter(x, parts, src=0)
         ...     return x.tolist()
         >>> md.simulate(program, 2)
         [[1.0, 1.0], [5.0, 5.0]]
@@ -160,9 +163,10 @@ def reduce_scatter(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     out = torch.empty(md.get_rank() + 1)
-        ...     md.reduce_scatter(out, [torch.ones(1), torch.full((2,), 2.0)])
+        ...     dist.reduce_scatter(out, [torch.ones(1), torch.full((2,), 2.0)])
         ...     return out.tolist()
         >>> md.simulate(program, 2)
         [[2.0], [4.0, 4.0]]
@@ -193,10 +197,11 @@ def all_to_all(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     inputs = list((torch.arange(2) + 2 * md.get_rank()).split(1))
         ...     outputs = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
-        ...     md.all_to_all(outputs, inputs)
+        ...     dist.all_to_all(outputs, inputs)
         ...     return torch.cat(outputs).tolist()
         >>> md.simulate(program, 2)
         [[0, 2], [1, 3]]

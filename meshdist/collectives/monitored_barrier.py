@@ -65,12 +65,13 @@ def monitored_barrier(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     if md.get_rank() != 1:
-        ...         md.monitored_barrier()
+        ...         dist.monitored_barrier()
         >>> try:
         ...     md.simulate(program, 2)
-        ... except md.DeadlockError as error:
+        ... except md.errors.DeadlockError as error:
         ...     print(error.found)
         rank 0: waits in monitored_barrier on the world, called at ...: Rank 1 failed to pass \
 monitoredBarrier

@@ -67,9 +67,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     found = [None] * md.get_world_size()
-        ...     md.all_gather_object(found, {"rank": md.get_rank()})
+        ...     dist.all_gather_object(found, {"rank": md.get_rank()})
         ...     return found
         >>> md.simulate(program, 2)[0]
         [{'rank': 0}, {'rank': 1}]
@@ -110,9 +111,10 @@ def gather_object(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     found = [None, None] if md.get_rank() == 0 else None
-        ...     md.gather_object("ab"[md.get_rank()], found, dst=0)
+        ...     dist.gather_object("ab"[md.get_rank()], found, dst=0)
         ...     return found
         >>> md.simulate(program, 2)
         [['a', 'b'], None]
@@ -160,9 +162,10 @@ def broadcast_object_list(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     objects = ["foo", 12, {1: 2}] if md.get_rank() == 0 else [None, None, None]
-        ...     md.broadcast_object_list(objects, src=0)
+        ...     dist.broadcast_object_list(objects, src=0)
         ...     return objects
         >>> md.simulate(program, 2)[1]
         ['foo', 12, {1: 2}]
@@ -202,9 +205,10 @@ def scatter_object_list(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mine = [None]
-        ...     md.scatter_object_list(mine, ["a", "b"] if md.get_rank() == 0 else None, src=0)
+        ...     dist.scatter_object_list(mine, ["a", "b"] if md.get_rank() == 0 else None, src=0)
         ...     return mine
         >>> md.simulate(program, 2)
         [['a'], ['b']]
@@ -254,11 +258,12 @@ def send_object_list(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     if md.get_rank() == 0:
-        ...         return md.send_object_list(["foo", 12], dst=1)
+        ...         return dist.send_object_list(["foo", 12], dst=1)
         ...     objects = [None, None]
-        ...     return md.recv_object_list(objects, src=0), objects
+        ...     return dist.recv_object_list(objects, src=0), objects
         >>> md.simulate(program, 2)[1]
         (0, ['foo', 12])
     """

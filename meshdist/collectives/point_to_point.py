@@ -169,8 +169,9 @@ class P2POp:
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     return md.P2POp(md.isend, torch.ones(2), 1)
+        ...     return dist.P2POp(dist.isend, torch.ones(2), 1)
         >>> md.simulate(program, 2)[0]
         P2POp(isend, (2,) float32, group_src=0, group_dst=1, group=the world, tag=0)
     """
@@ -187,7 +188,7 @@ class P2POp:
         if op is not isend and op is not irecv:
             raise ArgumentError(
                 "P2POp takes isend or irecv alone",
-                expected="meshdist.isend or meshdist.irecv",
+                expected="meshdist.distributed.isend or meshdist.distributed.irecv",
                 found=f"{getattr(op, '__module__', '?')}.{getattr(op, '__qualname__', repr(op))}",
             )
         as_tensor(self.tensor, argument="tensor", verb="P2POp", writable=op is irecv)
@@ -224,14 +225,15 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     rank, size = md.get_rank(), md.get_world_size()
         ...     x = torch.empty(2)
         ...     operations = [
-        ...         md.P2POp(md.irecv, x, (rank - 1) % size),
-        ...         md.P2POp(md.isend, torch.arange(2.0) + 2 * rank, (rank + 1) % size),
+        ...         dist.P2POp(dist.irecv, x, (rank - 1) % size),
+        ...         dist.P2POp(dist.isend, torch.arange(2.0) + 2 * rank, (rank + 1) % size),
         ...     ]
-        ...     for work in md.batch_isend_irecv(operations):
+        ...     for work in dist.batch_isend_irecv(operations):
         ...         work.wait()
         ...     return x.tolist()
         >>> md.simulate(program, 2)

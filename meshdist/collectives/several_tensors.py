@@ -60,9 +60,10 @@ def all_reduce_coalesced(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     x, y = torch.ones(1), torch.full((2,), md.get_rank())
-        ...     md.all_reduce_coalesced([x, y])
+        ...     dist.all_reduce_coalesced([x, y])
         ...     return x.tolist(), y.tolist()
         >>> md.simulate(program, 2)
         [([2.0], [1, 1]), ([2.0], [1, 1])]
@@ -92,10 +93,11 @@ def all_gather_coalesced(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mine = [torch.full((1,), md.get_rank()), torch.full((2,), md.get_rank())]
         ...     lists = [[torch.empty_like(x) for x in mine] for _ in range(2)]
-        ...     md.all_gather_coalesced(lists, mine)
+        ...     dist.all_gather_coalesced(lists, mine)
         ...     return [[x.tolist() for x in each] for each in lists]
         >>> md.simulate(program, 2)
         [[[[0], [0, 0]], [[1], [1, 1]]], [[[0], [0, 0]], [[1], [1, 1]]]]
@@ -134,9 +136,10 @@ def broadcast_multigpu(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     tensors = [torch.full((2,), 10 * md.get_rank() + place) for place in range(2)]
-        ...     md.broadcast_multigpu(tensors, src=1, src_tensor=1)
+        ...     dist.broadcast_multigpu(tensors, src=1, src_tensor=1)
         ...     return [x.tolist() for x in tensors]
         >>> md.simulate(program, 2)
         [[[11, 11], [11, 11]], [[11, 11], [11, 11]]]
@@ -175,9 +178,10 @@ def all_reduce_multigpu(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     tensors = [torch.ones(1) for _ in range(8)]
-        ...     md.all_reduce_multigpu(tensors)
+        ...     dist.all_reduce_multigpu(tensors)
         ...     return [x.item() for x in tensors]
         >>> md.simulate(program, 2)[1]
         [16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
@@ -212,9 +216,10 @@ def reduce_multigpu(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     tensors = [torch.ones(1), torch.full((1,), 2.0)]
-        ...     md.reduce_multigpu(tensors, dst=0, dst_tensor=1)
+        ...     dist.reduce_multigpu(tensors, dst=0, dst_tensor=1)
         ...     return [x.item() for x in tensors]
         >>> md.simulate(program, 2)
         [[1.0, 6.0], [1.0, 2.0]]
@@ -250,10 +255,11 @@ def all_gather_multigpu(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mine = [torch.full((1,), 10 * md.get_rank() + place) for place in range(2)]
         ...     lists = [[torch.empty(1, dtype=torch.int64) for _ in range(4)] for _ in mine]
-        ...     md.all_gather_multigpu(lists, mine)
+        ...     dist.all_gather_multigpu(lists, mine)
         ...     return [[x.item() for x in each] for each in lists]
         >>> md.simulate(program, 2)[0]
         [[0, 1, 10, 11], [0, 1, 10, 11]]

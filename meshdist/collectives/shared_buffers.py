@@ -46,8 +46,9 @@ def shared_empty(
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     x = md.shared_empty((2, 3)).fill_(1.0)
+        ...     x = dist.shared_empty((2, 3)).fill_(1.0)
         ...     md.all_reduce(x)
         ...     return x.sum().item()
         >>> md.simulate(program, 2)

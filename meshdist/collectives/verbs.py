@@ -131,9 +131,10 @@ def reduce(
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     x = torch.full((2,), md.get_rank() + 1)
-        ...     md.reduce(x, dst=0)
+        ...     dist.reduce(x, dst=0)
         ...     return x.tolist()
         >>> md.simulate(program, 3)
         [[6, 6], [2, 2], [3, 3]]

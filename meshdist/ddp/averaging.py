@@ -90,8 +90,9 @@ class PeriodicModelAverager(ModelAverager):
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     averager = md.PeriodicModelAverager(period=2)
+        ...     averager = dist.PeriodicModelAverager(period=2)
         ...     weight = torch.nn.Parameter(torch.zeros(1))
         ...     seen = []
         ...     for _ in range(4):
@@ -146,9 +147,10 @@ class HierarchicalModelAverager(ModelAverager):
 
     Example:
         >>> import meshdist as md
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "dp"))
-        ...     averager = md.HierarchicalModelAverager({"dp": 2, "host": 8}, process_group=mesh)
+        ...     averager = dist.HierarchicalModelAverager({"dp": 2, "host": 8}, process_group=mesh)
         ...     return [group.ranks for group in averager.period_process_group_dict.values()]
         >>> md.simulate(program, (2, 2))[3]
         [(2, 3), (0, 1, 2, 3)]
@@ -339,10 +341,11 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     weight = torch.nn.Parameter(torch.zeros(1))
-        ...     optimizer = md.PostLocalSGDOptimizer(
-        ...         torch.optim.SGD([weight], lr=1.0), md.PeriodicModelAverager(period=3)
+        ...     optimizer = dist.PostLocalSGDOptimizer(
+        ...         torch.optim.SGD([weight], lr=1.0), dist.PeriodicModelAverager(period=3)
         ...     )
         ...     for _ in range(4):  # averages in the first step and the fourth
         ...         (weight * (1.0 + md.get_rank())).backward()

@@ -367,7 +367,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         Args:
             state: what the hook is given first; None stands for the group of this wrapper.
             hook: takes a ``GradBucket`` and returns a torch Future of the averaged tensor: one of
-                ``meshdist.comm_hooks``, one of torch's, or the program's own.
+                ``meshdist.distributed.comm_hooks``, one of torch's, or the program's own.
 
         Raises:
             KindError, ArgumentError: the hook does not fit, is not the first, or a backward has

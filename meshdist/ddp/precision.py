@@ -47,8 +47,9 @@ class MixedPrecision:
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     precision = md.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+        ...     precision = dist.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
         ...     model = md.DDP(torch.nn.Linear(1, 1), mixed_precision=precision)
         ...     out = model(torch.ones(1, 1))
         ...     out.sum().backward()
@@ -70,7 +71,7 @@ def check_precision(config: object) -> None:
             raise KindError(
                 f"mixed_precision is {config!r}",
                 expected=f"a floating-point dtype, or None, as its {name}",
-                fix="pass for example md.MixedPrecision(param_dtype=torch.bfloat16)",
+                fix="pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
             )
 
 

@@ -128,8 +128,9 @@ class Reports:
             "schedule that adds up the weights' gradients apart, as InterleavedZeroBubble, "
             "ZBVZeroBubble, DualPipeV",
             fix="by hand, pass what the wrapped forward returned, as it is; under such a schedule "
-            "leave the stage bare: behind schedule.step() call md.all_reduce_coalesced(gradients, "
-            "md.ReduceOp.AVG, mesh['dp']); or take torch's fully_shard",
+            "leave the stage bare: behind schedule.step() call "
+            "md.distributed.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); "
+            "or take torch's fully_shard",
         )
 
     def unfinished(self) -> GradientError:
@@ -220,7 +221,7 @@ class Reports:
         return self._argument_error(
             f"a communication hook cannot be used with {other}",
             expected=f"a hook, or {other}",
-            fix="cast the buckets in the hook: md.comm_hooks.bf16_compress_hook"
+            fix="cast the buckets in the hook: md.distributed.comm_hooks.bf16_compress_hook"
             if other == "mixed_precision"
             else "step outside of the backward",
         )

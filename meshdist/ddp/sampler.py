@@ -37,7 +37,7 @@ class DistributedSampler(data.DistributedSampler[T]):
         dataset: what is sampled; of equal length on every rank.
         num_replicas: an axis, ``mesh["dp"]``; several together, ``mesh["dp", "cp"]``; a
             ProcessGroup; a number, as torch; or None for the world, which warns once where an open
-            mesh has several axes: ``md.group.WORLD`` says that all ranks are meant.
+            mesh has several axes: ``md.distributed.group.WORLD`` says that all ranks are meant.
         rank: with a number: which share; None for this rank in the world.
         shuffle: whether samples come in random order.
         seed: of the order, equal on every rank.
@@ -193,7 +193,7 @@ class DistributedSampler(data.DistributedSampler[T]):
                     f"each of {world.size} ranks reads samples of its own, while DeviceMesh("
                     f"{mesh.layout.axis_text()}) has several axes: name the axis that splits data, "
                     f"DistributedSampler(data, {f'mesh[{axis!r}]' if axis else 'mesh.get_group(0)'}"
-                    "), or say that all do, DistributedSampler(data, md.group.WORLD)"
+                    "), or say that all do, DistributedSampler(data, md.distributed.group.WORLD)"
                 )
                 return
 

@@ -72,8 +72,9 @@ class SyncBatchNorm(_BatchNorm):
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
-        ...     norm = md.SyncBatchNorm(1, affine=False)
+        ...     norm = dist.SyncBatchNorm(1, affine=False)
         ...     return norm(torch.tensor([[0.0], [0.0]]) + 2 * md.get_rank()).flatten().round()
         >>> md.simulate(program, 2)
         [tensor([-1., -1.]), tensor([1., 1.])]
@@ -149,8 +150,9 @@ class SyncBatchNorm(_BatchNorm):
 
         Example:
             >>> import meshdist as md
+            >>> import meshdist.distributed as dist
             >>> net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
-            >>> [type(layer).__name__ for layer in md.SyncBatchNorm.convert_sync_batchnorm(net)]
+            >>> [type(layer).__name__ for layer in dist.SyncBatchNorm.convert_sync_batchnorm(net)]
             ['Linear', 'SyncBatchNorm']
         """
         if not isinstance(module, nn.Module):

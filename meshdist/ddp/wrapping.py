@@ -210,7 +210,8 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 f"{name or 'the module'} is torch's SyncBatchNorm, which sees no ranks but those "
                 "of torch's world",
                 expected="meshdist's SyncBatchNorm",
-                fix="convert with md.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
+                fix="convert with "
+                "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
             )
     for name, parameter in module.named_parameters():
         if name in ignored:

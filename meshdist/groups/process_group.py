@@ -503,7 +503,7 @@ def _instead_of(group: object) -> str | None:
     if all(isinstance(name, str) for name in names):
         return f"name the axis on its mesh: group=mesh[{group!r}]"
     if isinstance(group, TorchGroup):
-        return "make ours of the same ranks: meshdist.new_group(ranks)"
+        return "make ours of the same ranks: meshdist.distributed.new_group(ranks)"
     if type(group).__module__ == "torch.distributed.device_mesh":
         return "make ours of it: DeviceMesh.from_torch(mesh)"
     return None

@@ -324,10 +324,11 @@ class Join:
 
     Example:
         >>> import meshdist as md, torch
+        >>> import meshdist.distributed as dist
         >>> def program():
         ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         ...     model = md.DDP(torch.nn.Linear(1, 1, bias=False), device_mesh=mesh["dp"])
-        ...     with md.Join([model]):
+        ...     with dist.Join([model]):
         ...         for _ in range(1 + md.get_rank()):  # rank 1 has one step more
         ...             model.zero_grad()
         ...             model(torch.ones(1, 1)).sum().backward()

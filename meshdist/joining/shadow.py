@@ -171,7 +171,7 @@ class Shadow(CallGuard):
                 where=f"rank {self.group.world.rank}, {self.group.name}",
                 expected="a loop inside Join([model, optimizer])",
                 found="a step that sends by torch's group, where no rank without data answers",
-                fix="write `with md.Join([model, optimizer]):` around the loop",
+                fix="write `with md.distributed.Join([model, optimizer]):` around the loop",
             )
 
     # -- ranks that have data ---------------------------------------------------------------------

@@ -64,7 +64,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         ...     md.assert_equal(state, "dp", mesh=mesh)
         ...     try:
         ...         md.assert_equal(state, "tp", mesh=mesh)
-        ...     except md.UnequalError as error:
+        ...     except md.errors.UnequalError as error:
         ...         return error.found
         >>> print(md.simulate(program, 4)[0])
         tree['scale'], shape (), int64: rank 1 differs from rank 0, by up to 1 of its largest value

@@ -136,9 +136,11 @@ def refused() -> list[str]:
 def test_what_is_no_batch_is_refused(on_ranks) -> None:
     for found in on_ranks(refused, 2):
         assert found == [
-            "P2POp takes isend or irecv alone\n  expected: meshdist.isend or meshdist.irecv\n"
+            "P2POp takes isend or irecv alone\n"
+            "  expected: meshdist.distributed.isend or meshdist.distributed.irecv\n"
             "  found:    torch.distributed.distributed_c10d.isend",
-            "P2POp takes isend or irecv alone\n  expected: meshdist.isend or meshdist.irecv\n"
+            "P2POp takes isend or irecv alone\n"
+            "  expected: meshdist.distributed.isend or meshdist.distributed.irecv\n"
             "  found:    meshdist.collectives.point_to_point.send",
             "P2POp needs peer or group_peer\n  fix:      name the global rank: peer=0, or the "
             "rank in the group: group_peer=0",

@@ -435,7 +435,7 @@ REFUSED = [
     (
         lambda: md.all_reduce(X, group=torch.distributed.ProcessGroup(0, 1)),
         TypeError,
-        "make ours of the same ranks: meshdist.new_group(ranks)",
+        "make ours of the same ranks: meshdist.distributed.new_group(ranks)",
     ),
     (lambda: md.broadcast(X), ValueError, "broadcast needs src or group_src"),
     (lambda: md.broadcast(X, src=0, group_src=0), ValueError, "both src and group_src"),

@@ -171,7 +171,7 @@ REFUSED: list[tuple[Callable[[Two], dict[str, Any]], type[Exception], str]] = [
         lambda _: {"mixed_precision": md.MixedPrecision(reduce_dtype=torch.int32)},
         KindError,
         "a floating-point dtype, or None, as its reduce_dtype\n"
-        "  fix:      pass for example md.MixedPrecision(param_dtype=torch.bfloat16)",
+        "  fix:      pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)",
     ),
 ]
 

@@ -78,7 +78,7 @@ def largest_error(name: str, wrapping: str) -> float:
         schedule.step(*given, **({"target": y[dp::2]} if num_stages - 1 in mine else {}))
         gradients = [p.grad for one in layers.values() for p in one.parameters()]
         if wrapping == "bare":
-            md.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh["dp"])
+            md.distributed.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh["dp"])
         expected = [p.grad for index in layers for p in whole[index].parameters()]
         for one, other in zip(gradients, expected, strict=True):
             full = one.full_tensor() if wrapping == "fully_shard" else one
@@ -126,8 +126,8 @@ def test_a_schedule_that_splits_backwards_is_refused_and_the_way_out_works(pool:
             "ZBVZeroBubble, DualPipeV\n"
             "  fix:      by hand, pass what the wrapped forward returned, as it is; under such a "
             "schedule leave the stage bare: behind schedule.step() call "
-            "md.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); or take torch's "
-            "fully_shard"
+            "md.distributed.all_reduce_coalesced(gradients, md.ReduceOp.AVG, mesh['dp']); or take "
+            "torch's fully_shard"
         )
 
 

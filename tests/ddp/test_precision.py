@@ -330,6 +330,7 @@ def test_what_is_no_configuration_is_refused(config: Any, text: str) -> None:
     with pytest.raises(KindError) as error:
         md.simulate(program, 1)
     assert text in str(error.value)
-    assert "  fix:      pass for example md.MixedPrecision(param_dtype=torch.bfloat16)" in str(
-        error.value
+    assert (
+        "  fix:      pass for example md.distributed.MixedPrecision(param_dtype=torch.bfloat16)"
+        in str(error.value)
     )

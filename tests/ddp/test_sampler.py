@@ -397,7 +397,7 @@ def warned_of(program: Any, num_ranks: Any) -> list[str]:
 LACKS_AXIS = (
     "each of 4 ranks reads samples of its own, while DeviceMesh(dp=2, tp=2) has several axes: name "
     "the axis that splits data, DistributedSampler(data, mesh['dp']), or say that all do, "
-    "DistributedSampler(data, md.group.WORLD)"
+    "DistributedSampler(data, md.distributed.group.WORLD)"
 )
 
 

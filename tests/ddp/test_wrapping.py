@@ -242,7 +242,8 @@ REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], st
         KindError,
         "1 is torch's SyncBatchNorm, which sees no ranks but those of torch's world\n"
         "  expected: meshdist's SyncBatchNorm\n"
-        "  fix:      convert with md.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
+        "  fix:      convert with "
+        "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
     ),
     (
         nn.ReLU,

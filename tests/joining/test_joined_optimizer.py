@@ -133,7 +133,7 @@ def test_a_context_that_does_not_know_the_optimizer_refuses_its_step(pool: Pool)
             f"  where:    rank {rank}, axis 'dp' of DeviceMesh(dp=2)\n"
             "  expected: a loop inside Join([model, optimizer])\n"
             "  found:    a step that sends by torch's group, where no rank without data answers\n"
-            "  fix:      write `with md.Join([model, optimizer]):` around the loop"
+            "  fix:      write `with md.distributed.Join([model, optimizer]):` around the loop"
         )
         assert other.startswith(unknown.splitlines()[0])
         assert closure == (

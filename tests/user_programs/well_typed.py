@@ -10,7 +10,10 @@ import torch
 from typing_extensions import assert_type
 
 import meshdist as md
+import meshdist.distributed as dist
 from meshdist import lax
+from meshdist.distributed import DistributedSampler
+from meshdist.errors import ShapeError
 
 
 class Moments(NamedTuple):
@@ -63,3 +66,15 @@ def in_place(x: torch.Tensor, array: npt.NDArray[np.float32], parts: list[torch.
     assert_type(md.get_rank(mesh["tp"]) + md.get_world_size(mesh.get_group("dp")), int)
     md.DDP(torch.nn.Linear(2, 2), process_group=mesh["dp"])
     md.SyncBatchNorm(2, process_group=mesh["dp"])
+
+
+def doors(x: torch.Tensor) -> None:
+    assert_type(dist.get_rank(), int)
+    assert_type(md.distributed.DeviceMesh("cpu", [0]), md.DeviceMesh)
+    assert_type(dist.DistributedDataParallel(torch.nn.Linear(2, 2)), md.DDP)
+    DistributedSampler(torch.utils.data.TensorDataset(x), dist.group.WORLD)
+    dist.all_reduce(x, dist.ReduceOp.MAX, dist.group.WORLD)
+    try:
+        md.broadcast(x, 0)
+    except (md.ArgumentError, md.errors.AgreementError, md.AbortedError, ShapeError) as error:
+        print(error.fix)

@@ -39,3 +39,8 @@ def in_place(x: torch.Tensor, theirs: dist.ProcessGroup) -> None:
     md.get_rank("tp")  # wrong: as in all_reduce
     md.uneven([x], "tp")  # wrong: as in all_reduce
     md.DDP(torch.nn.Linear(2, 2), process_group="dp")  # wrong: as in all_reduce
+
+
+def doors() -> None:
+    md.distributed.simulate(print, 2)  # wrong: ours stand on top
+    md.find_current_mesh()  # wrong: it is get_current_mesh

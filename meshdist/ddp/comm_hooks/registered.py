@@ -121,8 +121,8 @@ class RegisteredHook:
                 where=f"rank {group.world.rank}",
                 expected=f"a {_WANT_A_STATE[self.name]}",
                 found="None",
-                fix=f"pass md.comm_hooks.{_WANT_A_STATE[self.name]}(None, ...), whose group None "
-                "is that of the wrapper",
+                fix=f"pass md.distributed.comm_hooks.{_WANT_A_STATE[self.name]}(None, ...), "
+                "whose group None is that of the wrapper",
             )
         self.group = group
         self._hook = ours_for(hook, state)
@@ -284,8 +284,8 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
                 where=where,
                 expected=_SIGNATURE,
                 found=inspect.formatannotation(parameter.annotation),
-                fix="annotate it as meshdist.GradBucket or torch.distributed.GradBucket, or leave "
-                "it without",
+                fix="annotate it as meshdist.distributed.GradBucket or "
+                "torch.distributed.GradBucket, or leave it without",
             )
     if not _is_future(signature.return_annotation):
         raise ArgumentError(

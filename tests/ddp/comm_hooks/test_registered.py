@@ -260,8 +260,8 @@ SIGNATURE = "hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tenso
                 "  where:    rank 0",
                 f"  expected: {SIGNATURE}",
                 "  found:    int",
-                "  fix:      annotate it as meshdist.GradBucket or torch.distributed.GradBucket, "
-                "or leave it without",
+                "  fix:      annotate it as meshdist.distributed.GradBucket or "
+                "torch.distributed.GradBucket, or leave it without",
             ],
         ),
         (
