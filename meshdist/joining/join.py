@@ -39,6 +39,8 @@ from ..wires.work import Work
 from .shadow import Joinables, Shadow, find_shadow
 from .statements import NOTICE
 
+__all__ = ["Join", "JoinHook", "Joinable", "uneven"]
+
 
 class JoinHook:
     """A joinable's part on a rank that has no data left. Both methods do nothing here."""
