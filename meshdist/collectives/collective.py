@@ -53,7 +53,7 @@ class VerbCall(PreparedCall):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the wire tensor of an array that the verb reads, or ``writes``."""
+        """Return the tensor that travels for an array argument, and note what the verb writes."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         is_plain = is_plain and (x.data_ptr() or not x.numel())
@@ -98,7 +98,7 @@ class Collective(VerbCall):
         *,
         writes: bool = False,
     ) -> list[torch.Tensor]:
-        """Return the wire tensors of a list with an array like ``like`` per member.
+        """Return the tensors that travel for a list with an array like ``like`` per member.
 
         Args:
             role: names the root, where it alone gives a list, of arrays as large as ``like``.
@@ -116,7 +116,7 @@ class Collective(VerbCall):
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """Return the wire tensors to write of a list of lists, list by list."""
+        """Return the tensors that travel for a list of lists to be written, list by list."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)
@@ -189,7 +189,7 @@ class Collective(VerbCall):
     def check_alike(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have one dtype and one device."""
+        """Raise unless both tensors have the same dtype and device."""
         if output.dtype is not tensor.dtype:
             self.check_same_dtype(output, tensor, names)
         if not (output.is_cpu and tensor.is_cpu):
@@ -198,7 +198,7 @@ class Collective(VerbCall):
     def check_same_dtype(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have one dtype."""
+        """Raise unless both tensors have the same dtype."""
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
@@ -212,7 +212,7 @@ class Collective(VerbCall):
     def check_same_device(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors lie on one device."""
+        """Raise unless both tensors lie on the same device."""
         if output.device != tensor.device:
             raise ArgumentError(
                 f"{self.verb} has arguments on different devices",

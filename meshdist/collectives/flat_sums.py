@@ -33,7 +33,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return an item per parameter; those whose index is in ``alone`` share a bucket with none."""
+    """Return the bytes and the bucket's kind of each parameter; those ``alone`` share no bucket."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
@@ -196,7 +196,7 @@ def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the coalesced sum of the members' rows, of which each has its count; collective."""
+    """Return the coalesced sum of the members' sparse rows, ``counts`` of each; collective."""
     # Along their last dimension indices go, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]

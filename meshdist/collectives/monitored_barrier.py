@@ -125,7 +125,7 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
         number,
         timeout,
         names_all,
-        lambda: _check(group, known_aborts, where),
+        lambda: _check_not_aborted(group, known_aborts, where),
     )
     outcome = barrier.wait()
     came = [rank for rank in ranks if rank not in outcome.absent]
@@ -134,8 +134,8 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
         raise _timed_out(group.world, ranks, outcome, where, names_all)
 
 
-def _check(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise AbortedError if the group was aborted, but for the aborts that were known before."""
+def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
+    """Raise AbortedError if the group was aborted, by none of the aborts that were known before."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]
@@ -181,7 +181,7 @@ def _last_calls(world: World, ranks: list[int]) -> str:
 
 
 def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
-    """Return the number of barriers to which each simulated member has come, to be changed."""
+    """Return the group's shared table of how many barriers each simulated member has come to."""
     rank = find_rank_here()
     assert rank is not None  # else the caller has raised
     counts: dict[int, int] = rank.scheduler.tables.setdefault(_keys_of(group), {})

@@ -185,7 +185,7 @@ class Rounds(Collective):
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return the number of bytes that the source has for each member; raise if it has none."""
+        """Return the number of the source's bytes for each member; raise if it cannot pickle."""
         assert self.root is not None
         failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]

@@ -46,10 +46,10 @@ def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
         given: its arguments in the order of its row; a root is a place in the group.
         title: the name of what the call is a part of.
     """
-    form = _FORMS[verb]
-    call = Collective(verb, group, given[-1] if form.root else None, title, form.is_elementwise)
-    call.way = form.way
-    form.prepare(call, form, *given)
+    recipe = _RECIPES[verb]
+    call = Collective(verb, group, given[-1] if recipe.root else None, title, recipe.is_elementwise)
+    call.way = recipe.way
+    recipe.prepare(call, recipe, *given)
     return call
 
 
@@ -57,7 +57,7 @@ def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
 def run_titled(
     verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
 ) -> Work | None:
-    """Run a plain verb that is a part of ``title``, on plain tensors; ``given`` as ``prepare``."""
+    """Run a plain verb under a title on plain tensors; ``given`` has its arguments in row order."""
     if not profiler._is_profiler_enabled:
         path = group.fast_path
         if async_op and path is not None:
@@ -87,10 +87,10 @@ class _Recipe(NamedTuple):
     is_elementwise: bool  # whether its tensors correspond element by element on all members
 
 
-def _in_place(call: Collective, form: _Recipe, tensor: Any, *op_and_root: Any) -> None:
-    root = form.root
-    buffer = call.take(tensor, form.names[0], writes=root != "to" or call.is_root)
-    if form.reduces:
+def _in_place(call: Collective, recipe: _Recipe, tensor: Any, *op_and_root: Any) -> None:
+    root = recipe.root
+    buffer = call.take(tensor, recipe.names[0], writes=root != "to" or call.is_root)
+    if recipe.reduces:
         call.take_op(op_and_root[0], buffer)
     if root:
         call.result = [tensor]
@@ -103,17 +103,17 @@ def _in_place(call: Collective, form: _Recipe, tensor: Any, *op_and_root: Any) -
     call.noted = buffer
 
 
-def _several_in_place(call: Collective, form: _Recipe, tensors: Any, op: Any) -> None:
+def _several_in_place(call: Collective, recipe: _Recipe, tensors: Any, op: Any) -> None:
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    (name, _), given = form.names, call.check_list(tensors, form.names[0])
+    (name, _), given = recipe.names, call.check_list(tensors, recipe.names[0])
     buffers = [call.take(x, name, writes=True) for x in given]
     call.take_op(op, *buffers)
     check_devices(call, buffers, name)
     call.inputs = call.outputs = call.noted = buffers
 
 
-def _blocks(call: Collective, form: _Recipe, output: Any, input: Any, *op: Any) -> None:
-    names = form.names
+def _blocks(call: Collective, recipe: _Recipe, output: Any, input: Any, *op: Any) -> None:
+    names = recipe.names
     buffer = call.take(output, names[0], writes=True)
     tensor = call.take(input, names[1])
     if op:
@@ -130,8 +130,8 @@ def _blocks(call: Collective, form: _Recipe, output: Any, input: Any, *op: Any) 
     call.inputs, call.outputs, call.noted = [sent], [buffer], tensor
 
 
-def _to_each(call: Collective, form: _Recipe, outputs: Any, tensor: Any) -> None:
-    written, read = form.names
+def _to_each(call: Collective, recipe: _Recipe, outputs: Any, tensor: Any) -> None:
+    written, read = recipe.names
     block = call.take(tensor, read)
     buffers = call.take_list(outputs, written, block, read, writes=True)
     mine = buffers[call.group.rank()]
@@ -140,16 +140,16 @@ def _to_each(call: Collective, form: _Recipe, outputs: Any, tensor: Any) -> None
     call.inputs, call.outputs, call.noted = [block], buffers, block
 
 
-def _to_root(call: Collective, form: _Recipe, tensor: Any, outputs: Any, _: int) -> None:
-    written, read = form.names
+def _to_root(call: Collective, recipe: _Recipe, tensor: Any, outputs: Any, _: int) -> None:
+    written, read = recipe.names
     block = call.take(tensor, read)
     buffers = call.take_list(outputs, written, block, read, "destination", writes=True)
     call.result = outputs or [tensor]
     call.inputs, call.outputs, call.noted = [block], buffers, block
 
 
-def _from_each(call: Collective, form: _Recipe, output: Any, inputs: Any, op: Any) -> None:
-    written, read = form.names
+def _from_each(call: Collective, recipe: _Recipe, output: Any, inputs: Any, op: Any) -> None:
+    written, read = recipe.names
     buffer = call.take(output, written, writes=True)
     call.take_op(op, buffer)
     tensors = call.take_list(inputs, read, buffer, written)
@@ -158,15 +158,15 @@ def _from_each(call: Collective, form: _Recipe, output: Any, inputs: Any, op: An
     call.inputs, call.outputs, call.noted = list(map(call.scaled, tensors)), [buffer], tensors
 
 
-def _from_root(call: Collective, form: _Recipe, output: Any, inputs: Any, _: int) -> None:
-    written, read = form.names
+def _from_root(call: Collective, recipe: _Recipe, output: Any, inputs: Any, _: int) -> None:
+    written, read = recipe.names
     buffer = call.take(output, written, writes=True)
     tensors = call.take_list(inputs, read, buffer, written, "source")
     call.inputs, call.outputs, call.noted = [apart(x, buffer) for x in tensors], [buffer], buffer
 
 
-def _exchanged_lists(call: Collective, form: _Recipe, outputs: Any, inputs: Any) -> None:
-    written, read = form.names
+def _exchanged_lists(call: Collective, recipe: _Recipe, outputs: Any, inputs: Any) -> None:
+    written, read = recipe.names
     first = call.check_list(inputs, read, call.group.size())[0]
     like = call.take(first, read)
     sent = call.take_list(inputs, read, like, read)
@@ -178,9 +178,9 @@ def _exchanged_lists(call: Collective, form: _Recipe, outputs: Any, inputs: Any)
 
 
 def _exchanged_parts(
-    call: Collective, form: _Recipe, output: Any, input: Any, output_sizes: Any, input_sizes: Any
+    call: Collective, recipe: _Recipe, output: Any, input: Any, output_sizes: Any, input_sizes: Any
 ) -> None:
-    names = form.names
+    names = recipe.names
     buffer = call.take(output, names[0], writes=True)
     source = call.take(input, names[1])
     call.check_alike(buffer, source, names)
@@ -221,7 +221,7 @@ _PREPARE: dict[_Forms, Callable[..., None]] = {
 }
 
 
-def _form(row: Verb) -> _Recipe:
+def _make_recipe(row: Verb) -> _Recipe:
     carrier = row.carrier
     names = row.writes, "".join(row.reads)
     is_elementwise = carrier.takes is Form.IN_PLACE
@@ -229,8 +229,8 @@ def _form(row: Verb) -> _Recipe:
     return _Recipe(prepare, carrier.name, carrier.reduces, carrier.root, names, is_elementwise)
 
 
-_FORMS = {
-    row.name: _form(row)
+_RECIPES = {
+    row.name: _make_recipe(row)
     for row in VERBS.values()
     if row.is_plain and (row.carrier.takes, row.carrier.gives) in _PREPARE
 }

@@ -134,7 +134,7 @@ def find_peer(
                 found=f"{role}={global_rank}, group_{role}={group_rank}",
                 fix=f"give {role} (a global rank) or group_{role} (a rank in the group)",
             )
-        group_rank = _whole(group_rank, f"group_{role}", verb)
+        group_rank = _plain_int(group_rank, f"group_{role}", verb)
         if not 0 <= group_rank < group.size():
             raise NotInGroupError(
                 f"group_{role}={group_rank} is outside the group",
@@ -144,7 +144,7 @@ def find_peer(
         return group_rank
     if global_rank is None:
         return None
-    global_rank = _whole(global_rank, role, verb)
+    global_rank = _plain_int(global_rank, role, verb)
     if global_rank not in group.ranks:
         raise NotInGroupError(
             f"{verb}: {role}={global_rank!r} is not a member of {group.name}",
@@ -155,7 +155,7 @@ def find_peer(
     return group.ranks.index(global_rank)
 
 
-def _whole(rank: Any, argument: str, verb: str) -> int:
+def _plain_int(rank: Any, argument: str, verb: str) -> int:
     """Return a rank as a plain int, since messages would show an equal number of another type."""
     if type(rank) is int:
         return rank

@@ -146,8 +146,8 @@ def broadcast_multigpu(
     """
     call = Collective("broadcast_multigpu", group)
     call.root = get_peer(call.group, src, None, call.verb, "src")
-    buffers = _take(call, tensor_list, writes=True)
-    place = _place(call, src_tensor, "src_tensor", buffers)
+    buffers = _take_alike(call, tensor_list, writes=True)
+    place = _checked_place(call, src_tensor, "src_tensor", buffers)
     sent = buffers[place if call.is_root else 0]
     if call.is_root:  # what is sent stays as it is
         del call.written[place]
@@ -187,7 +187,7 @@ def all_reduce_multigpu(
         [16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
     """
     call = Collective("all_reduce_multigpu", group)
-    buffers = _take(call, tensor_list, writes=True)
+    buffers = _take_alike(call, tensor_list, writes=True)
     call.take_op(op, buffers[0])
     return _reduce_as_one(call, "all_reduce", buffers, buffers, async_op, None)
 
@@ -226,8 +226,8 @@ def reduce_multigpu(
     """
     call = Collective("reduce_multigpu", group)
     call.root = get_peer(call.group, dst, None, call.verb, "dst")
-    buffers = _take(call, tensor_list)
-    place = _place(call, dst_tensor, "dst_tensor", buffers)
+    buffers = _take_alike(call, tensor_list)
+    place = _checked_place(call, dst_tensor, "dst_tensor", buffers)
     outputs = [call.take(tensor_list[place], "tensor_list", writes=True)] if call.is_root else []
     call.take_op(op, buffers[0])
     return _reduce_as_one(call, "reduce", buffers, outputs, async_op, tensor_list)
@@ -265,7 +265,7 @@ def all_gather_multigpu(
         [[0, 1, 10, 11], [0, 1, 10, 11]]
     """
     call = Collective("all_gather_multigpu", group)
-    inputs = _take(call, input_tensor_list, "input_tensor_list")
+    inputs = _take_alike(call, input_tensor_list, "input_tensor_list")
     count = len(inputs) * call.group.size()
     outputs = call.write_lists(output_tensor_lists, "output_tensor_lists", len(inputs), count)
     names = ("an entry of output_tensor_lists", "input_tensor_list[0]")
@@ -273,10 +273,10 @@ def all_gather_multigpu(
     return _gather_packed(call, outputs, inputs, async_op)
 
 
-def _take(
+def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the wire tensors of a list, or raise unless its entries are alike."""
+    """Return the tensors that travel for a list, or raise unless its entries are alike."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -291,7 +291,9 @@ def _check_same(
         call.check_same_size(tensor, like, names)
 
 
-def _place(call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]) -> int:
+def _checked_place(
+    call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]
+) -> int:
     """Return a place in a list of tensors as a whole number, or raise where the list lacks it."""
     last = len(tensors) - 1
     return get_whole_number(place, f"{call.verb}: {argument}", 0, last, where="tensor_list")
@@ -312,12 +314,14 @@ def _reduce_as_one(
     step = ReduceOp.SUM if is_whole_mean(kind, buffers[0].dtype) else kind
     total = reduced([call.scaled(part).view(-1) for part in buffers], step)
     call.op = step
-    call.then = partial(_end, total, kind, call.group.size() * len(buffers), outputs)
+    call.then = partial(_spread_reduction, total, kind, call.group.size() * len(buffers), outputs)
     call.carry(way, sent := [total], sent, buffers, result)
     return call.run(async_op)
 
 
-def _end(total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]) -> None:
+def _spread_reduction(
+    total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]
+) -> None:
     """Copy the reduction of ``num`` tensors to ``targets``, divided if it is a rounded mean."""
     if targets and is_whole_mean(kind, total.dtype):
         divide(total, num)

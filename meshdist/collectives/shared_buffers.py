@@ -90,7 +90,8 @@ def shared_empty(
 def flat_memory(
     count: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup
 ) -> torch.Tensor:
-    """Return new memory for ``count`` numbers, on the CPU shared if possible; collective there."""
+    """Return new memory for ``count`` numbers; on a CPU the group shares it, collectively."""
+    # Where the wire shares no memory, or a member's store is lost, it is ordinary on all members.
     if device.type != "cpu":
         return torch.empty(count, dtype=dtype, device=device)
     try:

@@ -38,7 +38,7 @@ __all__ = ["AxisOptions"]
 
 
 def check_device_type(device_type: object) -> None:
-    """Return if ``device_type`` is text without an index."""
+    """Raise unless ``device_type`` is text without an index."""
     if not isinstance(device_type, str):
         raise KindError(
             f"device_type must be text, not {device_type!r}", expected="'cpu', 'cuda', ..."
@@ -55,7 +55,7 @@ def check_device_type(device_type: object) -> None:
 
 
 def check_device(device_type: str, *, is_planned: bool = False) -> None:
-    """Return if groups of such a mesh can communicate here; it may be planned without."""
+    """Raise unless groups of such a mesh can communicate here; ``is_planned`` words the fix."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",
@@ -148,7 +148,7 @@ class MeshDefinition:
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries that must be equal on all of its ranks, as plain values."""
+        """Return the properties of the mesh that must be equal on all ranks, as plain values."""
         return {
             "text": self.text,
             "device_type": self.device_type,
@@ -273,14 +273,14 @@ def define_mesh(
     if open_groups:
         check_device(device_type)
     if find_world() is None:
-        begin_for_mesh(timeout, is_alone=_is_alone(layout_in))
+        begin_for_mesh(timeout, is_alone=_holds_rank_0_alone(layout_in))
     world = get_usable_world()
     layout = layout_in(world.size)
     options = options_of_axes(layout, axis_options, backend_override, timeout)
     return MeshDefinition(world, device_type, layout, options)
 
 
-def _is_alone(layout_in: Callable[[int], Layout]) -> bool:
+def _holds_rank_0_alone(layout_in: Callable[[int], Layout]) -> bool:
     """Return whether the mesh holds rank 0 alone, however large the world is."""
     try:
         layout = layout_in(2)  # a size of -1 becomes 2 here
@@ -409,7 +409,7 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """Return the options by which an axis gets a group like this."""
+    """Return the options of an axis whose group is this group."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

@@ -77,7 +77,7 @@ def spec_of(
                 "otherwise",
                 summary="this pattern names a whole dim as an axis",
             )
-    for dim in _spread(pattern, side, ndim):
+    for dim in _dims_of_array(pattern, side, ndim):
         for axis in dim.axes:
             _check_axis(pattern, axis, layout, dim.column)
         entries.append(dim.axes if len(dim.axes) > 1 else dim.axes[0] if dim.axes else None)
@@ -106,8 +106,8 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
         raise here from None
 
 
-def _spread(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
-    """Return the side's dims with "..." replaced by as many dims as the array has there."""
+def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
+    """Return a side's dims with "..." replaced by as many dims as the array has there."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
@@ -156,7 +156,7 @@ class Sizing:
                 )
             given = (0,) * len(side.dims)
         self.spec = spec_of(pattern, side, layout, len(given))
-        self.dims = _spread(pattern, side, len(given))
+        self.dims = _dims_of_array(pattern, side, len(given))
         if local_shape is not None and len(local_shape) != len(given):
             raise ShapeError(
                 f"the shard has {len(local_shape)} dims, the whole array {len(given)}",

@@ -290,7 +290,7 @@ def index_of(box: Box) -> tuple[slice, ...]:
 
 
 def box_text(box: Box) -> str:
-    """Return a box as the text of an index.
+    """Return a box as the text of a slice: ``[4:8, 0:4]``.
 
     Example:
         >>> box_text(((4, 8), (0, 4))), box_text(())

@@ -105,7 +105,7 @@ def _start_torch_world(world: World) -> None:
     if torch_distributed.is_initialized():
         return
     usable = {
-        device: _torchs_name(wire, device)
+        device: _torch_backend(wire, device)
         for device, wire in world.backends.items()
         if device == "cpu" or torch.cuda.is_available()
     }
@@ -119,7 +119,7 @@ def _start_torch_world(world: World) -> None:
     world.closers.append(_end_torch_world)
 
 
-def _torchs_name(wire: str, device: str) -> str:
+def _torch_backend(wire: str, device: str) -> str:
     """Return the backend of torch that serves for our wire: the same, or Gloo, or "" for none."""
     # Ours are there once meshdist.torch_backends was imported.
     known = wire in torch_distributed.Backend.backend_list

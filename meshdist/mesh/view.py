@@ -19,7 +19,7 @@ Hosts = Mapping[int, object] | Sequence[object]
 
 
 class Grid(Protocol):
-    """A ``Layout`` to draw, which prints as its own drawing."""
+    """The members of ``Layout`` that a picture reads; ``Layout`` uses this module to print."""
 
     @property
     def names(self) -> tuple[str, ...] | None:

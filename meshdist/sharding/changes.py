@@ -163,7 +163,7 @@ def bare(placement: Placement) -> Placement:
     return Placement(
         sizes,
         placement.shape,
-        tuple(_without_ones(dim) for dim in placement.dims),
+        tuple(_without_size_1(dim) for dim in placement.dims),
         tuple(axis for axis in placement.unreduced if sizes[axis] > 1),
     )
 
@@ -184,7 +184,7 @@ def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
     return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 
-def _without_ones(dim: DimSplit) -> DimSplit:
+def _without_size_1(dim: DimSplit) -> DimSplit:
     if 1 not in dim.axis_sizes:
         return dim
     kept = [index for index, size in enumerate(dim.axis_sizes) if size > 1]

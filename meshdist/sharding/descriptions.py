@@ -204,7 +204,7 @@ def draw_sharding(
     picture = draw(
         sharding.layout,
         highlight_rank=rank,
-        hosts=_parts(shape, sharding),
+        hosts=_part_texts(shape, sharding),
         legend="shards",
         width=width,
         ascii_only=ascii_only,
@@ -224,13 +224,13 @@ def draw_sharding_svg(
     return draw_svg(
         sharding.layout,
         highlight_rank=rank,
-        hosts=_parts(shape, sharding),
+        hosts=_part_texts(shape, sharding),
         title=array_type(dtype, shape, sharding),
         width=width,
     )
 
 
-def _parts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
+def _part_texts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
     """Return the part of each rank as text, equal for ranks with equal parts."""
     placement = sharding.placement(shape)
     layout = sharding.layout

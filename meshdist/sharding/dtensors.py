@@ -132,8 +132,8 @@ def from_placements(
                 found=f"a {type(placement).__name__}",
                 fix="redistribute the DTensor to one of them first",
             )
-    orders = [_order(layout, dim, size, where) for dim, size in zip(cuts, shape, strict=True)]
-    return _chunked(mesh, orders, shape, PartitionSpec(unreduced=unreduced))
+    orders = [_axis_order(layout, dim, size, where) for dim, size in zip(cuts, shape, strict=True)]
+    return _chunked_sharding(mesh, orders, shape, PartitionSpec(unreduced=unreduced))
 
 
 def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
@@ -142,10 +142,10 @@ def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSha
     for split in sharding.placement(shape).dims:
         divides = split.size % split.num_cells == 0
         orders.append(split.axes if divides else tuple(sorted(split.axes)))
-    return _chunked(sharding.mesh, orders, tuple(shape), sharding.spec)
+    return _chunked_sharding(sharding.mesh, orders, tuple(shape), sharding.spec)
 
 
-def _chunked(
+def _chunked_sharding(
     mesh: Any, orders: Sequence[tuple[int, ...]], shape: tuple[int, ...], kinds: PartitionSpec
 ) -> NamedSharding:
     """Return the sharding whose dims ``torch.chunk`` cuts along axes, major to minor."""
@@ -174,7 +174,7 @@ def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(cells)
 
 
-def _order(
+def _axis_order(
     layout: Layout, cuts: Sequence[tuple[int, int]], size: int, where: str
 ) -> tuple[int, ...]:
     """Return the axes that cut a dim, major to minor, from its axes and split factors."""
@@ -265,10 +265,10 @@ def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
         raise KindError("from_dtensor takes a DTensor", found=f"a {type(x).__name__}")
     if mesh is None:
         mesh = find_current_mesh()
-        if mesh is None or not _is_same(mesh, x.device_mesh):
+        if mesh is None or not _is_same_mesh(mesh, x.device_mesh):
             mesh = DeviceMesh.from_torch(x.device_mesh)
-    elif not _is_same(mesh, x.device_mesh):
-        raise _of_other_ranks("from_dtensor", mesh, x.device_mesh)
+    elif not _is_same_mesh(mesh, x.device_mesh):
+        raise _mesh_mismatch("from_dtensor", mesh, x.device_mesh)
     sharding = from_placements(x.placements, mesh, tuple(x.shape))
     local: Any = x.to_local()
     if hasattr(local, "wait"):  # of a verb of torch's that has not ended yet
@@ -317,8 +317,8 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
     mesh: DeviceMesh = x.mesh
     if device_mesh is None:
         device_mesh = mesh.caches.of(TorchMesh, make=mesh.to_torch)
-    elif not _is_same(mesh, device_mesh):
-        raise _of_other_ranks("to_dtensor", mesh, device_mesh)
+    elif not _is_same_mesh(mesh, device_mesh):
+        raise _mesh_mismatch("to_dtensor", mesh, device_mesh)
     held = as_torch_holds_it(x.sharding, x.shape)
     if held.placement(x.shape) != x.sharding.placement(x.shape):
         _warn_of_moves(x, held)
@@ -348,7 +348,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
     )
 
 
-def _is_same(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
+def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
     """Return whether both meshes have the same rank at each coordinate, and no other names."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
@@ -356,7 +356,7 @@ def _is_same(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
     )
 
 
-def _of_other_ranks(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
+def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
     return MeshError(
         f"{call}: torch's mesh and ours are not the same",
         expected=f"{mesh!r}, ranks {mesh.layout.ranks().tolist()}",

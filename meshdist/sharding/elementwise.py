@@ -138,7 +138,7 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
             f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
             "summand",
             where=where,
-            expected=_PASSES.get(linearity, "no unreduced operand"),
+            expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),
             fix=_sum_first(operands, joined.operand),
         )
@@ -148,7 +148,7 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
     return joined.text
 
 
-_PASSES = {
+_FITTING_OPERANDS = {
     "add": "operands that are all unreduced over the same axes",
     "multiply": "one unreduced operand, the others reduced over its axes",
     "first": "an unreduced operand only as the first, the others reduced over its axes",

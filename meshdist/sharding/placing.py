@@ -109,7 +109,9 @@ def reshard(
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
-    return like(_get("reshard", pattern, asked, tensor.shape, more, request)(tensor, check), x)
+    return like(
+        _get_resharding("reshard", pattern, asked, tensor.shape, more, request)(tensor, check), x
+    )
 
 
 def _request_between(
@@ -181,7 +183,9 @@ def shard(
         return shard_request(pattern, mesh, shape, sizes)
 
     more = tuple(sizes.items())
-    return like(_get("shard", pattern, mesh, tensor.shape, more, request)(tensor, check), whole)
+    return like(
+        _get_resharding("shard", pattern, mesh, tensor.shape, more, request)(tensor, check), whole
+    )
 
 
 @one_frame
@@ -246,15 +250,17 @@ def unshard(
 
     if root is None:
         more = (known, *sizes.items())
-        return like(_get("unshard", lies, mesh, tensor.shape, more, request)(tensor), local)
+        return like(
+            _get_resharding("unshard", lies, mesh, tensor.shape, more, request)(tensor), local
+        )
     where = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", where)
-    asked = _asked(request, where, tuple(tensor.shape), mesh)
+    asked = _make_request(request, where, tuple(tensor.shape), mesh)
     whole = RootedGather(asked, rank)(tensor)
     return None if whole is None else like(whole, local)
 
 
-def _get(
+def _get_resharding(
     verb: str,
     pattern: Any,
     mesh: DeviceMesh | None,
@@ -267,18 +273,18 @@ def _get(
     key = (verb, pattern, shape, more)
     found = where.caches.find(Resharding, key)
     if found is None:
-        asked = _asked(request, where, shape, mesh)
+        asked = _make_request(request, where, shape, mesh)
         found = where.caches.keep(Resharding, key, Resharding(asked))
     return found
 
 
-def _asked(
+def _make_request(
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
     where: DeviceMesh,
     shape: tuple[int, ...],
     given: DeviceMesh | None,
 ) -> ReshardRequest:
-    """Return a call's request; an AxisError says so where an outer mesh has the axis."""
+    """Return a call's request; where an outer mesh has a missing axis, the error says so."""
     try:
         return request(where, tuple(shape))
     except AxisError as error:

@@ -31,7 +31,7 @@ from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import ReshardRequest
 
-_PASSES = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
+_FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
 summand where the sharding says so, as for ``lax.psum``."""
 
@@ -64,17 +64,22 @@ def typed_operand(
     for axis, wanted in kinds_of(source).items():
         kind = kinds.get(axis, "I")
         is_cut = kind == "V" and find_spec(x) is not None
-        if kind not in _PASSES[wanted] or (is_cut and wanted == "U"):
+        if kind not in _FITTING_KINDS[wanted] or (is_cut and wanted == "U"):
             raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
             # Nothing says whether the parts of this tensor differ: its gradient depends on that.
-            if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not _is_said(x):
+            if (
+                wanted == "V"
+                and x.requires_grad
+                and torch.is_grad_enabled()
+                and not _is_marked_equal(x)
+            ):
                 raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
     return mode.cast(x, missing)
 
 
-def _is_said(x: torch.Tensor) -> bool:
+def _is_marked_equal(x: torch.Tensor) -> bool:
     """Return whether the program marked this leaf as equal on all ranks, by ``md.annotate(w)``."""
     # A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
     return x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__

@@ -49,7 +49,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
     """
     local: list[Any] = []
     result: list[DimSplit] = []
-    parts = _one_per_dim(index, len(dims))
+    parts = _parts_of_index(index, len(dims))
     at = 0
     for place, part in enumerate(parts):
         if part is None:
@@ -65,7 +65,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                 result.append(DimSplit(len(wanted)))
             else:
                 if wanted.step < 0:
-                    raise _turned(part, at)
+                    raise _reversed_dim(part, at)
                 begin, end = box[at]
                 first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
                 local.append(_own_part(wanted, first, stop, begin))
@@ -78,7 +78,7 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                     expected=f"a number from {-size} to {size - 1}" if size else "no number",
                 )
             if split.axes:
-                raise _one_of_a_sharded_dim(part % size, at, parts, place)
+                raise _element_of_sharded_dim(part % size, at, parts, place)
             local.append(part)
         at += 1
     return Slicing(tuple(local), tuple(result))
@@ -96,7 +96,7 @@ def _num_below(wanted: range, places: Any) -> Any:
     return np.clip(-((wanted.start - places) // wanted.step), 0, len(wanted))
 
 
-def _one_per_dim(index: Any, num_dims: int) -> list[Any]:
+def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
     """Return the parts of an index, ``...`` written out: a slice or number per dim, and None."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
@@ -132,7 +132,7 @@ def _foreign_part(part: Any) -> KindError:
     )
 
 
-def _turned(part: slice, dim: int) -> ArgumentError:
+def _reversed_dim(part: slice, dim: int) -> ArgumentError:
     return ArgumentError(
         f"dim {dim} is sharded and cannot be turned round: its elements would change ranks",
         expected="a positive step",
@@ -141,7 +141,9 @@ def _turned(part: slice, dim: int) -> ArgumentError:
     )
 
 
-def _one_of_a_sharded_dim(number: int, dim: int, parts: Sequence[Any], place: int) -> ArgumentError:
+def _element_of_sharded_dim(
+    number: int, dim: int, parts: Sequence[Any], place: int
+) -> ArgumentError:
     shown = [_part_text(part) for part in parts]
     while len(shown) > place + 1 and shown[-1] == ":":
         shown.pop()
@@ -251,7 +253,7 @@ def move(
 ) -> Array:
     """Return this rank's shard once an array is moved from ``source`` to ``target``; collective."""
     local_shape = tuple(local.shape)
-    return _carried_out(
+    return _run_request(
         local,
         source.mesh,
         (source, target, shape),
@@ -278,7 +280,7 @@ def move_by_pattern(
             found=repr(left.spec),
             fix="write the right side alone: the array knows how it lies",
         )
-    moved = _carried_out(
+    moved = _run_request(
         local,
         mesh,
         (source, pattern, shape, *sizes.items()),
@@ -287,10 +289,10 @@ def move_by_pattern(
     return moved, on_mesh(mesh, right), found.target.shape
 
 
-def _carried_out(
+def _run_request(
     local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], ReshardRequest]
 ) -> Array:
-    """Return the result of a request on this rank's shard; keeps the request by ``key``."""
+    """Return the result on this rank's shard of the request of ``key``, made at its first use."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
     found = mesh.caches.find(Resharding, key)
     if found is None:

@@ -266,7 +266,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     mesh = target.mesh
     rank = checked_root(root, "device_put", mesh)
     place = mesh.open_group().ranks.index(rank)
-    tensor, facts = _learn(x, target, place, is_root=mesh.get_rank() == rank)
+    tensor, facts = _share_facts(x, target, place, is_root=mesh.get_rank() == rank)
     # A scalar has no dim to be cut among replicas.
     shape = facts.shape or (1,)
     wide = sharding_of(mesh, (), unreduced=target.spec.unreduced, reduced=target.spec.reduced)
@@ -288,7 +288,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
     return ShardedArray(in_library(local, facts.library), target, facts.shape)
 
 
-def _learn(
+def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
     """Return the root's tensor, there alone, and its facts; all ranks raise the root's errors."""
