@@ -29,8 +29,6 @@ from .history import History
 from .tail import Ending
 from .verdict import Verdict
 
-__all__ = ["AtWork", "Backward", "Moment", "Sending", "tells_errors"]
-
 
 class Moment(Enum):
     """Moments of which observers are told: in a forward with the layout, else with the backward."""

@@ -29,16 +29,6 @@ from .reports import Reports
 from .single_gradients import InPlace, Sparse
 from .tail import Ending, Tail
 
-__all__ = [
-    "BucketLayout",
-    "LaidBucket",
-    "ReductionOptions",
-    "ReductionTerms",
-    "bucket_caps",
-    "lay",
-    "lay_out",
-]
-
 _MIB = 1024 * 1024
 
 # From here on a message of its own costs less than to copy the gradient.

@@ -28,8 +28,6 @@ from .device_streams import GradientStreams, streams_for
 from .graph_tasks import is_in_task
 from .reports import Reports
 
-__all__ = ["Bucket", "Filling", "Flat", "Pending", "Seen", "Taking"]
-
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
 # free again; smaller ones wait for the bucket and go by one call together.
 _AT_ONCE_BYTES = 64 * 1024

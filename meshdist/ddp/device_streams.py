@@ -15,16 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 
-__all__ = [
-    "DeferredReader",
-    "TailReader",
-    "GradientStreams",
-    "ImmediateReader",
-    "is_capturing",
-    "reader_for",
-    "streams_for",
-]
-
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether the current stream is captured into a CUDA graph."""

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["ContextGradients", "find_context", "is_rpc_on"]
-
 
 def is_rpc_on() -> bool:
     """Return whether this process has begun torch's RPC."""

@@ -26,7 +26,7 @@ from ..wires.work import Work
 from .bucket_layout import bucket_caps
 from .replicas import check_equal_lines, tensor_line
 
-__all__ = ["GradientBuckets", "LeafPaths", "flattened"]
+__all__ = ["GradientBuckets"]
 
 _NAMESPACE = "meshdist"
 """Where classes are registered, so that programs and other libraries see no difference."""

@@ -17,15 +17,6 @@ from .backward import Backward
 from .buckets import Bucket
 from .graph_tasks import current_task
 
-__all__ = [
-    "GradientHooks",
-    "GradientTaker",
-    "Hook",
-    "find_reducing_world",
-    "moved",
-    "tensors_in",
-]
-
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples, dicts, dataclasses and RRefs of this process."""

@@ -14,8 +14,6 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["NO_TASK", "at_end_of_task", "current_task", "is_in_task"]
-
 NO_TASK = -1
 
 current_task = torch._C._current_graph_task_id

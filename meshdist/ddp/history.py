@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["History"]
-
 _BACKWARDS_TO_RETURN = 16
 """So often a trailing parameter must have come on every rank, in a row, to be sent early again: to
 lay buckets anew costs more than some late ones."""

@@ -12,8 +12,6 @@ import torch
 from ..errors import GradientError, KindError
 from .backward import Backward, Moment
 
-__all__ = ["InBackward", "marked_optimizers", "refuse_late_marks"]
-
 _MARK = "_in_backward_optimizers"
 """Where ``torch.distributed.optim._apply_optimizer_in_backward`` notes them on a parameter."""
 

@@ -22,8 +22,6 @@ from ..reduce_ops import ReduceOp
 from .graph_tasks import NO_TASK, current_task
 from .wrapping import module_state
 
-__all__ = ["JoinMethods", "JoinedReplica"]
-
 _BACKWARD = "backward"
 _FORWARD = "forward"
 _SYNCHRONISED = "synchronised"

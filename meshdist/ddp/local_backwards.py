@@ -17,8 +17,6 @@ from .gradient_hooks import Hook
 from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .reports import Reports
 
-__all__ = ["Early", "LocalBackwards"]
-
 Early = tuple[int, Hook, torch.Tensor]
 """A gradient that came before its backward reached an output: index, hook and parameter."""
 

@@ -28,8 +28,6 @@ from .buckets import Bucket
 from .device_streams import is_capturing
 from .tail import Ending
 
-__all__ = ["DataLogger", "Timing", "has_sync_batch_norm"]
-
 _log = logging.getLogger("meshdist.ddp")
 
 _SAMPLED_AT_FIRST = 10

@@ -42,8 +42,6 @@ from .bucket_layout import BucketLayout
 from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
 
-__all__ = ["Parting", "checksum"]
-
 _ROW = 1 << 16  # words, and as many sums, which stay in a core's cache
 _FACTOR, _SPREAD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd: nothing is lost modulo 2^64
 _WORDS = {1: torch.int8, 2: torch.int16}  # of smaller elements; else 32 bits

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..errors import KindError
 
-__all__ = ["CastParameters", "MixedPrecision", "MixedPrecisionConfig", "check_precision"]
+__all__ = ["MixedPrecision"]
 
 
 class MixedPrecisionConfig(Protocol):

@@ -80,8 +80,6 @@ from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
 
-__all__ = ["Reducer"]
-
 
 class State(Enum):
     """A stage of a reducer between two backwards."""

@@ -20,8 +20,6 @@ from ..errors import AgreementError, KindError
 from ..groups.process_group import ProcessGroup
 from .typed_owner import note_equal
 
-__all__ = ["ModelBuffers", "check_equal_lines", "tensor_line"]
-
 
 class ModelBuffers:
     """The buffers of one model, found again by their names where the model re-assigns them."""

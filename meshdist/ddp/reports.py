@@ -12,8 +12,6 @@ from ..error_text import explain, first_line, first_texts, grouped_text, ranks_t
 from ..errors import ArgumentError, GradientError
 from ..groups.process_group import ProcessGroup
 
-__all__ = ["Reports"]
-
 _SHOWN_PARAMETERS = 20
 
 

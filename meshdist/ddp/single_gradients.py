@@ -14,8 +14,6 @@ from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from .buckets import Filling, Pending, Taking
 
-__all__ = ["InPlace", "Sparse"]
-
 
 class _Single(Taking):
     """A way to take and give a gradient that lies in no flat tensor."""

@@ -13,8 +13,6 @@ import torch
 
 from .device_streams import reader_for
 
-__all__ = ["Ending", "Tail"]
-
 
 class Ending(IntEnum):
     """A way in which one rank's backward ended, and the place of its flag."""

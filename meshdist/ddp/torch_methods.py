@@ -21,8 +21,6 @@ from .logging_data import DataLogger
 from .typed_owner import TypedOwner, refuse_shards
 from .wrapping import ignored_names
 
-__all__ = ["TorchMethods"]
-
 
 class TorchMethods:
     """The methods and attributes of torch's wrapper that trainers use, for ours."""

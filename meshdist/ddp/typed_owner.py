@@ -30,8 +30,6 @@ from ..typed_contexts.context import find_context, open_context
 from ..typed_contexts.refusals import mesh_text, tensor_text, type_of, where
 from ..typed_contexts.verb_calls import kinds_over
 
-__all__ = ["OWNER", "TypedOwner", "note_equal", "refuse_shards"]
-
 OWNER = "DDP"
 """As messages call it."""
 

@@ -44,8 +44,6 @@ from .bucket_layout import BucketLayout
 from .history import History
 from .tail import Ending
 
-__all__ = ["Verdict"]
-
 T = TypeVar("T")
 
 _HAD_BACKWARD = (Ending.WHOLE, Ending.PARTIAL, Ending.LACKING, Ending.UNEXPECTED)

@@ -20,21 +20,6 @@ from ..mesh.device_mesh import DeviceMesh
 from .gradient_hooks import find_reducing_world
 from .precision import CastParameters
 
-__all__ = [
-    "WrappedModel",
-    "check_module",
-    "check_period",
-    "delayed_indices",
-    "find_devices",
-    "ignored_names",
-    "let_go",
-    "module_state",
-    "refuse_both",
-    "refuse_unfrozen",
-    "sparse_parameters",
-    "trainable_parameters",
-]
-
 if TYPE_CHECKING:
     from typing_extensions import Self
 

@@ -25,8 +25,6 @@ from ..wires import capabilities as capabilities  # all wires register themselve
 from ..wires.registry import Opening, get_wire
 from .wire_group import WireGroup
 
-__all__ = ["open_group", "open_mpi_group"]
-
 
 @never_nested
 def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:

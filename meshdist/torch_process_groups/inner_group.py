@@ -41,8 +41,6 @@ from ..wires.prepared import Layout, PreparedCall
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work
 
-__all__ = ["InnerGroup", "MembersOfTorchGroup"]
-
 _ANSWERS_S = 1.0
 _ABORT = "abort"
 

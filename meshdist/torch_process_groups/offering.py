@@ -10,8 +10,6 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["offer", "offer_at_import"]
-
 _SET_BY_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 

@@ -40,8 +40,6 @@ from ..wires.work import Work, bound, joined
 from .inner_group import InnerGroup
 from .works import TorchWork, begin_record, tensors_of
 
-__all__ = ["WireGroup"]
-
 Tensors = Sequence[torch.Tensor]
 
 _open: weakref.WeakSet[WireGroup] = weakref.WeakSet()

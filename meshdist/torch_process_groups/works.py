@@ -24,8 +24,6 @@ from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..wires.operations import DONE, WorkerQueue
 from ..wires.work import Work
 
-__all__ = ["TorchWork", "begin_record", "tensors_of"]
-
 _UNSET = timedelta(0)
 _PATIENCE_S = 1.0
 

@@ -5,16 +5,10 @@
 """
 
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from .bucket import (
-    GradBucket,
-    PostLocalSGDState,
-    PowerSGDState,
-    allreduce_hook,
-    noop_hook,
-    post_localSGD_hook,
-)
+from .bucket import GradBucket, allreduce_hook, noop_hook, post_localSGD_hook
 from .compressing import (
     batched_powerSGD_hook,
     bf16_compress_hook,

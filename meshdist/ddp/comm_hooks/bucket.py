@@ -25,20 +25,7 @@ from ...errors import ShapeError
 from ...groups.process_group import ProcessGroup, resolve_group
 from ...reduce_ops import ReduceKind, ReduceOp
 
-__all__ = [
-    "GradBucket",
-    "PostLocalSGDState",
-    "PowerSGDState",
-    "allreduce_hook",
-    "averaged",
-    "done_with",
-    "group_for",
-    "group_in_state",
-    "is_mesh",
-    "noop_hook",
-    "post_localSGD_hook",
-    "reduced",
-]
+__all__ = ["GradBucket", "allreduce_hook", "noop_hook", "post_localSGD_hook"]
 
 
 class GradBucket:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 from ...collectives.verbs import all_gather_into_tensor, all_reduce
 from ...groups.process_group import ProcessGroup
 from ...reduce_ops import ReduceOp
-from .bucket import GradBucket, PowerSGDState, averaged, done_with, group_for, reduced
+from .bucket import GradBucket, averaged, done_with, group_for, reduced
 
 __all__ = [
     "batched_powerSGD_hook",

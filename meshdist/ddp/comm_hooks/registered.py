@@ -46,8 +46,6 @@ from .compressing import (
     quantization_pertensor_hook,
 )
 
-__all__ = ["PendingBucket", "RegisteredHook", "hook_name", "ours_for"]
-
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks."
 _IN_ANY_CASE = {
     hook.__name__: hook
