@@ -180,14 +180,10 @@ def _add_up(
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):
-        leaf.grad = new if old is None else old if new is None else _added(old, new)
-
-
-def _added(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return the sum, in the memory of ``old`` if that is dense, as autograd adds."""
-    if old.layout is torch.strided:
-        return old.add_(new)
-    return new + old
+        if old is None or new is None:
+            leaf.grad = new if old is None else old
+        else:  # in the memory of dense gradients, as autograd adds
+            leaf.grad = old.add_(new) if old.layout is torch.strided else new + old
 
 
 def _sums(
@@ -216,7 +212,7 @@ def _sums(
     for bucket in assign_buckets(items, dense, (BUCKET_BYTES,)):
         members = [leaves[place] for place in bucket]
         parts = [
-            torch.zeros_like(leaf) if grad is None else _dense(grad)
+            torch.zeros_like(leaf) if grad is None else grad.to_dense()
             for leaf, grad in ((leaves[place], grads[place]) for place in bucket)
         ]
         found = reduce_together(parts, group, likes=members)
@@ -229,7 +225,3 @@ def _layout_of(grad: torch.Tensor | None) -> int:
     if grad is None:
         return 0
     return grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.layout is torch.sparse_coo else grad

@@ -227,7 +227,7 @@ class Backward:
         return self.fillings[len(self.works) :]
 
     def reduce(self, verdict: Verdict, *, has_local_sums: bool = False) -> None:
-        """Send what has not gone, zeros where nothing came here, and wait for all buckets."""
+        """Send the buckets that have not gone, with zeros if none came, and wait for all."""
         sending, layout, rest = self.sending, self.layout, self.rest()
         for filling in rest:
             filling.take(is_zero=not verdict.came)

@@ -205,7 +205,7 @@ class BucketLayout:
     is_tail_in_bucket: bool
 
     def fits(self, history: History) -> bool:
-        """Return whether the buckets are as the history asks; equal on every rank."""
+        """Return whether order and trailing are still the history's; equal on every rank."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
 
     def with_all_hooks(self) -> BucketLayout:

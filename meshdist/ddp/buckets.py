@@ -103,12 +103,12 @@ class Bucket:
             parameters: all parameters of the model.
             hooked: indices of those that need a hook whatever their size; None for all.
         """
-        small_indices = [
-            index for index in indices if parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES
-        ]
-        num_large = len(indices) - len(small_indices)
+        is_small = {
+            index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices
+        }
+        num_large = len(indices) - sum(is_small.values())
         # Equal on every rank, whatever has a hook on this rank.
-        laid = (*(index for index in indices if index not in small_indices), *small_indices)
+        laid = (*sorted(indices, key=is_small.__getitem__),)
         members = [parameters[index] for index in laid]
         flat = sent.zero_()[: sum(member.numel() for member in members)]
         # A view taken through ``.data`` has a version counter of its own.
@@ -116,7 +116,7 @@ class Bucket:
         is_cast = sent.dtype != members[0].dtype
         small = flat[sum(member.numel() for member in members[:num_large]) :]
         seen_slots = []
-        # When the last small one comes, the others are looked for.
+        # When the last small gradient comes, the others are looked for.
         if hooked is not None and streams_for(sent.device) is None:
             last = len(laid) - 1
             seen_slots = [slot for slot in range(num_large, last) if laid[slot] not in hooked]
@@ -206,7 +206,7 @@ class Filling:
         return [slot for slot in slots if slot not in new]
 
     def find_missing_at_end(self) -> list[int]:
-        """Return the same at the end of the backward, when ``local`` can be settled, too."""
+        """Return the slots that lack a gradient at the end of the backward; settle ``local``."""
         missing = self.find_missing()
         if not self.local:
             return missing

@@ -379,7 +379,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     @hidden_from_modes
     def _begin_forward(self) -> None:
         if not self._has_begun:
-            self._begin()
+            self._has_begun = True
+            if marked := marked_optimizers(self.reducer.parameters):
+                self._step_in_backward(InBackward(marked, keeps_gradients=False))
         elif self._optimizers is None:
             refuse_late_marks(self.reducer.parameters)
         refuse_unfrozen(self._left_frozen, self.process_group)
@@ -396,13 +398,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()
-
-    def _begin(self) -> None:
-        """Let optimizers that are noted on parameters step in the backward."""
-        self._has_begun = True
-        marked = marked_optimizers(self.reducer.parameters)
-        if marked:
-            self._step_in_backward(InBackward(marked, keeps_gradients=False))
 
     def takes_buffers(self, *, is_before: bool) -> bool:
         """Return whether buffers are made equal at this forward, before it or behind it."""

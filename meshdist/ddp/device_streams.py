@@ -66,7 +66,7 @@ class TailReader(ABC):
 
     @abstractmethod
     def take(self) -> torch.Tensor | None:
-        """Return the numbers noted last, once, on the host; None without, or in a capture."""
+        """Return the last noted numbers on the host, once; None if none, or during a capture."""
 
 
 class ImmediateReader(TailReader):
@@ -105,7 +105,7 @@ class DeferredReader(TailReader):
         self._is_noted = False
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Enqueue a copy, unless a graph is captured."""
+        """Enqueue a copy, and return True; False while a graph is captured."""
         if is_capturing(self._device):
             return False
         self._copied.copy_(_real(reduced), non_blocking=True)
@@ -114,7 +114,7 @@ class DeferredReader(TailReader):
         return True
 
     def take(self) -> torch.Tensor | None:
-        """Wait for the copy, unless a graph is captured."""
+        """Return the copy once it is made; None if none was noted, or during a capture."""
         if not self._is_noted or is_capturing(self._device):
             return None
         self._event.synchronize()

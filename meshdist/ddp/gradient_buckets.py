@@ -184,7 +184,10 @@ class GradientBuckets:
         ]
         self._check(likes)
         check_equal_lines(
-            [_line(name, tensor) for name, tensor in zip(self._names, likes, strict=True)],
+            [
+                tensor_line(name, x) + ("" if x.is_cpu else f" on {x.device.type}")
+                for name, x in zip(self._names, likes, strict=True)
+            ],
             self._group,
             device=likes[0].device,
             summary="GradientBuckets: the ranks hold different trees",
@@ -303,9 +306,3 @@ class GradientBuckets:
         self._works = []
         self._num_pending = list(self._sizes)
         self._is_ready = bytearray(len(self._names))
-
-
-def _line(name: str, array: torch.Tensor) -> str:
-    """Return a text of all properties of a leaf that must be equal on every rank."""
-    line = tensor_line(name, array)
-    return line if array.is_cpu else f"{line} on {array.device.type}"

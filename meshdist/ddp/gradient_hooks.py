@@ -90,7 +90,7 @@ class GradientHooks:
                     member.requires_grad_(is_trained)
 
     def come_last(self, buckets: Sequence[Bucket]) -> None:
-        """Put the hooks anew where the program has added hooks, which may change gradients."""
+        """Put the hooks anew, behind hooks of the program, which may change gradients."""
         for parameter, handle in self._handles:
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.put(buckets)

@@ -38,7 +38,7 @@ class History:
         self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
 
     def note_absence(self, order: Iterable[int]) -> None:
-        """Take ``order``, as this rank has no backward; its next is sent as a whole at the end."""
+        """Note that this rank had no backward: use ``order``, and send its next at its end."""
         self.expected = [_NEVER] * self._num
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)
@@ -50,7 +50,7 @@ class History:
             self.by_count.add(index)
 
     def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
-        """Expect of the next backward as many arrivals as this had."""
+        """Set the expected arrivals of the next backward to those of this."""
         if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
@@ -59,13 +59,13 @@ class History:
     def find_changes(
         self, counts: Sequence[int], came: Sequence[bool]
     ) -> dict[int, tuple[int, int]]:
-        """Return arrivals in this and in the watched backward, of gradients where they differ."""
+        """Return the counts of arrivals now and in the watched backward where they differ."""
         now = map(max, counts, map(int, came))
         both = enumerate(zip(now, self.learned, strict=False))
         return {index: pair for index, pair in both if pair[0] != pair[1]}
 
     def settle(self, not_everywhere: Iterable[int], *, may_move: bool) -> None:
-        """Let parameters trail whose gradient some rank lacked, and others no longer.
+        """Update which parameters trail: those whose gradient some rank lacked lately.
 
         Args:
             not_everywhere: the parameters whose gradient some rank lacked in this backward.
@@ -82,5 +82,5 @@ class History:
             self.trailing = frozenset(self._streaks)
 
     def laid_order(self, expected: Iterable[int]) -> list[int]:
-        """Return every index once: as gradients came here, and then those that did not."""
+        """Return all indices in the order of arrival here, and behind them those without."""
         return list(dict.fromkeys([*self.order, *expected]))

@@ -43,7 +43,7 @@ class LocalBackwards:
         self._has_warned_of_complete = False
 
     def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Expect the backward of a synchronised forward, whose outputs have a graph, or not."""
+        """Expect the backward of a synchronised forward, and note the gradients before it."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True

@@ -22,6 +22,7 @@ import torch
 
 from ..arguments import get_whole_number
 from ..checking.debug_levels import DebugLevel, get_debug_level
+from ..dtypes import dtype_name
 from .backward import Backward, Moment
 from .bucket_layout import BucketLayout
 from .buckets import Bucket
@@ -147,7 +148,9 @@ class DataLogger:
             "iteration": 0,
             "num_parameter_tensors": len(parameters),
             "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-            "dtypes": ", ".join(sorted({_dtype_name(tensor.dtype) for tensor in parameters})),
+            "dtypes": ", ".join(
+                sorted({_DTYPE_NAMES.get(x.dtype, dtype_name(x.dtype)) for x in parameters})
+            ),
             "bucket_cap_bytes": options.caps[-1],
             "find_unused_parameters": int(options.finds_unused),
             "gradient_as_bucket_view": int(options.as_views),
@@ -216,15 +219,13 @@ class DataLogger:
         )
 
     def iteration_begins(self, layout: BucketLayout) -> None:
-        """Set the fields that the iteration before has shown, and sample each n-th iteration."""
+        """Set the fields of the last sampled iteration, and begin to sample each n-th."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
             self._tell(before, layout.buckets)
         self._iteration += 1
-        number = self._iteration
-        if (number <= _SAMPLED_AT_FIRST or number % self._rate == 0) and not is_capturing(
-            self._device
-        ):
+        is_due = self._iteration <= _SAMPLED_AT_FIRST or self._iteration % self._rate == 0
+        if is_due and not is_capturing(self._device):
             self._timing = Timing(self._device, is_timed=self._is_timed)
             self._timing.mark("forward_compute_time_start")
 
@@ -300,10 +301,6 @@ def has_sync_batch_norm(module: torch.nn.Module) -> bool:
     """Return whether the model has a ``SyncBatchNorm``: torch's, ours, or a class of either."""
     kinds = {kind for child in module.modules() for kind in type(child).__mro__}
     return any(kind.__name__ == "SyncBatchNorm" for kind in kinds)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _sizes_text(buckets: Iterable[Bucket]) -> str:

@@ -49,7 +49,7 @@ _WORDS = {1: torch.int8, 2: torch.int16}  # of smaller elements; else 32 bits
 
 @torch.no_grad()
 def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return 64 bits on ``device`` for dense tensors on any devices, none of which is awaited.
+    """Return a checksum of 64 bits on ``device`` of dense tensors; no device is awaited.
 
     Example:
         >>> x, y = torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0])

@@ -280,7 +280,8 @@ class Reducer:
         self._local.forward_ends(self.buckets, sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Do as the wrapper's method, which torch's pipeline stages and trainers call here."""
+        """Let the next backward that reaches ``outputs`` be averaged."""
+        # The wrapper's method calls it, and torch's pipeline stages and trainers do.
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             raise self.layout.terms.reports.split_backward()
@@ -417,7 +418,7 @@ class Reducer:
             self._verdict = verdict
 
     def _learn(self) -> None:
-        """Learn from how the last backward ended on the other ranks, or raise."""
+        """Read how the last backward ended on the other ranks, and learn from it or raise."""
         stays = self.sending.hook is not None
         self._verdict.raise_or_learn(self.sending.history, stays=stays)
 

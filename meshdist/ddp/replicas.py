@@ -91,7 +91,7 @@ def check_equal_lines(
     fix: str,
     options: Mapping[str, object] | None = None,
 ) -> int:
-    """Return the number of members that take part; raise on all if theirs differ; collective.
+    """Raise on all members if lines or options differ, else return how many take part; collective.
 
     Args:
         lines: texts that must be equal, compared by place.

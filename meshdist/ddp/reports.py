@@ -181,7 +181,7 @@ class Reports:
         )
 
     def lacking_in_context(self, *, knows_context: bool) -> GradientError:
-        """Return the error for a distributed backward without context, or that may lack some."""
+        """Return the error for a distributed backward that may lack gradients, or a context."""
         if knows_context:
             expected = "a gradient of every parameter in its context, on every rank"
             found = "find_unused_parameters=True or static_graph=True"

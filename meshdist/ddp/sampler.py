@@ -199,7 +199,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 
 def _find_reader() -> dict[str, Any] | None:
-    """Return the attributes of the DataLoader's iterator that called, or None without."""
+    """Return the attributes of the DataLoader's iterator among the callers, or None."""
     frame = sys._getframe(1)
     while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
         if frame.f_back is None:

@@ -23,7 +23,7 @@ class _Single(Taking):
         filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:
-        """Take none, for which zeros are sent."""
+        """Take no gradient, which counts as zeros."""
         filling.read = [None]
 
     def give(

@@ -186,15 +186,10 @@ class SyncBatchNorm(_BatchNorm):
             process_group,
             bias=module.bias is not None,
         )
-        if module.affine:
-            made.weight = module.weight
-            made.bias = module.bias
-        made.running_mean = module.running_mean
-        made.running_var = module.running_var
-        made.num_batches_tracked = module.num_batches_tracked
-        made.training = module.training
-        if hasattr(module, "qconfig"):
-            made.qconfig = module.qconfig
+        estimates = ("running_mean", "running_var", "num_batches_tracked")
+        for name in ("weight", "bias", *estimates, "training", "qconfig"):
+            if hasattr(module, name):  # the last is seldom there
+                setattr(made, name, getattr(module, name))
         return made
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -265,8 +260,8 @@ class _Normalization(torch.autograd.Function):
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the result, the number of values in a channel, means and squared distances."""
-        wide = x.to(_accumulated(x.dtype))
-        near = wide.mean(_others(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
+        wide = x.to(_wide_dtype(x.dtype))
+        near = wide.mean(_channel_dims(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
         own_mean, own_squares = _local_statistics(centred, near)
         own_count = wide.numel() // wide.shape[1]
@@ -296,11 +291,11 @@ class _Normalization(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, mean, inverse, count = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = x.to(_accumulated(x.dtype))
+        wide = x.to(_wide_dtype(x.dtype))
         grad = grad.to(wide.dtype)
         near = mean.to(wide.dtype)
         centred = wide - _by_channel(near, wide)
-        dims = _others(wide)
+        dims = _channel_dims(wide)
         summed = grad.sum(dims, dtype=wide.dtype).to(mean.dtype)
         # Sums of grad times the distance from the mean, of which ``near`` is a rounding.
         moment = (grad * centred).sum(dims).to(mean.dtype) + (near - mean) * summed
@@ -343,11 +338,11 @@ def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
     return num_needing > 0
 
 
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _others(x: torch.Tensor) -> list[int]:
+def _channel_dims(x: torch.Tensor) -> list[int]:
     """Return the dims over which a channel extends."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
@@ -362,8 +357,8 @@ def _local_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return means and sums of squared distances from them, made of distances to ``near``."""
     count = max(centred.numel() // centred.shape[1], 1)
-    rest = centred.sum(_others(centred)).double()  # what the rounding of ``near`` cut off
-    squares = centred.square().sum(_others(centred)).double()
+    rest = centred.sum(_channel_dims(centred)).double()  # what the rounding of ``near`` cut off
+    squares = centred.square().sum(_channel_dims(centred)).double()
     return near.double() + rest / count, (squares - rest.square() / count).clamp(min=0)
 
 

@@ -50,7 +50,7 @@ class TorchMethods:
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The same without names."""
+        """The buffers that are made equal, without names."""
         return list(self.named_module_buffers.values())
 
     @property

@@ -83,7 +83,7 @@ class Verdict:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:
-        """Return the verdict of the next backward, which lacks no gradient that came before it."""
+        """Return the next backward's verdict, lacking what none since the forward brought."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):

@@ -165,14 +165,14 @@ def restored(kind: Any, fields: dict[str, Any]) -> Any:
     return state
 
 
-def _reduced(state: Any) -> tuple[Any, ...]:
+def _reduce_state(state: Any) -> tuple[Any, ...]:
     fields = {name: getattr(state, name) for name in state.__slots__ if name not in _GROUPS}
     return restored, (type(state), fields)
 
 
 # PowerSGDState's own way asks for torch's world when it is loaded; the other has none for groups.
-copyreg.pickle(PowerSGDState, _reduced)
-copyreg.pickle(PostLocalSGDState, _reduced)
+copyreg.pickle(PowerSGDState, _reduce_state)
+copyreg.pickle(PostLocalSGDState, _reduce_state)
 
 
 def allreduce_hook(

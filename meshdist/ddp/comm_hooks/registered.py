@@ -132,14 +132,6 @@ class RegisteredHook:
         pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
 
-    def error(
-        self, kind: type[MeshdistError], bucket: GradBucket, summary: str, **fields: str
-    ) -> MeshdistError:
-        """Make an error about the answer of the hook for a bucket."""
-        rank = self.group.world.rank
-        where = f"rank {rank}, hook {self.name}, {bucket!r} in {self.group.group_name}"
-        return kind(f"communication hook {self.name} {summary}", where=where, **fields)
-
 
 class PendingBucket:
     """A bucket that a registered hook is averaging."""
@@ -158,9 +150,8 @@ class PendingBucket:
         with self._deferral.entered(), group_in_state(state, self._registered.group):
             self._future = hook(state, self._bucket)
         if not isinstance(self._future, torch._C.Future):
-            raise self._registered.error(
+            raise self._error(
                 KindError,
-                self._bucket,
                 "returned no Future",
                 expected="a torch.futures.Future of the averaged tensor",
                 found=f"an object of type {type(self._future).__name__}",
@@ -185,9 +176,8 @@ class PendingBucket:
         timeout = self._registered.group.timeout
         limit = timedelta(0) if find_rank_here() is not None else timeout  # there is no other
         if wait_until(self._future.done, Deadline(limit)) is None:
-            raise self._registered.error(
+            raise self._error(
                 CollectiveTimeoutError,
-                self._bucket,
                 "returned a Future that nothing has completed",
                 expected="a Future that a callback of the hook's verbs completes, or another "
                 f"thread within {timeout.total_seconds():g} s",
@@ -203,9 +193,8 @@ class PendingBucket:
         into = self._into
         expected = f"{into.numel()} elements, {dtype_name(into.dtype)}, on {into.device}"
         if not isinstance(value, torch.Tensor):
-            raise self._registered.error(
+            raise self._error(
                 KindError,
-                self._bucket,
                 "gave a Future of something else than a tensor",
                 expected=f"one tensor, or a list of one: {expected}",
                 found=f"an object of type {type(value).__name__}",
@@ -217,20 +206,20 @@ class PendingBucket:
             fields["found"] = f"shape {shape_text(value.shape)}"
             if value.layout != into.layout:
                 fields["found"] += f", layout {str(value.layout).removeprefix('torch.')}"
-            raise self._registered.error(
-                ShapeError, self._bucket, "gave a tensor of another shape", **fields
-            )
+            raise self._error(ShapeError, "gave a tensor of another shape", **fields)
         if value.dtype not in (into.dtype, self._bucket.buffer().dtype):
             fields["found"] = dtype_name(value.dtype)
-            raise self._registered.error(
-                DtypeError, self._bucket, "gave a tensor of another dtype", **fields
-            )
+            raise self._error(DtypeError, "gave a tensor of another dtype", **fields)
         if value.device != into.device:
             fields["found"] = str(value.device)
-            raise self._registered.error(
-                ArgumentError, self._bucket, "gave a tensor on another device", **fields
-            )
+            raise self._error(ArgumentError, "gave a tensor on another device", **fields)
         return value
+
+    def _error(self, kind: type[MeshdistError], summary: str, **fields: str) -> MeshdistError:
+        """Make an error about the answer of the hook for this bucket."""
+        name, group = self._registered.name, self._registered.group
+        where = f"rank {group.world.rank}, hook {name}, {self._bucket!r} in {group.group_name}"
+        return kind(f"communication hook {name} {summary}", where=where, **fields)
 
     def _take(self, value: torch.Tensor) -> None:
         """Copy the averages to where the gradients lie, unless they lie there."""
