@@ -71,7 +71,7 @@ class ReplicaHook(JoinHook, ABC):
         """End the context; post-hooks follow."""
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in ``what`` the joinable does on the ranks with data."""
+        """Take part in the action ``what`` of the joinable on the ranks with data."""
 
 
 def is_sharded_optimizer(joinable: object) -> bool:
@@ -264,8 +264,7 @@ class _JoinConfig:
 
     @property
     def is_first_joinable(self) -> bool:
-        """Return whether the joinable's own calls tell the others when a step begins."""
-        # torch's name; a hook that takes part step by step gives notices of its own.
+        """Return whether ``notify_join_context`` gives notice of this joinable's steps."""
         is_first = self.context is not None and self.index == 0
         return is_first and not isinstance(self.hook, ReplicaHook)
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -83,7 +83,6 @@ class Joinables:
     optimizers: Collection[Any] = ()
 
 
-@dataclass(eq=False)
 class Shadow(CallGuard):
     """A join context of this rank, which guards its channels.
 
@@ -92,17 +91,19 @@ class Shadow(CallGuard):
         device_type: the type of device on which notices travel there.
     """
 
-    group: ProcessGroup
-    device_type: str
-    joinables: Joinables = Joinables()
-    owner: str = field(default="", init=False)
-    """The owner of the calls that are started now."""
-    _has_joined: bool = field(default=False, init=False)
-    _is_late: bool = field(default=True, init=False)
-    _admitted: Call | None = field(default=None, init=False)
-    """The call to which all members have come, and which an answer of this rank starts next."""
-    _places: dict[OpenCommunicator, JoinedCommunicator] = field(default_factory=dict, init=False)
-    """The open communicators with several members."""
+    def __init__(
+        self, group: ProcessGroup, device_type: str, joinables: Joinables = Joinables()
+    ) -> None:
+        self.group = group
+        self.device_type = device_type
+        self.joinables = joinables
+        self.owner = ""  # of the calls that are started now
+        self._has_joined = False
+        self._is_late = True
+        # The call to which all members have come, and which an answer of this rank starts next.
+        self._admitted: Call | None = None
+        # The open communicators with several members.
+        self._places: dict[OpenCommunicator, JoinedCommunicator] = {}
 
     def begin(self) -> None:
         """Open the main group, and guard all channels of this rank from here on."""
@@ -154,7 +155,7 @@ class Shadow(CallGuard):
 
     @untraced
     def leave(self, error: BaseException | None = None) -> bool:
-        """Join, unless there is an error, and ``end``; return whether no rank joined later."""
+        """Join unless there is an error, then end; return whether this rank was among the last."""
         try:
             return error is None and self.join()
         except BaseException as caught:
@@ -364,7 +365,7 @@ class Shadow(CallGuard):
         return {*self.group.ranks}.issuperset(place.group.ranks)
 
     def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Return whether this rank states there at once that it has joined, as it sees no calls."""
+        """Return whether a joined rank states so there at once, since it sees no others' calls."""
         is_seen = place.uses_words or place.channel.shows_calls
         return not is_seen and self._reaches(place) and place.is_open()
 
@@ -418,7 +419,7 @@ class Shadow(CallGuard):
         """Wait for members of a communicator, to state ``mine`` or for their statements.
 
         Raises:
-            JoinError: a member that lacks has left the context.
+            JoinError: a missing member has left the context.
         """
 
         def is_over() -> bool:

@@ -16,7 +16,6 @@ whether this rank is needed there.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import NamedTuple
@@ -88,33 +87,23 @@ def from_bytes(data: bytes) -> Statement:
     return Statement(from_fields(*fields), tuple(map(tuple, sizes)), *map(bool, flags))
 
 
-@dataclass(eq=False)
 class JoinedCommunicator:
     """A communicator, and a group that uses it, on which this rank may have to answer calls."""
 
-    group: ProcessGroup
-    channel: Channel
-    words: CallWords | None = field(default=None, init=False)
-    """This member's call words, where the wire has some."""
-    begun: Statement | None = field(default=None, init=False)
-    """The statement of this member, while it waits for those of the others."""
-    is_over: bool = field(default=False, init=False)
-    """Whether all members have joined."""
-    uses_words: bool = field(default=False, init=False)
-    """Whether all members see what the others show in shared words; the same on all of them."""
-    is_ahead: bool = field(default=False, init=False)
-    """Whether a member waits in a later context, which this rank has yet to enter."""
-    is_settled: bool = field(default=True, init=False)
-    """Whether this rank has made all calls that it has stated."""
-    _gather: PreparedCall | None = field(default=None, init=False)
-    """The round that is under way."""
-
-    def __post_init__(self) -> None:
-        opened = self.channel.opened
+    def __init__(self, group: ProcessGroup, channel: Channel) -> None:
+        self.group = group
+        self.channel = channel
+        self.begun: Statement | None = None  # this member's, while it waits for those of the others
+        self.is_over = False  # all members have joined
+        self.uses_words = False  # all members see each other's words: the same on all of them
+        self.is_ahead = False  # a member waits in a later context, which this rank has yet to enter
+        self.is_settled = True  # this rank has made all calls that it has stated
+        self._gather: PreparedCall | None = None  # the round that is under way
+        opened = channel.opened
         if opened.call_words is None and not opened.communicator.on_stream:
-            tables = get_registry(self.group.world).header_tables
-            opened.call_words = tables.make_call_words(opened.label, self.group.ranks)
-        self.words = opened.call_words
+            tables = get_registry(group.world).header_tables
+            opened.call_words = tables.make_call_words(opened.label, group.ranks)
+        self.words: CallWords | None = opened.call_words  # this member's
         if self.words is not None:
             self.words.begin()
 
@@ -166,7 +155,7 @@ class JoinedCommunicator:
         return self.words is not None and self.words.find_all() is not None
 
     def is_due(self) -> bool:
-        """Return whether all statements have come, or a member that lacks has left."""
+        """Return whether all statements have come, or a missing member has left."""
         return self.is_ready() or self.find_left() is not None
 
     def read(self) -> list[Statement]:
@@ -231,7 +220,7 @@ class JoinedCommunicator:
         return not self.is_settled or (self.uses_words and self.is_awaited())
 
     def find_left(self) -> int | None:
-        """Return a member that has left the context, or None; seen in call words alone."""
+        """Return a member that has left the context, as its call words show, or None."""
         return self.words.find_left() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:

@@ -137,7 +137,7 @@ class Waits:
                 raise cause
 
     def refuse_gone(self, place: JoinedCommunicator) -> None:
-        """Raise if a member that lacks in a call has left the context, or its process has ended."""
+        """Raise if a member that is missing in a call has left the context, or has ended."""
         member = place.find_left()
         if member is None:
             return

@@ -198,7 +198,7 @@ class ContextMode(TorchFunctionMode):
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """Return the type of an operand; raise if no context can know it or saw it made."""
+        """Return the type of an operand; raise for a subclass, or a history that was not seen."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         follow_hooks(self.mesh, tensor)
@@ -279,7 +279,7 @@ class ContextMode(TorchFunctionMode):
         text: str,
         operands: Sequence[torch.Tensor],
     ) -> None:
-        """Raise if writing a value of type ``text`` changes the type of memory that others use."""
+        """Raise if a write changes the type of a target with a gradient, or with shared memory."""
         before = self.type_of(target, operation.name)
         if self.widened(target, text) == before:
             return
@@ -294,7 +294,11 @@ class ContextMode(TorchFunctionMode):
         raise refused_write(operation.name, target, text, operands, self.mesh, why)
 
     def widened(self, target: torch.Tensor, text: str, *, is_out: bool = True) -> str:
-        """Return the type of ``target`` after a write; outside ``out=`` it loses no axis."""
+        """Return the type of a target after a write: that before, joined with ``text``.
+
+        Args:
+            is_out: whether the target is no operand, so that ``text`` lacks its type.
+        """
         before = type_of(target)
         if before == text or not is_out or not before:
             return text

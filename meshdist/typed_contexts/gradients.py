@@ -23,7 +23,7 @@ from .context import Backwards, ContextMode
 from .detail_checks import check_gradient_of, check_loss
 from .provenance import varying_loss
 from .refusals import foreign_leaf, owned_loss, refused_loss, tensor_text, type_of, where
-from .torch_functions import argument
+from .torch_functions import Place, argument
 
 
 def gradient_type_of(x: torch.Tensor) -> str:
@@ -37,9 +37,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
     """Run ``Tensor.backward`` or ``torch.autograd.backward``; raise if a loss is unfit."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
-    gradients = _check_losses(mode, "backward", losses, argument(place, args, kwargs))
-    args, kwargs = _with_argument(place, gradients, args, kwargs)
-    mode.casts.refuse_leaves_in_uneven_loop("backward")
+    args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
     leaf = mode.casts.find_leaf_over(mode.owners) if mode.owners else None
     if leaf is not None:
         raise foreign_leaf(leaf, mode.owners, mode.mesh, "backward")
@@ -55,9 +53,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
-    gradients = _check_losses(mode, "autograd.grad", losses, argument(place, args, kwargs))
-    args, kwargs = _with_argument(place, gradients, args, kwargs)
-    mode.casts.refuse_leaves_in_uneven_loop("autograd.grad")
+    args, kwargs = _checked_arguments(mode, "autograd.grad", losses, place, args, kwargs)
     with _noted(mode, losses):
         found = call(*args, **kwargs)
     for x, grad in zip(inputs, found, strict=True):
@@ -95,11 +91,16 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, (tuple, list)) else [given]
 
 
-def _with_argument(place: Any, value: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _checked_arguments(
+    mode: ContextMode, verb: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Return a backward's arguments with its gradients, at ``place``, cast; raise if unfit."""
+    gradients = _check_losses(mode, verb, losses, argument(place, args, kwargs))
+    mode.casts.refuse_leaves_in_uneven_loop(verb)
     position, name = place
     if position < len(args):
-        return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: value} if name in kwargs else kwargs
+        return (*args[:position], gradients, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: gradients} if name in kwargs else kwargs
 
 
 def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: Any) -> Any:

@@ -386,11 +386,9 @@ class _TypedMode(ContextMode):
             return run_backward(self, func, args, kwargs)
         if kind is Kind.GRADIENT:
             return run_grad(self, func, args, kwargs)
-        if kind is Kind.SET_GRAD:
-            set_grad(self, *args)
-            return func(*args)
-        if kind is Kind.SET_DATA:
-            set_data(self, *args)
+        if kind in (Kind.SET_GRAD, Kind.SET_DATA):
+            check = set_grad if kind is Kind.SET_GRAD else set_data
+            check(self, *args)
             return func(*args)
         if kind is Kind.NORM:
             operands = self._operands(operation, args, kwargs)
@@ -474,7 +472,7 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether a call has a tensor argument of which no values are read."""
+    """Return whether a call has a tensor of which it reads no values, as ``x`` in ``y.to(x)``."""
     return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
 
 

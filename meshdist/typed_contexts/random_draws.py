@@ -155,7 +155,8 @@ def type_of_draw(
     kwargs: Mapping[str, Any],
 ) -> str:
     """Return the type of a draw; raise if it depends on a state that md.seed did not set."""
-    given = _find_generator(args, kwargs)
+    values = (*args, *kwargs.values())
+    given = next((value for value in values if isinstance(value, torch.Generator)), None)
     noted = seed_notes().get(given or torch.default_generator)
     generator = given or _own_generator(args, kwargs)
     number = generator.initial_seed()
@@ -224,14 +225,6 @@ def varying_axes(
         for axis, name in enumerate(layout.axis_sizes)
         if any(len({places[rank] for rank in group}) > 1 for group in layout.groups_of_axis(axis))
     )
-
-
-def _find_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
-    """Return the generator among the arguments of a call, or None."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
-    return None
 
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:

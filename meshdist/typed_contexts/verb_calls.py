@@ -81,7 +81,7 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the joined type of tensors, in which unreduced kinds stay: verbs move summands."""
+    """Return the joined type of tensors; unreduced kinds stay, since verbs only move summands."""
     found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
@@ -157,7 +157,7 @@ class TypedVerb:
     def checked(
         self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
     ) -> Callable[..., torch.Tensor]:
-        """Return ``on_tensor`` with typed results, for calls on ``x``; raise if ``x`` is unfit."""
+        """Return a call of ``on_tensor`` that types its result; raise if ``x`` is unfit for it."""
         text = self.result_type(x, argument)
 
         def call(x: torch.Tensor, group: ProcessGroup, *, leaf: str) -> torch.Tensor:
