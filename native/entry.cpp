@@ -52,7 +52,7 @@ bool Entry::is_open() const {
   if (PyDict_Size(aborts_.ptr()) != 0 && PyDict_Contains(aborts_.ptr(), label_.ptr()) != 0) {
     return false;
   }
-  const bool is_silent = PyDict_GetItem(known_levels_.ptr(), log_level_.ptr()) == Py_False;
+  const bool is_silent = find_in(known_levels_, log_level_) == Py_False;
   if (!is_silent && is_true(call_with(is_logged_, log_level_))) return false;
   return !headers_ || PyList_Size(headers_->missing.ptr()) == 0;
 }
@@ -103,7 +103,7 @@ bool Entry::read(nb::handle x, Message& message) {
   if (message.member == static_cast<int>(member_)) return false;
   if (!message.is_send && PyList_Size(receives_.ptr()) != 0) return false;
   if (headers_) {
-    PyObject* const log = PyDict_GetItem(headers_->logs.ptr(), message.peer.ptr());
+    PyObject* const log = find_in(headers_->logs, message.peer);
     if (log == nullptr) return false;
     message.log_owner = nb::borrow(log);
     message.log = nb::inst_ptr<MessageLog>(message.log_owner);

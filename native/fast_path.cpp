@@ -53,10 +53,8 @@ class FastPath {
     }
   }
 
-  // Verbs of their own where there is a title: an argument that may be missing takes time to find.
-  bool all_reduce(nb::handle x, nb::handle op) { return titled_all_reduce(x, op, nb::none()); }
-
-  bool titled_all_reduce(nb::handle x, nb::handle op, nb::handle title) {
+  // The title of a call is None where it has none.
+  bool all_reduce(nb::handle x, nb::handle op, nb::handle title) {
     Collective call{Verb::all_reduce, {names::all_reduce.object, title_of(title)}};
     Plain plain;
     if (!is_ready() || !entry_.read(x, plain) || !reduces(op, plain, call)) return false;
@@ -75,9 +73,7 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool broadcast(nb::handle x, int root) { return titled_broadcast(x, root, nb::none()); }
-
-  bool titled_broadcast(nb::handle x, int root, nb::handle title) {
+  bool broadcast(nb::handle x, int root, nb::handle title) {
     Collective call{Verb::broadcast, {names::broadcast.object, title_of(title)}};
     Plain plain;
     if (!is_ready() || !entry_.read(x, plain)) return false;
@@ -87,11 +83,7 @@ class FastPath {
     return run(call, plain, plain);
   }
 
-  bool all_gather_into_tensor(nb::handle out, nb::handle in) {
-    return gather_blocks(names::all_gather_into_tensor, out, in, nb::none());
-  }
-
-  bool titled_all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
+  bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
     return gather_blocks(names::all_gather_into_tensor, out, in, title);
   }
 
@@ -99,12 +91,7 @@ class FastPath {
     return gather_blocks(names::all_gather_single, out, in, nb::none());
   }
 
-  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op) {
-    return scatter_blocks(names::reduce_scatter_tensor, out, in, op, nb::none());
-  }
-
-  bool titled_reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op,
-                                    nb::handle title) {
+  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
     return scatter_blocks(names::reduce_scatter_tensor, out, in, op, title);
   }
 
@@ -201,7 +188,7 @@ class FastPath {
   // That of the same group's calls that are started; None where none are.
   nb::object starting = nb::none();
 
-  // What the call that was done returns: a Work where it was started.
+  // What the call that was done returns: a Work where it was started, of a receive the sender's global rank.
   nb::object take_found() { return std::exchange(found_, nb::none()); }
 
   bool barrier() {
@@ -214,10 +201,11 @@ class FastPath {
     return run(x, message);
   }
 
-  // Returns the global rank of the sender; false where it is not done.
-  nb::object recv(nb::handle x, nb::handle peer, nb::handle tag) {
+  bool recv(nb::handle x, nb::handle peer, nb::handle tag) {
     Message message{names::recv.object, peer, tag};
-    return run(x, message) ? entry_.rank_of(message.member) : nb::bool_(false);
+    if (!run(x, message)) return false;
+    found_ = entry_.rank_of(message.member);
+    return true;
   }
 
  private:
@@ -395,46 +383,83 @@ class FastPath {
   std::vector<Reduction> reductions_;
 };
 
-// A method as Python has it: None where the call is done, its Work where it is started, else False.
-template <class... Args>
-auto done(bool (FastPath::*method)(Args...)) {
-  return [method](FastPath& self, Args... args) -> nb::object {
-    if ((self.*method)(args...)) return self.take_found();
-    return nb::bool_(false);
-  };
+template <class To>
+To argument(PyObject* const* given, Py_ssize_t count, std::size_t place) {
+  const nb::handle found = place < static_cast<std::size_t>(count) ? given[place] : Py_None;
+  if constexpr (std::is_same_v<To, int>) {
+    return nb::cast<int>(found);
+  } else {
+    return found;
+  }
 }
+
+// A method as Python has it: None where the call is done, its Work where it is started, else False.
+template <auto kMethod>
+struct Entrance;
+template <class... Taken, bool (FastPath::*kMethod)(Taken...)>
+struct Entrance<kMethod> {
+  static PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+    return call_with(self, given, count, std::index_sequence_for<Taken...>());
+  }
+
+ private:
+  template <std::size_t... kPlaces>
+  static PyObject* call_with(PyObject* self, PyObject* const* given, Py_ssize_t count,
+                             std::index_sequence<kPlaces...>) {
+    return returned([&]() -> nb::object {
+      FastPath& path = *nb::inst_ptr<FastPath>(self);
+      if (!(path.*kMethod)(argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
+      return path.take_found();
+    });
+  }
+};
+
+#define MESHDIST_METHOD(verb) fast_method(#verb, Entrance<&FastPath::verb>::call)
+PyMethodDef methods[] = {
+    MESHDIST_METHOD(all_reduce),
+    MESHDIST_METHOD(reduce),
+    MESHDIST_METHOD(broadcast),
+    MESHDIST_METHOD(all_gather_into_tensor),
+    MESHDIST_METHOD(all_gather_single),
+    MESHDIST_METHOD(reduce_scatter_tensor),
+    MESHDIST_METHOD(reduce_scatter_single),
+    MESHDIST_METHOD(all_gather),
+    MESHDIST_METHOD(gather),
+    MESHDIST_METHOD(scatter),
+    MESHDIST_METHOD(all_to_all),
+    MESHDIST_METHOD(all_to_all_single),
+    MESHDIST_METHOD(barrier),
+    MESHDIST_METHOD(send),
+    MESHDIST_METHOD(recv),
+};
+
+PyObject* fast_path_type = nullptr;  // kept as long as the process lives
 
 }  // namespace
 
+FastFunction find_fast_method(const std::string& verb) {
+  for (const PyMethodDef& method : methods) {
+    if (verb == method.ml_name) {
+      return reinterpret_cast<FastFunction>(reinterpret_cast<void (*)()>(method.ml_meth));
+    }
+  }
+  throw std::invalid_argument("the fast path has no such verb");
+}
+
+bool is_fast_path(nb::handle path) { return path.type().is(fast_path_type); }
+
 void bind_fast_path(nb::module_& m) {
-  const auto any = nb::arg().none();
-  const auto none = nb::arg().none() = nb::none();
-  nb::class_<FastPath>(m, "FastPath")
-      .def(nb::init<Entry&, Runner&, nb::list, nb::object>(), nb::keep_alive<1, 2>(),
-           nb::keep_alive<1, 3>(), "entry"_a, "runner"_a, "reductions"_a, "works"_a = nb::none())
-      .def_rw("starting", &FastPath::starting, nb::arg().none())
-      .def("all_reduce", done(&FastPath::all_reduce), any, any)
-      .def("all_reduce", done(&FastPath::titled_all_reduce), any, any, nb::arg())
-      .def("reduce", done(&FastPath::reduce), any, any, nb::arg())
-      .def("broadcast", done(&FastPath::broadcast), any, nb::arg())
-      .def("broadcast", done(&FastPath::titled_broadcast), any, nb::arg(), nb::arg())
-      .def("all_gather_into_tensor", done(&FastPath::all_gather_into_tensor), any, any)
-      .def("all_gather_into_tensor", done(&FastPath::titled_all_gather_into_tensor), any, any,
-           nb::arg())
-      .def("all_gather_single", done(&FastPath::all_gather_single), any, any)
-      .def("reduce_scatter_tensor", done(&FastPath::reduce_scatter_tensor), any, any, any)
-      .def("reduce_scatter_tensor", done(&FastPath::titled_reduce_scatter_tensor), any, any, any,
-           nb::arg())
-      .def("reduce_scatter_single", done(&FastPath::reduce_scatter_single), any, any, any)
-      .def("all_gather", done(&FastPath::all_gather), any, any)
-      .def("gather", done(&FastPath::gather), any, any, nb::arg())
-      .def("scatter", done(&FastPath::scatter), any, any, nb::arg())
-      .def("all_to_all", done(&FastPath::all_to_all), any, any, none)
-      .def("all_to_all_single", done(&FastPath::all_to_all_single), any, any, none, none,
-           none)
-      .def("barrier", done(&FastPath::barrier))
-      .def("send", done(&FastPath::send), any, nb::arg(), any)
-      .def("recv", &FastPath::recv, any, any, any);
+  const nb::object type =
+      nb::class_<FastPath>(m, "FastPath")
+          .def(nb::init<Entry&, Runner&, nb::list, nb::object>(), nb::keep_alive<1, 2>(),
+               nb::keep_alive<1, 3>(), "entry"_a, "runner"_a, "reductions"_a, "works"_a = nb::none())
+          .def_rw("starting", &FastPath::starting, nb::arg().none());
+  fast_path_type = type.inc_ref().ptr();
+  // Descriptors of Python's own: nanobind's find the arguments' types at each call, which takes 30 ns more.
+  for (PyMethodDef& method : methods) {
+    type.attr(method.ml_name) =
+        checked(PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(fast_path_type), &method));
+  }
 }
 
 }  // namespace meshdist

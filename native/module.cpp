@@ -28,12 +28,6 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// A constructor that fills in the members of a struct, in their order.
-template <class Struct, class... Members>
-auto filled_in() {
-  return [](Struct* self, Members... members) { new (self) Struct{std::move(members)...}; };
-}
-
 // `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
 void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
   const ReduceLoop add =

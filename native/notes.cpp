@@ -28,7 +28,7 @@ std::uint64_t Notes::keep_collective(nb::handle call, nb::handle sizes) {
 }
 
 std::uint64_t Notes::keep_message(nb::handle call, nb::handle kind) {
-  PyObject* const before = PyDict_GetItem(num_messages_.ptr(), kind.ptr());
+  PyObject* const before = find_in(num_messages_, kind);
   const nb::object number = whole(before == nullptr ? 1 : PyLong_AsLongLong(before) + 1);
   if (PyDict_SetItem(num_messages_.ptr(), kind.ptr(), number.ptr()) != 0) throw nb::python_error();
   return keep(call, no_sizes_, number);

@@ -48,6 +48,38 @@ nb::object call_with(nb::handle function, const Arguments&... given) {
   throw nb::python_error();
 }
 
+// What a dict of Python's has under `key`; null where it has nothing.
+inline PyObject* find_in(nb::handle dict, nb::handle key) {
+  PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred()) throw nb::python_error();
+  return found;
+}
+
+// A function of Python's, as METH_FASTCALL has it, by one of C++'s that returns an object.
+using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t num_given);
+
+template <class Function>
+PyObject* returned(Function function) {
+  try {
+    return function().release().ptr();
+  } catch (nb::python_error& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+inline PyMethodDef fast_method(const char* name, FastFunction function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+
+// A constructor that fills in the members of a struct, in their order.
+template <class Struct, class... Members>
+auto filled_in() {
+  return [](Struct* self, Members... members) { new (self) Struct{std::move(members)...}; };
+}
+
 template <class... Items>
 nb::object tuple_of(const Items&... items) {
   return checked(PyTuple_Pack(sizeof...(items), items.ptr()...));

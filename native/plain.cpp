@@ -145,7 +145,7 @@ PlainReader::PlainReader() : tensor_type_(nb::module_::import_("torch").attr("Te
 }
 
 bool PlainReader::find_code(nb::handle dtype, unsigned& code) const {
-  PyObject* const found = PyDict_GetItem(codes_.ptr(), dtype.ptr());
+  PyObject* const found = find_in(codes_, dtype);
   if (found != nullptr) code = static_cast<unsigned>(PyLong_AsLong(found));
   return found != nullptr;
 }

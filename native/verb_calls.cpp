@@ -7,14 +7,13 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
+#include "fast_path.h"
 #include "main_thread.h"
 
 using namespace nanobind::literals;
@@ -40,10 +39,10 @@ struct Surroundings {
   nb::object group_type;
 
   bool are_profiled() const {
-    return PyDict_GetItem(profiler.ptr(), names::is_profiler_enabled.object) != Py_False;
+    return find_in(profiler, names::is_profiler_enabled.object) != Py_False;
   }
   bool are_plain() const {
-    PyObject* const level = PyDict_GetItem(forward_ad.ptr(), names::current_level.object);
+    PyObject* const level = find_in(forward_ad, names::current_level.object);
     return level != nullptr && PyLong_AsLong(level) < 0;
   }
 
@@ -73,20 +72,19 @@ class VerbCall {
   // rank that is meant where neither does, or empty. `stays_off_streams`: not where the group has a wire
   // on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast path is
   // not taken, `function` as the verb that the main thread is in, or `slow`.
-  VerbCall(const Surroundings& around, const std::string& name, const nb::list& parameters,
-           const std::vector<std::string>& taken, const std::string& root, nb::tuple missing,
-           bool stays_off_streams, nb::list watchers, nb::object watched, nb::object function,
-           nb::object slow)
+  VerbCall(const Surroundings& around, const std::string& name, const nb::kwargs& facts)
       : around_(around),
-        method_(checked(PyUnicode_InternFromString(name.c_str()))),
-        missing_(std::move(missing)),
-        stays_off_streams_(stays_off_streams),
-        watchers_(std::move(watchers)),
-        watched_(std::move(watched)),
-        function_(std::move(function)),
-        slow_(std::move(slow)) {
+        name_(checked(PyUnicode_InternFromString(name.c_str()))),
+        method_(find_fast_method(name)),
+        missing_(nb::borrow<nb::tuple>(facts["missing"])),
+        stays_off_streams_(nb::cast<bool>(facts["stays_off_streams"])),
+        watchers_(nb::borrow<nb::list>(facts["watchers"])),
+        watched_(facts["watched"]),
+        function_(facts["function"]),
+        slow_(facts["slow"]) {
+    const auto root = nb::cast<std::string>(facts["root"]);
     std::vector<std::string> names;
-    for (nb::handle parameter : parameters) {
+    for (nb::handle parameter : nb::borrow<nb::list>(facts["parameters"])) {
       names.push_back(nb::cast<std::string>(parameter[0]));
       defaults_.push_back(nb::object(parameter[1]));
     }
@@ -99,24 +97,26 @@ class VerbCall {
     async_op_ = place_of("async_op");
     root_ = place_of(root);
     group_root_ = place_of("group_" + root);
-    for (const std::string& name : taken) taken_.push_back(place_of(name));
+    for (nb::handle one : nb::borrow<nb::list>(facts["taken"])) {
+      taken_.push_back(place_of(nb::cast<std::string>(one)));
+    }
     for (int i = 0; i < static_cast<int>(names.size()); ++i) {
       const bool is_taken = std::find(taken_.begin(), taken_.end(), i) != taken_.end();
       if (!is_taken && i != group_ && i != async_op_ && i != group_root_) others_.push_back(i);
     }
   }
 
-  PyObject* run(PyObject* const* given, std::size_t num_given) const {
+  nb::object run(PyObject* const* given, std::size_t num_given) const {
     const auto call = [&](const nb::object& function) {
-      return PyObject_Vectorcall(function.ptr(), given, num_given, nullptr);
+      return checked(PyObject_Vectorcall(function.ptr(), given, num_given, nullptr));
     };
     if (num_given != defaults_.size()) throw std::invalid_argument("an argument for each parameter");
     if (PyList_Size(watchers_.ptr()) != 0) return call(watched_);
     if (around_.are_profiled()) return call(slow_);
     nb::object done = attempt(given);
-    if (done.is_valid() && done.ptr() != Py_False) return done.release().ptr();
+    if (done.is_valid() && done.ptr() != Py_False) return done;
     if (MainThread::is_nested()) return call(slow_);
-    const MainThread::Within within(method_);
+    const MainThread::Within within(name_);
     return call(function_);
   }
 
@@ -129,14 +129,15 @@ class VerbCall {
     }
     const nb::object group = around_.find_group(given[group_]);
     if (!group.is_valid()) return {};
+    bool is_started = false;
+    if (async_op_ != kNone && given[async_op_] != Py_False) {
+      is_started = given[async_op_] == Py_True;
+      if (!is_started) return {};
+    }
     nb::object path = get(group, names::fast_path);
+    if (is_started && !path.is_none()) path = get(path, names::starting);
     if (path.is_none()) return {};
     if (stays_off_streams_ && get(group, names::is_on_stream).ptr() != Py_False) return {};
-    if (async_op_ != kNone && given[async_op_] != Py_False) {
-      if (given[async_op_] != Py_True) return {};
-      path = get(path, names::starting);
-      if (path.is_none()) return {};
-    }
     nb::object member;
     if (root_ != kNone) {
       member = find_member(group, given[root_], given[group_root_]);
@@ -145,7 +146,8 @@ class VerbCall {
     std::array<PyObject*, kMostParameters + 1> passed{path.ptr()};
     std::size_t count = 1;
     for (int at : taken_) passed[count++] = at == root_ ? member.ptr() : given[at];
-    return checked(PyObject_VectorcallMethod(method_.ptr(), passed.data(), count, nullptr));
+    if (is_fast_path(path)) return checked(method_(path.ptr(), &passed[1], count - 1));
+    return checked(PyObject_VectorcallMethod(name_.ptr(), passed.data(), count, nullptr));
   }
 
   // The place in the group of the member that is named in one of two ways; None for any, which a receive
@@ -178,7 +180,8 @@ class VerbCall {
   }
 
   const Surroundings& around_;
-  const nb::object method_;
+  const nb::object name_;
+  const FastFunction method_;
   const nb::tuple missing_;
   const bool stays_off_streams_;
   const nb::list watchers_;
@@ -190,48 +193,23 @@ class VerbCall {
 
 PyObject* call_verb(PyObject* self, PyObject* const* given, Py_ssize_t num_given) {
   const auto* const verb = static_cast<const VerbCall*>(PyCapsule_GetPointer(self, nullptr));
-  try {
-    return verb->run(given, static_cast<std::size_t>(num_given));
-  } catch (nb::python_error& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  return returned([&] { return verb->run(given, static_cast<std::size_t>(num_given)); });
 }
 
 }  // namespace
 
 void bind_verb_calls(nb::module_& m) {
   nb::class_<Surroundings>(m, "Surroundings")
-      .def(
-          "__init__",
-          [](Surroundings* self, nb::dict profiler, nb::dict forward_ad, nb::object context,
-             nb::list process, nb::object group_type) {
-            new (self) Surroundings{std::move(profiler), std::move(forward_ad), std::move(context),
-                                    std::move(process), std::move(group_type)};
-          },
-          nb::kw_only(), "profiler"_a, "forward_ad"_a, "context"_a, "process"_a, "group_type"_a);
-  m.def(
-      "verb_call",
-      [](const Surroundings& around, const std::string& name, const nb::list& parameters,
-         const std::vector<std::string>& taken, const std::string& root, nb::tuple missing,
-         bool stays_off_streams, nb::list watchers, nb::object watched, nb::object function,
-         nb::object slow) {
-        // Verbs live as long as the process, and so does what calls them, and its surroundings.
-        nb::find(around).inc_ref();
-        auto* const verb = new VerbCall(around, name, parameters, taken, root, std::move(missing),
-                                        stays_off_streams, std::move(watchers), std::move(watched),
-                                        std::move(function), std::move(slow));
-        static PyMethodDef method{
-            "call_verb", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_verb)),
-            METH_FASTCALL, nullptr};
-        const nb::object self = checked(PyCapsule_New(verb, nullptr, nullptr));
-        return checked(PyCFunction_NewEx(&method, self.ptr(), nullptr));
-      },
-      "around"_a, "name"_a, nb::kw_only(), "parameters"_a, "taken"_a, "root"_a, "missing"_a,
-      "stays_off_streams"_a, "watchers"_a, "watched"_a, "function"_a,
-      "slow"_a);
+      .def("__init__",
+           filled_in<Surroundings, nb::dict, nb::dict, nb::object, nb::list, nb::object>(),
+           nb::kw_only(), "profiler"_a, "forward_ad"_a, "context"_a, "process"_a, "group_type"_a);
+  m.def("verb_call", [](const Surroundings& around, const std::string& name, const nb::kwargs& facts) {
+    // Verbs live as long as the process, and so does what calls them, and its surroundings.
+    nb::find(around).inc_ref();
+    static PyMethodDef method = fast_method("call_verb", call_verb);
+    const nb::object self = checked(PyCapsule_New(new VerbCall(around, name, facts), nullptr, nullptr));
+    return checked(PyCFunction_NewEx(&method, self.ptr(), nullptr));
+  });
 }
 
 }  // namespace meshdist
