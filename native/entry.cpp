@@ -21,12 +21,13 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 
 }  // namespace
 
-Entry::Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
+Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
              std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
              nb::object get_level, std::uint64_t most_level)
     : num_forks_(forks),
       notes_(notes),
+      group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
       receives_(std::move(receives)),
       aborts_(std::move(aborts)),
@@ -116,14 +117,14 @@ std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* si
   const bool is_uneven = sizes != nullptr;
   const Known known = find(call, plain, is_uneven);
   const nb::object noted = is_uneven ? sizes_of(*sizes) : nb::object();
-  const std::uint64_t sequence = notes_.keep_collective(known.call, noted);
+  const std::uint64_t sequence = notes_.keep_collective(group_, known.call, noted);
   compare(sequence, known.fingerprint, is_uneven ? &sizes->part : nullptr);
   return call.title.is_valid() ? static_cast<std::uint32_t>(known.fingerprint) : 0;
 }
 
 bool Entry::enter_even(nb::handle call, std::uint64_t fingerprint) {
   if (!is_quiet()) return false;
-  const std::uint64_t sequence = notes_.keep_collective(call);
+  const std::uint64_t sequence = notes_.keep_collective(group_, call);
   compare(sequence, fingerprint, nullptr);
   return true;
 }
@@ -143,7 +144,7 @@ void Entry::note_write(nb::handle tensors) {
 
 std::uint64_t Entry::note(const Message& message) {
   const Known known = find(message);
-  return notes_.keep_message(known.call, known.kind);
+  return notes_.keep_message(group_, known.call, known.kind);
 }
 
 void Entry::compare(const Message& message) {
@@ -152,7 +153,7 @@ void Entry::compare(const Message& message) {
   const Known known = find(message);
   const std::uint64_t number = message.log->note(kind, known.fingerprint);
   if (number == 0) return;
-  notes_.keep_message(known.call, known.kind);
+  notes_.keep_message(group_, known.call, known.kind);
   raise_error(call_with(disagree_, whole(number), known.kind));
 }
 

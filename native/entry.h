@@ -37,13 +37,13 @@ struct Message {
 
 class Entry {
  public:
-  // `headers` may be null: then none are compared. `receives` has those that wait for their sender.
+  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those that wait for their sender.
   // `calls` has the `Call` of each tuple of its fields, as Python makes it.
   // `disagree(number, message)` makes the error of members whose calls differ.
   // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
   // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
   // before data move, and left to Python.
-  Entry(const Notes& notes, const Headers* headers, nb::list receives, nb::dict aborts,
+  Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
         std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
         nb::object get_level, std::uint64_t most_level);
@@ -157,7 +157,8 @@ class Entry {
 
   const unsigned num_forks_;
   PlainReader reader_;
-  Notes notes_;
+  Notes& notes_;
+  const nb::object group_;
   const std::optional<Headers> headers_;
   const nb::list receives_;
   const nb::dict aborts_;

@@ -171,9 +171,9 @@ NB_MODULE(native, m) {
       .def("publish", &MessageLog::publish);
   nb::class_<Words>(m, "Words").def(nb::init<nb::object>(), "memory"_a);
   nb::class_<Notes>(m, "Notes")
-      .def(nb::init<nb::object, nb::list, nb::dict, nb::object, nb::object, nb::object, nb::object>(),
-           "counts"_a, "notes"_a, "num_messages"_a, "moments"_a, "is_between"_a, "no_stack"_a,
-           "group"_a);
+      .def(nb::init<nb::object, std::uint64_t, nb::dict, nb::object, nb::object, nb::object>(),
+           "counts"_a, "num_kept"_a, "num_messages"_a, "moments"_a, "is_between"_a, "no_stack"_a)
+      .def("find", &Notes::find);
   nb::class_<Headers>(m, "Headers")
       .def("__init__",
            filled_in<Headers, nb::object, Words, nb::list, nb::list, nb::dict, std::uint64_t,
@@ -181,10 +181,10 @@ NB_MODULE(native, m) {
            "table"_a, "words"_a, "missing"_a, "views"_a, "logs"_a, "window"_a, "check_every"_a,
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
-      .def(nb::init<const Notes&, const Headers*, nb::list, nb::dict, nb::object, nb::object,
+      .def(nb::init<Notes&, nb::object, const Headers*, nb::list, nb::dict, nb::object, nb::object,
                     nb::object, nb::tuple, std::uint64_t, nb::object, nb::object,
                     nb::object, nb::object, std::uint64_t>(),
-           "notes"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
+           nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
            "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "compare"_a.none(), "get_level"_a.none(),
            "most_level"_a)
       .def("enter", &Entry::enter_even);

@@ -20,21 +20,28 @@ std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
 
 std::uint64_t Notes::num_notes() const { return counts_.get(kNumNotes); }
 
-std::uint64_t Notes::keep_collective(nb::handle call, nb::handle sizes) {
+std::uint64_t Notes::keep_collective(nb::handle group, nb::handle call, nb::handle sizes) {
   const std::uint64_t number = sequence() + 1;
   counts_.put(kSequence, number);
-  keep(call, sizes.is_valid() ? sizes : nb::handle(no_sizes_), none_);
+  keep(group, call, sizes.is_valid() ? sizes : nb::handle(no_sizes_), none_);
   return number;
 }
 
-std::uint64_t Notes::keep_message(nb::handle call, nb::handle kind) {
+std::uint64_t Notes::keep_message(nb::handle group, nb::handle call, nb::handle kind) {
   PyObject* const before = find_in(num_messages_, kind);
   const nb::object number = whole(before == nullptr ? 1 : PyLong_AsLongLong(before) + 1);
   if (PyDict_SetItem(num_messages_.ptr(), kind.ptr(), number.ptr()) != 0) throw nb::python_error();
-  return keep(call, no_sizes_, number);
+  return keep(group, call, no_sizes_, number);
 }
 
-std::uint64_t Notes::keep(nb::handle call, nb::handle sizes, nb::handle among_its_kind) {
+nb::object Notes::find(std::uint64_t number) const {
+  const Note& note = kept_[number % kept_.size()];
+  if (number == 0 || note.number != number) return nb::none();
+  return tuple_of(whole(note.sequence), note.group, note.call, note.sizes, note.among_its_kind, note.code,
+                  note.instruction, no_stack_);
+}
+
+std::uint64_t Notes::keep(nb::handle group, nb::handle call, nb::handle sizes, nb::handle among_its_kind) {
   nb::object frame = first_frame(), code = code_of(frame);
   while (!code.is(last_code_)) {  // programs repeat their calls
     if (!is_true(checked(PyObject_GetItem(is_between_.ptr(), get(code, names::file).ptr())))) {
@@ -46,16 +53,14 @@ std::uint64_t Notes::keep(nb::handle call, nb::handle sizes, nb::handle among_it
     frame = std::move(back);  // out to the program
     code = code_of(frame);
   }
-  const nb::object sequence_number = whole(sequence());
-  const nb::object instruction = get(frame, names::instruction);
-  const nb::object note = tuple_of(sequence_number, group_, call, sizes, among_its_kind, code,
-                                   instruction, no_stack_);
-  const std::uint64_t before = counts_.get(kNumNotes);
-  const Py_ssize_t place = static_cast<Py_ssize_t>(before % num_kept_);
-  if (PyList_SetItem(notes_.ptr(), place, note.inc_ref().ptr()) != 0) throw nb::python_error();
-  counts_.put(kMoment, number(checked(PyIter_Next(moments_.ptr()))));
-  counts_.put(kNumNotes, before + 1);
-  return before + 1;
+  const std::uint64_t noted = num_notes() + 1;
+  Note note{noted, sequence(), nb::borrow(group), nb::borrow(call), nb::borrow(sizes),
+            nb::borrow(among_its_kind), std::move(code), get(frame, names::instruction)};
+  std::swap(kept_[noted % kept_.size()], note);  // the older one is freed at the end
+  moments_.put(0, moments_.get(0) + 1);
+  counts_.put(kMoment, moments_.get(0));
+  counts_.put(kNumNotes, noted);
+  return noted;
 }
 
 // The first frame that may be the program's: those within `depth_` are surely this package's.

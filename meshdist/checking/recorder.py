@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Any
+from threading import Lock
+from typing import Any, cast
 
 from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
@@ -19,7 +19,8 @@ NUM_NOTES = 128
 FORGOTTEN = "its call is no longer known"
 """The text for a call that is not kept any more."""
 
-_moments = count(1)
+_moments = memoryview(bytearray(8)).cast("Q")  # one number, which the core counts on, too
+_making = Lock()
 _NO_STACK: Sequence[str] = ()
 _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 
@@ -27,16 +28,17 @@ _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 class Recorder:
     """The last verbs that one rank called on one communicator.
 
-    A note is a tuple of the fields of ``Note``: what is called, and a frame's code and position,
-    which cost little to take. ``Note`` makes text of it when a message needs it. The last
-    ``num_notes`` are kept.
+    A note has the fields of ``Note``: what is called, and a frame's code and position, which cost
+    little to take. ``Note`` makes text of it when a message needs it. The last ``num_notes`` are
+    kept: those of plain calls by the native core, all others here.
     """
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
         self._keeps_stacks = shows_stacks()
         self.counts = memoryview(bytearray(24)).cast("Q")  # as a native caller counts them too
         """``sequence``, ``moment`` and ``num_notes``, for those that want them at once."""
-        self._notes: list[tuple[Any, ...]] = [()] * num_notes
+        self._notes: list[tuple[int, tuple[Any, ...]]] = [(0, ())] * num_notes
+        self._of_core: Any = None  # which keeps the notes that it makes
         self._num_messages: dict[tuple[Any, ...], int] = {}
 
     @property
@@ -76,49 +78,49 @@ class Recorder:
             counts[_SEQUENCE] += 1
         elif is_numbered:
             self._num_messages[call.kind] = number = self._num_messages.get(call.kind, 0) + 1
-        counts[_MOMENT] = next(_moments)
+        _moments[0] += 1  # in no step of which another thread goes on
+        counts[_MOMENT] = _moments[0]
         caller = sys._getframe(2)
         frame = program_frame(caller.f_back or caller)
         stack = stack_above(frame) if self._keeps_stacks else _NO_STACK
         fields = counts[_SEQUENCE], group, call, sizes, number
         note = (*fields, frame.f_code, frame.f_lasti, stack)
-        place = counts[_NUM_NOTES]
-        self._notes[place % len(self._notes)] = note
-        counts[_NUM_NOTES] = place + 1
+        noted = counts[_NUM_NOTES] + 1
+        self._notes[noted % len(self._notes)] = noted, note
+        counts[_NUM_NOTES] = noted
         return note
 
-    def for_core(self, make: Callable[..., Any], group: GroupFacts) -> Any:
+    def for_core(self, make: Callable[..., Any]) -> Any:
         """The core's object that notes calls just as ``note`` does; None where it may not."""
         if self._keeps_stacks:
             return None
-        return make(
-            self.counts,
-            self._notes,
-            self._num_messages,
-            moments=_moments,
-            is_between=is_between,
-            no_stack=_NO_STACK,
-            group=group,
-        )
+        with _making:  # groups may share a communicator
+            if self._of_core is None:
+                self._of_core = make(
+                    self.counts,
+                    len(self._notes),
+                    self._num_messages,
+                    moments=_moments,
+                    is_between=is_between,
+                    no_stack=_NO_STACK,
+                )
+        return self._of_core
 
     def name_sender(self, number: int, peer: int, tag: int) -> None:
         """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
         kind = False, peer, tag
         self._num_messages[kind] = among = self._num_messages.get(kind, 0) + 1
         size = len(self._notes)
-        if number > self.num_notes - size + 1:  # the oldest may be overwritten right now
-            place = (number - 1) % size
-            note = Note(*self._notes[place])
-            self._notes[place] = note._replace(call=replace(note.call, peer=peer), number=among)
+        noted, fields = self._notes[number % size]
+        if noted == number > self.num_notes - size + 1:  # the oldest may be overwritten right now
+            note = Note(*fields)
+            named = note._replace(call=replace(note.call, peer=peer), number=among)
+            self._notes[number % size] = noted, named
 
     def find_note(self, number: int | None = None) -> Note | None:
         """The note of this number (None: the last one), if it is kept."""
-        num_notes = self.counts[_NUM_NOTES]
-        if number is None:
-            number = num_notes
-        if not max(0, num_notes - len(self._notes)) < number <= num_notes:
-            return None
-        return Note(*self._notes[(number - 1) % len(self._notes)])
+        fields = self._find_fields(self.num_notes if number is None else number)
+        return None if fields is None else Note(*fields)
 
     def find_call(self, sequence: int) -> Note | None:
         """The note of the collective of this number in the sequence, if it is kept."""
@@ -148,5 +150,19 @@ class Recorder:
         return FORGOTTEN if is_noted else None
 
     def _find(self, is_meant: Callable[[Note], bool]) -> Note | None:
-        notes = (Note(*note) for note in self._notes if note)
-        return next(filter(is_meant, notes), None)
+        notes = map(self.find_note, self._kept)
+        return next((note for note in notes if note is not None and is_meant(note)), None)
+
+    @property
+    def _kept(self) -> range:
+        """The numbers of the notes that are kept."""
+        num_notes = self.num_notes
+        return range(max(0, num_notes - len(self._notes)) + 1, num_notes + 1)
+
+    def _find_fields(self, number: int) -> tuple[Any, ...] | None:
+        if number not in self._kept:
+            return None
+        if self._of_core is not None and (fields := self._of_core.find(number)) is not None:
+            return cast("tuple[Any, ...]", fields)
+        noted, fields = self._notes[number % len(self._notes)]
+        return fields if noted == number else None  # else another thread notes a call just now

@@ -387,13 +387,14 @@ class Channel:
         """The native core's ``enter``, for plain calls; None where there is none."""
         notes = None
         if core is not None:
-            notes = self.recorder.for_core(core.Notes, self.group)
+            notes = self.recorder.for_core(core.Notes)
         if notes is None:
             return None
         table, matching, comparison = self.header_table, self.matching, self._comparison
         on_stream = self.communicator.on_stream
         return core.Entry(
             notes,
+            self.group,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
             receives=[] if matching is None else matching.receives,
             aborts=self.aborts,

@@ -10,7 +10,7 @@ Collectives of one communicator come from one thread at a time. Those that are o
 order on the communicator's own thread, and a blocking one runs after them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from logging import Logger
 from typing import Any
@@ -33,18 +33,19 @@ class Words:
     def __init__(self, memory: memoryview) -> None: ...
 
 class Notes:
-    """A recorder's own lists and counters, for notes of calls of one group."""
+    """A recorder's notes of plain calls, with its own counters."""
 
     def __init__(
         self,
         counts: memoryview,
-        notes: list[tuple[Any, ...]],
+        num_kept: int,
         num_messages: dict[tuple[Any, ...], int],
-        moments: Iterator[int],
+        moments: memoryview,
         is_between: Mapping[str, bool],
         no_stack: Sequence[str],
-        group: object,
     ) -> None: ...
+    def find(self, number: int, /) -> tuple[Any, ...] | None:
+        """The fields of the note of this number; None where it is not kept, or is Python's."""
 
 class Headers:
     """A header table: its words, the other members', and the logs of messages with them.
@@ -107,7 +108,7 @@ class MessageLog:
         """Write what has waited, as far as there is room; returns whether all of it is written."""
 
 class Entry:
-    """The entry of a plain call: its tensors are checked, it is noted and compared.
+    """The entry of a plain call of ``group``: its tensors are checked, it is noted and compared.
 
     ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
     broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
@@ -119,6 +120,7 @@ class Entry:
     def __init__(
         self,
         notes: Notes,
+        group: object,
         headers: Headers | None,
         receives: list[Any],
         aborts: dict[str, Any],

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
+import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
 from meshdist.checking.recorder import FORGOTTEN, NUM_NOTES, Recorder
+from tests.pool import Pool
 
 WORLD = GroupFacts("the world", (4, 6, 7), 0)
 
@@ -184,3 +186,26 @@ def test_stacks_are_kept_where_the_environment_asks_for_them(
             assert lines[1].endswith(
                 f" in {test_stacks_are_kept_where_the_environment_asks_for_them.__name__}"
             )
+
+
+def numbers_of_notes() -> list[list[int]]:
+    """Of some moments the number of the last note, and of those that are found."""
+    group, x, found = md.group.WORLD, torch.ones(1), []
+    md.all_reduce(x)
+    path, recorder = group.fast_path, group.open_channel("cpu").recorder
+    for call in range(3 * NUM_NOTES):
+        group.fast_path = path if call % 5 < 2 else None
+        md.all_reduce(x)
+        if call % 50 == 49:
+            numbers = range(recorder.num_notes + 2)
+            kept = [number for number in numbers if recorder.find_note(number)]
+            places = [recorder.find_call(number).sequence for number in kept]  # each has its number
+            found.append([recorder.num_notes, *kept] if kept == places else [])
+    return found
+
+
+def test_notes_of_the_core_and_of_python_are_kept_equally_long(pool: Pool) -> None:
+    for found in pool.run(numbers_of_notes, 2, backend="shm"):
+        for number, *kept in found:
+            assert kept == [*range(max(0, number - NUM_NOTES) + 1, number + 1)]
+        assert len(found) == 3 * NUM_NOTES // 50
