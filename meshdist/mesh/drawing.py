@@ -34,15 +34,9 @@ def draw_svg(
     """Return the mesh as a self-contained SVG document.
 
     Args:
-        layout: the mesh.
         highlight_rank: a rank to frame, and to keep in view.
         hosts: the host of each rank, by rank; shown by the colour of its cell and a legend.
-        title: of the document; None says which mesh it is.
         width: pixels to fill at most; three ranks a row are always shown.
-
-    Raises:
-        NotInGroupError: the mesh does not hold ``highlight_rank``.
-        MeshError: ``hosts`` lacks a rank of the mesh.
     """
     title = f"mesh ({layout.axis_text()})" if title is None else title
     return _Svg(layout, Marks.of(layout, highlight_rank, hosts), title, width).text()
@@ -194,17 +188,12 @@ def draw(
     """Return the mesh as text, one table per coordinate of all axes but the last two.
 
     Args:
-        layout: the mesh.
         highlight_rank: a rank to put in brackets, and to keep in view.
         hosts: the host of each rank, by rank; marked by a letter, explained below the tables.
         legend: what the letters stand for, where it is something else that ranks share.
         width: columns of text to fill at most, 80 by default; three ranks a row are always shown.
         color: True for terminal colours, None where the terminal has them, False for plain text.
         ascii_only: draw with + - |; by default where stdout's encoding has no other lines.
-
-    Raises:
-        NotInGroupError: the mesh does not hold ``highlight_rank``.
-        MeshError: ``hosts`` lacks a rank of the mesh.
 
     Example:
         >>> from meshdist.mesh.layout import Layout

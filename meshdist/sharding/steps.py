@@ -59,7 +59,7 @@ class Price(NamedTuple):
         buffered: elements packed and received beside the step's input and its result.
     """
 
-    received: int = 0
+    received: int = 0  # a rank's own part does not travel
     sent: int = 0
     num_peers: int = 0
     buffered: int = 0
