@@ -76,7 +76,7 @@ class Entrant:
 
 @dataclass
 class Cell:
-    """One verb at one size: the samples of each entrant, in seconds per call."""
+    """Samples of each entrant for a verb at a size, in seconds per call."""
 
     verb: str
     num_bytes: int
@@ -84,12 +84,12 @@ class Cell:
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def median(self, label: str) -> float | None:
-        """The median of an entrant's samples, or None where it has none."""
+        """Return the median of an entrant's samples, or None where it has none."""
         samples = self.samples.get(label)
         return statistics.median(samples) if samples else None
 
     def ratio(self, label: str, to: str) -> float | None:
-        """The median over rounds of one entrant's time divided by another's."""
+        """Return the median over rounds of one entrant's time divided by another's."""
         both = (self.samples.get(label), self.samples.get(to))
         if not both[0] or not both[1]:
             return None
@@ -105,17 +105,17 @@ class _Ranks:
     _calls: dict[tuple[str, int, str], int | None] = field(default_factory=dict)
 
     def sample(self, verb: str, num_bytes: int, dtype: str) -> float | None:
-        """Seconds per call of the slowest rank; None where the side has no such call."""
-        what = verb, num_bytes, dtype
-        if what not in self._calls:
-            first = self._ask(*what, 2)
-            self._calls[what] = (
+        """Return the seconds per call of the slowest rank; None where the side has no such call."""
+        call = verb, num_bytes, dtype
+        if call not in self._calls:
+            first = self._ask(*call, 2)
+            self._calls[call] = (
                 None
                 if first is None
                 else max(1, min(_MOST_CALLS, int(_SAMPLE_S / max(first, 1e-9))))
             )
-        calls = self._calls[what]
-        return None if calls is None else self._ask(*what, calls)
+        calls = self._calls[call]
+        return None if calls is None else self._ask(*call, calls)
 
     def end(self) -> None:
         """Let all ranks end."""
@@ -191,7 +191,7 @@ def measure(
 
 
 def _rank_of(connection: socket.socket, secret: str) -> int | None:
-    """The rank that has connected; None for any other process."""
+    """Return the rank that has connected; None for any other process."""
     connection.settimeout(_GREETING_S)
     greeting = b""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -233,7 +233,7 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
 def _started(
     entrant: Entrant, num_ranks: int, address: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes of an entrant, which are gone when the context ends."""
+    """Yield the processes of an entrant, which are gone when the context ends."""
     processes = _start(entrant, num_ranks, address)
     try:
         yield processes
@@ -253,7 +253,7 @@ def _started(
 def _accepted(
     listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
 ) -> socket.socket:
-    """The connection of the next rank that is ready."""
+    """Return the connection of the next rank that is ready."""
     grace = Grace(_START_S)
     while True:
         try:

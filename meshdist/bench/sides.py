@@ -44,7 +44,7 @@ Call = Callable[[], Any]
 
 
 class Library(ABC):
-    """One library with its world of ranks."""
+    """A library with its world of ranks."""
 
     rank: int
     size: int
@@ -58,7 +58,7 @@ class Library(ABC):
         """Return a function that does ``verb`` once; None if the library has no such verb."""
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
-        """How many elements a buffer, each rank's part, and all parts have; at least one each."""
+        """Return the numbers of elements of a buffer, of each rank's part, and of all parts."""
         count = max(1, num_bytes // _ITEM_BYTES[dtype])
         part = max(1, count // self.size)
         return count, part, part * self.size
@@ -96,7 +96,7 @@ class TorchSide(Library):
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that does ``verb`` once on CPU tensors."""
         kind = getattr(self._torch, dtype)
-        whole, one, full = (
+        whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)
         )
 
@@ -107,7 +107,7 @@ class TorchSide(Library):
             return parts() if self.rank == 0 else None
 
         def places() -> list[Any]:
-            return [one() for _ in range(self.size)]
+            return [part() for _ in range(self.size)]
 
         root = int  # makes 0
         if verb == "send_recv":
@@ -116,12 +116,12 @@ class TorchSide(Library):
             "all_reduce": (whole,),
             "reduce": (whole, root),
             "broadcast": (whole, root),
-            "all_gather_into_tensor": (full, one),
-            "all_gather": (places, one),
-            "gather": (one, parts_on_root, root),
-            "scatter": (one, parts_on_root, root),
-            "reduce_scatter_tensor": (one, full),
-            "reduce_scatter": (one, parts),
+            "all_gather_into_tensor": (full, part),
+            "all_gather": (places, part),
+            "gather": (part, parts_on_root, root),
+            "scatter": (part, parts_on_root, root),
+            "reduce_scatter_tensor": (part, full),
+            "reduce_scatter": (part, parts),
             "all_to_all_single": (full, full),
             "all_to_all": (places, parts),
             "barrier": (),
@@ -178,7 +178,7 @@ class MpiSide(Library):
         import numpy as np
 
         world, is_root = self._world, self.rank == 0
-        whole, one, full = (
+        whole, part, full = (
             partial(np.ones, number, dtype) for number in self.counts(num_bytes, dtype)
         )
 
@@ -196,10 +196,10 @@ class MpiSide(Library):
             "all_reduce": (world.Allreduce, in_place, whole),
             "reduce": (world.Reduce, *((in_place, whole) if is_root else (whole, nothing))),
             "broadcast": (world.Bcast, whole),
-            "all_gather_into_tensor": (world.Allgather, one, full),
-            "gather": (world.Gather, one, full if is_root else nothing),
-            "scatter": (world.Scatter, full if is_root else nothing, one),
-            "reduce_scatter_tensor": (world.Reduce_scatter_block, full, one),
+            "all_gather_into_tensor": (world.Allgather, part, full),
+            "gather": (world.Gather, part, full if is_root else nothing),
+            "scatter": (world.Scatter, full if is_root else nothing, part),
+            "reduce_scatter_tensor": (world.Reduce_scatter_block, full, part),
             "all_to_all_single": (world.Alltoall, full, full),
             "barrier": (world.Barrier,),
         }

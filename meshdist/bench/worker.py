@@ -27,10 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(side: Library, label: str) -> None:
-    """Report the side's rank, and measure until the measuring process ends it.
-
-    This needs no other module of meshdist: benchmarks run it beside another checkout's.
-    """
+    """Report the side's rank, and measure until the measuring process ends it."""
     with socket.socket(socket.AF_UNIX) as connection:
         path, secret = os.environ[ADDRESS].rsplit(" ", 1)
         connection.connect(path)
@@ -45,7 +42,7 @@ def serve(side: Library, label: str) -> None:
 
 
 def _measure(side: Library, order: dict[str, Any]) -> float | None:
-    """Seconds per call; None where the side has no such verb."""
+    """Return the seconds per call; None where the side has no such verb."""
     call = side.call(order["verb"], order["bytes"], order["dtype"])
     if call is None:
         return None
@@ -60,9 +57,9 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
     return took / 2 if order["verb"] == "send_recv" else took
 
 
-def say(talk: Any, what: dict[str, Any]) -> None:
+def say(talk: Any, message: dict[str, Any]) -> None:
     """Send one message."""
-    talk.write(json.dumps(what) + "\n")
+    talk.write(json.dumps(message) + "\n")
     talk.flush()
 
 

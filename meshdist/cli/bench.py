@@ -95,7 +95,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return what makes a list of a comma list of words, all of them in ``known``."""
+    """Return a reader of comma lists whose words are all in ``known``."""
 
     def listed(text: str) -> list[str]:
         words = text.split(",")

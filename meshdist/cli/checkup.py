@@ -52,7 +52,7 @@ _EXTRAS = {
 
 
 def python() -> str:
-    """How a shell calls this interpreter: by a name on the PATH that means it, else by its path."""
+    """Return a shell's word for this interpreter: a name on the PATH, else its path."""
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found is not None and os.path.samefile(found, sys.executable):
@@ -61,7 +61,7 @@ def python() -> str:
 
 
 def torch_wheel() -> str:
-    """The requirement of torch for pip: on a machine without an NVIDIA GPU the build for CPUs."""
+    """Return pip's words for torch: on a machine without an NVIDIA GPU the build for CPUs."""
     return "torch" if _has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 
@@ -71,7 +71,7 @@ def has_core() -> bool:
 
 
 def find_install() -> list[dict[str, str]]:
-    """The parts of an install: ``name``, ``state``, and ``fix``, a command or ""."""
+    """Return the parts of an install: ``name``, ``state``, and ``fix``, a command or ""."""
     pip = f"{python()} -m pip install"
     rows = [_torch_row(pip), _core_row(pip)]
     for extra, (package, what) in _EXTRAS.items():
@@ -138,7 +138,7 @@ _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"
 
 
 def find_versions() -> dict[str, str | None]:
-    """The versions of Python and of the packages that matter; None where one is not installed."""
+    """Return the versions of Python and of the packages that matter; None where not installed."""
     from importlib import metadata
 
     found: dict[str, str | None] = {
@@ -153,7 +153,7 @@ def find_versions() -> dict[str, str | None]:
 
 
 def find_untested_torch(version: str | None) -> str | None:
-    """The notice for a torch newer than every tested version; None for all others."""
+    """Return the notice for a torch newer than every tested version; None for all others."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     if found is None or (int(found[1]), int(found[2])) <= _NEWEST_TORCH:
         return None
@@ -162,12 +162,12 @@ def find_untested_torch(version: str | None) -> str | None:
 
 
 def find_machine() -> dict[str, Any]:
-    """The host's name, how many cores this process may use, and the system's huge pages."""
+    """Return the host's name, how many cores this process may use, and the system's huge pages."""
     return {"host": socket.gethostname(), "cores": num_cores(), "huge_pages": find_huge_pages()}
 
 
 def find_huge_pages() -> str | None:
-    """For whom Linux has pages of 2 MiB: "always", "madvise" or "never"; None where unknown."""
+    """Return Linux's rule for pages of 2 MiB: "always", "madvise" or "never"; or None."""
     try:
         found = re.search(r"\[(\w+)\]", Path(_HUGE_PAGES).read_text())
     except OSError:
@@ -176,7 +176,7 @@ def find_huge_pages() -> str | None:
 
 
 def find_gpus() -> list[str]:
-    """The accelerators that torch sees, in words."""
+    """Return the accelerators that torch sees, in words."""
     import torch
 
     found = []
@@ -190,7 +190,7 @@ def find_gpus() -> list[str]:
 
 
 def find_device_types() -> list[str]:
-    """The device types that tensors can have on this machine: cpu, and torch's accelerator."""
+    """Return the device types of this machine's tensors: cpu, and torch's accelerator."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -198,7 +198,7 @@ def find_device_types() -> list[str]:
 
 
 def find_wires() -> list[dict[str, Any]]:
-    """Every wire: the devices here that it serves, or why it cannot be used and what mends it."""
+    """Return for each wire the devices here that it serves, or why it cannot be used, and a fix."""
     from ..wires.capabilities import available_wires
     from ..wires.registry import find_wire, wire_names
 
@@ -219,11 +219,8 @@ def find_wires() -> list[dict[str, Any]]:
 
 
 def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
-    """The MPI that mpi4py loads, asked of another process, which may crash or hang.
-
-    Returns:
-        What ``describe_mpi`` returns, and ``mpiexec``; or ``reason`` and ``fix``.
-    """
+    """Return what ``describe_mpi`` says, and ``mpiexec``; or ``reason`` and ``fix``."""
+    # Another process is asked, which may crash or hang.
     code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
     if code is None:
         return {
@@ -240,7 +237,7 @@ def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
 def _output_of(
     command: list[str], timeout_s: float, **variables: str
 ) -> tuple[int | None, list[str]]:
-    """The exit code of a command (None: it took too long, and was killed), and what it wrote."""
+    """Return a command's exit code, None where it was killed at the timeout, and what it wrote."""
     root = Path(__file__).resolve().parents[2]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryFile("w+") as output:  # a pipe would be waited for past the timeout
@@ -264,7 +261,7 @@ def _output_of(
 
 
 def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
-    """The JSON that a program of ours has printed, among the lines that MPI writes."""
+    """Return the JSON values that our program has printed among the lines that MPI writes."""
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):
@@ -275,12 +272,12 @@ def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
 
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environment`` that steer communication."""
+    """Return the variables of ``environment`` that steer communication."""
     return {name: environment[name] for name in sorted(environment) if _VARIABLES.fullmatch(name)}
 
 
 def find_shared_words_problem() -> str | None:
-    """Why calls cannot be compared in shared memory on this host; None where they can."""
+    """Return why calls cannot be compared in shared memory on this host; None where they can."""
     from ..checking.shared_words import find_view, make_shared_words
 
     words = make_shared_words()
@@ -295,9 +292,10 @@ def find_shared_words_problem() -> str | None:
 
 
 def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
-    """On each of two ranks: all-reduce, compare; return the seconds per call of a small one.
+    """All-reduce and compare on two ranks; return the seconds per call of a small all-reduce.
 
-    In a world over ``wire``; one of torch's, whose ranks meet at ``torchs_url``, unless that is "".
+    Args:
+        torchs_url: where the ranks of a world of torch's meet; "" for a world of ours.
     """
     import torch
 
@@ -359,7 +357,7 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, A
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
-    """The result of ``loopback`` on two ranks that mpiexec has started."""
+    """Return the result of ``loopback`` on two ranks that mpiexec has started."""
     from ..errors import BackendError
 
     mpiexec = find_mpiexec()

@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add what needs torch; without a time to spend, start no ranks."""
+    """Add to the report what needs torch; start no ranks where there is no time to spend."""
     report["gpus"] = find_gpus()
     report["wires"] = wires = find_wires()
     report["mpi"] = find_mpi()
@@ -101,7 +101,8 @@ def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
         for wire in wires
         if timeout_s is not None and wire["available"] and "cpu" in wire["devices"]
     ]
-    if timeout_s is not None and any(one["name"] == "shm" and one["available"] for one in wires):
+    has_shm = any(wire["name"] == "shm" and wire["available"] for wire in wires)
+    if timeout_s is not None and has_shm:
         report["checks"].append(check_wire("torch's shm", timeout_s))
 
 
@@ -163,7 +164,7 @@ def _install_text(row: dict[str, str]) -> str:
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
-    """In words: the system's state, and the variable that torch reads."""
+    """Return the system's state, and the variable that torch reads, in words."""
     if state is None:
         return "this system tells of none"
     if state == "never":

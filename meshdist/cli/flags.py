@@ -51,7 +51,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The program to start, and its arguments; raises LaunchError where none can be started."""
+    """Return the program to start, and its arguments; raise where none can be started."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(
@@ -113,7 +113,7 @@ _SERVED = {
     "master_addr": ("--main-process-ip",),
     "master_port": ("--main-process-port",),
 }
-"""By what they set: of mpiexec, DeepSpeed and accelerate, in either spelling."""
+"""Flags of mpiexec, DeepSpeed and accelerate, by what they set, in either spelling."""
 
 _BY_MPIEXEC = "add --launcher mpi, and hand it on: --mpi-args='{flag} ...'"
 _VARIABLES = "variables of the environment reach the ranks as they are: NAME=VALUE {run}"

@@ -27,10 +27,7 @@ def _help() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with argv (default: the process's arguments); return the exit code.
-
-    Where what reads its output has gone (``meshdist doctor | head``), it ends as by SIGPIPE.
-    """
+    """Run the command with argv (default: the process's arguments); return the exit code."""
     try:
         try:
             return _run(argv)

@@ -126,11 +126,8 @@ def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
-    """The arguments of ``run_processes`` beside the command; ``output`` is more of Output's.
-
-    Raises:
-        LaunchError: a flag has no meaning, or needs what this launcher is not.
-    """
+    """Return the arguments of ``run_processes`` beside the command; ``output`` has more for
+    Output."""
     _refuse_what_is_served_elsewhere(arguments)
     nnodes = _number_of_hosts(arguments.nnodes)
     address, port = _place_of_the_store(arguments, nnodes)
@@ -145,7 +142,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
 
 
 def number_of_processes(text: str) -> int:
-    """The number that ``--nproc-per-node`` names; only the names of accelerators load torch."""
+    """Return the number that ``--nproc-per-node`` names; only names of accelerators load torch."""
     if re.fullmatch(r"-?\d+", text, re.ASCII):
         return int(text)
     if text == "cpu":

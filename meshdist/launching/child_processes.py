@@ -36,7 +36,7 @@ _ANSWER_S = 1.0  # ranks look for questions eight times a second
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """How one process ended (exit code, or minus the signal), and when, in monotonic seconds."""
+    """End of one process: its exit code, or minus the signal, and when, in monotonic seconds."""
 
     rank: int
     pid: int
@@ -70,27 +70,18 @@ def _is_dying(pid: int) -> bool:
 
 
 class Launch:
-    """Children of one launch, and all that they start: none of them outlives this process.
+    """Children of one launch, and all that they start: none of them outlives this process."""
 
-    Finds in which order the children end, and stops them. Where the system has process file
-    descriptors (Linux), the order is the true one. Not safe for use by several threads.
-
-    Attributes:
-        mark: the name of the launch, which must stand in the environment of its processes.
-        directory: for files of its processes, which only this user may enter; ends with the launch.
-        running: the children that have not ended, by rank.
-        endings: how the others have ended, first one first.
-        failed: how the first child that failed has ended; None as long as none has.
-        hurried: set it to make stop() kill without waiting.
-    """
+    # Where the system has process file descriptors (Linux), children are seen to end in the true
+    # order. Not safe for use by several threads.
 
     def __init__(self) -> None:
-        self.mark = secrets.token_hex(8)
-        self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")
-        self.running: dict[int, subprocess.Popen[Any]] = {}
-        self.endings: list[ProcessExit] = []
-        self.failed: ProcessExit | None = None
-        self.hurried = False
+        self.mark = secrets.token_hex(8)  # stands in the environment of its processes
+        self.directory = tempfile.mkdtemp(prefix="meshdist-launch-")  # this user's; ends with it
+        self.running: dict[int, subprocess.Popen[Any]] = {}  # by rank
+        self.endings: list[ProcessExit] = []  # of the others, in the order of their ends
+        self.failed: ProcessExit | None = None  # the first child that failed
+        self.hurried = False  # set it to make stop() kill without waiting
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
         self._family = Family(self.mark)
@@ -107,11 +98,7 @@ class Launch:
         inherited: Sequence[int] = (),
         **streams: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a child and watch it as the given rank.
-
-        Raises:
-            OSError: the program cannot be executed.
-        """
+        """Start a child and watch it as the given rank."""
         inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
         child = subprocess.Popen(
             command,
@@ -141,7 +128,7 @@ class Launch:
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
     def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
-        """Wait until something happens, at most timeout_s; return what ended, first one first."""
+        """Wait until something happens, at most timeout_s; return what ended, in order."""
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
             timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
@@ -191,7 +178,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Ask the ranks that run where they are; "" for one that should answer and does not."""
+        """Ask the ranks that run where they are; "" for a rank that should answer and does not."""
         running, grace = {*self.running}, Grace(_ANSWER_S)
         ask_where(self.directory)
         while True:
@@ -201,10 +188,10 @@ class Launch:
             self.step(_POLL_S)
 
     def stop(self, signals: Sequence[tuple[int, float]] = ((signal.SIGTERM, GRACE_S),)) -> None:
-        """End all children that still run, and then what they have started.
+        """End all children that still run, and then all that they have started.
 
-        Each of ``signals`` is sent in turn, with so many seconds to wait after it; SIGKILL follows
-        by itself. A child that leads a process group is signalled with its whole group.
+        Args:
+            signals: sent in turn, with so many seconds to wait after each; SIGKILL always follows.
         """
         self._is_stopped = True
         for number, patience_s in signals:
@@ -220,7 +207,8 @@ class Launch:
 
     def _send(self, number: int) -> None:
         for child in self.running.values():
-            # Not reaped yet, so that no other process can have this number.
+            # Not reaped yet, so that no other process can have this number. A child that leads a
+            # process group is signalled with its whole group.
             with contextlib.suppress(OSError):
                 if os.getpgid(child.pid) == child.pid:
                     os.killpg(child.pid, number)

@@ -63,7 +63,6 @@ class Failure:
     """A rank that failed by itself.
 
     Args:
-        ending: how its process ended.
         at: when it failed, in seconds on a clock that all failures share.
         text: the end of what it wrote to stderr.
     """
@@ -74,7 +73,7 @@ class Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Return whether its report says that another rank failed before it.
+    r"""Return whether a failure's report says that another rank failed before it.
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
@@ -93,12 +92,12 @@ def quotes_another(text: bytes) -> bool:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """The first failure that quotes no other rank; the first of all where every one does."""
+    """Return the first failure that quotes no other rank, or the first if each quotes another."""
     return min(failures, key=lambda failure: (is_consequence(failure), failure.at))
 
 
 def _last_report(text: bytes) -> bytes:
-    """The last traceback in ``text``, with those that led to it."""
+    """Return the last traceback in ``text``, with those that led to it."""
     *before, report = text.split(TRACEBACK)
     if not before:
         return report[-_KEPT_WITHOUT_TRACEBACK:]
@@ -122,7 +121,7 @@ class Report:
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Return whether it adds nothing to the interrupt by Ctrl-C, when ranks were at ``places``.
+        r"""Return whether it only tells of Ctrl-C, and ``places`` tells where the rank was.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -133,7 +132,7 @@ class Report:
         return (is_own and bool(places.get(self.rank))) or quotes_another(self.text)
 
 
-def are_equal(one: Report, other: Report) -> bool:
+def are_equal(report: Report, other: Report) -> bool:
     """Return whether two ranks report the same.
 
     Example:
@@ -142,37 +141,37 @@ def are_equal(one: Report, other: Report) -> bool:
         >>> are_equal(Report(0, b"lost rank 2"), Report(1, b"lost rank 3"))
         False
     """
-    mine, others = _PLACE.split(one.text), _PLACE.split(other.text)
-    own = (b"rank %d" % one.rank, b"rank %d" % other.rank)
+    mine, others = _PLACE.split(report.text), _PLACE.split(other.text)
+    own = (b"rank %d" % report.rank, b"rank %d" % other.rank)
     return len(mine) == len(others) and all(
         x == y or (is_place % 2 and _are_places(x, y, own))
         for is_place, (x, y) in enumerate(zip(mine, others, strict=True))
     )
 
 
-def _are_places(one: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
-    """Whether two texts are the own ranks, with coordinates on equal axes, or no ranks at all."""
-    if not one.startswith(b"rank "):
+def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
+    """Return whether two texts are the ``own`` ranks, on equal axes, or are no ranks at all."""
+    if not text.startswith(b"rank "):
         return not other.startswith(b"rank ")
-    (mine, at), (others, there) = (text.partition(b" (")[::2] for text in (one, other))
+    (mine, at), (others, there) = (place.partition(b" (")[::2] for place in (text, other))
     return (mine, others) == own and re.sub(rb"\d", b"", at) == re.sub(rb"\d", b"", there)
 
 
 def _find_own_call(report: Report) -> re.Match[bytes] | None:
-    """Where an error that a group raises together names this rank's own call."""
+    """Return where an error that a group raises together names this rank's own call."""
     *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
     return found
 
 
-def _are_of_one_error(one: Report, other: Report) -> bool:
-    mine, others = _find_own_call(one), _find_own_call(other)
+def _are_of_one_error(report: Report, other: Report) -> bool:
+    mine, others = _find_own_call(report), _find_own_call(other)
     if mine is None or others is None:
-        return are_equal(one, other)
+        return are_equal(report, other)
     return mine.group(1, 4) == others.group(1, 4)
 
 
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Reports by equal ones, and those of one error, in the order given.
+    """Return the reports in lists of equal reports, or of one error, in the order given.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]
@@ -190,7 +189,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    """The text of the first of some reports of one error, with a line for each other call.
+    r"""Return the text of the first of some reports of one error, with a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
@@ -218,7 +217,7 @@ def text_of(group: Sequence[Report]) -> bytes:
 
 
 def places_text(places: Mapping[int, bytes]) -> bytes:
-    """Where ranks are, equal places together.
+    """Return a text that says where ranks are, equal places together.
 
     Example:
         >>> print(places_text({0: b"  at home", 1: b"", 2: b"  at home"}).decode(), end="")
@@ -229,8 +228,8 @@ def places_text(places: Mapping[int, bytes]) -> bytes:
     silent = sorted(rank for rank, text in places.items() if not text)
     told = [Report(rank, text) for rank, text in sorted(places.items()) if text]
     parts = [
-        f"meshdist: {ranks_text(one.rank for one in group)} {'was' if len(group) == 1 else 'were'} "
-        "here:\n".encode()
+        f"meshdist: {ranks_text(report.rank for report in group)} "
+        f"{'was' if len(group) == 1 else 'were'} here:\n".encode()
         + text_of(group)
         for group in grouped(told)
     ]
@@ -247,11 +246,11 @@ def summary_of(
     equal: Collection[int],
     stopped: int,
 ) -> str:
-    """How a job has failed, in one line; ``equal`` ranks reported the same as the cause."""
+    """Return one line about a job that failed; ``equal`` ranks reported the same as the cause."""
     ending = cause.ending
     same = sorted(set(equal) - {ending.rank})
     others = {failure.ending.rank for failure in failures} - {ending.rank, *same}
-    before = sorted(one.rank for one in takewhile(lambda one: one.code == 0, endings))
+    before = sorted(end.rank for end in takewhile(lambda end: end.code == 0, endings))
     text = f"meshdist: rank {ending.rank} (pid {ending.pid}) {ending}"
     if same:
         text += f"; {ranks_text(same)} reported the same"
@@ -265,7 +264,7 @@ def summary_of(
 
 
 def with_end(text: bytes) -> bytes:
-    """The text, its last line with its end.
+    r"""Return the text, its last line with its end.
 
     Example:
         >>> with_end(b"one"), with_end(b"")

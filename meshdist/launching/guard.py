@@ -47,14 +47,10 @@ def mark_value(outer: str | None, mark: str) -> str:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the system end this process when ``parent`` ends, however it ends and whatever runs here.
-
-    Holds for this process alone, not for those that it forks, and needs Linux; elsewhere, and where
-    the parent has ended before, only the present is looked at.
-    """
-    if sys.platform == "linux":
+    """Let the system end this process as soon as ``parent`` ends, whatever runs here."""
+    if sys.platform == "linux":  # for this process alone, not for those that it forks
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # elsewhere, or where it has ended before
         os._exit(1)
 
 
@@ -87,10 +83,8 @@ class Family:
         self._roots: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """Count the process pid, started by the launch, as a member even if it hides its mark.
-
-        (A program that sets its process title overwrites the environment that others can see.)
-        """
+        """Count the process pid, started by the launch, as a member even if it hides its mark."""
+        # A program that sets its process title overwrites the environment that others can see.
         process = _read_process(pid, self._needle)
         self._roots[pid] = process.started if process else None
 

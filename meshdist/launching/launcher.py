@@ -1,7 +1,16 @@
 """Starts the processes of a job on one host, watches them, and leaves none behind.
 
-Several launchers (one a host) make one job; they do not talk to each other. Neither this module nor
-what it imports loads torch or numpy.
+Several launchers, each on its host, make one job; they do not talk to each other. Neither this
+module nor what it imports loads torch or numpy.
+
+When a rank fails, the others are stopped within five seconds; in the first two they may end by
+themselves. The end of stderr of the rank that failed first, which may be one whose process took
+longer to end, is shown once more, last. Whatever the ranks have started ends with them. The ranks
+have the launcher's standard input. What they write is shown as it comes, in whole lines. A
+traceback waits up to three seconds; equal ones of ranks that failed are shown once.
+
+The job's exit code is 0 if all ranks succeeded; that of the rank that failed first, 128 + N if
+signal N ended it; 128 + N if the launcher was asked to end by signal N.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Launch, ProcessExit
 from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
 from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
-from .streams import LOOK_S, Console, Output, Sink, Stream, open_terminal, show
+from .streams import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 
 __all__ = ["DEFAULT_PORT", "JobPlace", "LaunchError", "run_processes"]
 
@@ -41,7 +50,7 @@ _STOPPING_S = 2.0
 
 
 class _Signals:
-    """Notes the first signal that asks the launcher to end; a second one makes it hurry."""
+    """Record of the first signal that asks the launcher to end; a second signal makes it hurry."""
 
     def __init__(self, launch: Launch) -> None:
         self.received: int | None = None
@@ -52,7 +61,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Note signals while the block runs. Only the main thread can."""
+        """Note signals while the block runs, where this is the main thread: no other can."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             if wanted is None:
@@ -149,31 +158,17 @@ def run_processes(
     signals: Sequence[int] | None = None,
     stopping_s: float | None = None,
 ) -> int:
-    """Run command as nprocs ranks on this host, and return when all have ended.
-
-    When a rank fails, the others are stopped within five seconds; in the first two they may end by
-    themselves. The end of stderr of the rank that failed first, which may be one whose process took
-    longer to end, is shown once more, last. Whatever the ranks have started ends with them.
-    The ranks have the caller's standard input. What they write is shown as it comes, in whole
-    lines. A traceback waits up to three seconds; equal ones of ranks that failed are shown once.
+    """Run command as nprocs ranks on this host; return the job's exit code when all have ended.
 
     Args:
         command: program and arguments; or a function that gives them for a local rank.
-        nprocs: how many ranks this host, and every other one of the job, starts.
+        nprocs: how many ranks this host, and every other host of the job, starts.
         env: the environment to start from (default: this process's).
         place: of this host in the job; a free port is chosen on a single host, else 29500.
         output: what of the ranks' output is shown, and what is kept in files.
         signals: those that end the job; SIGINT, SIGTERM and, unless it is ignored, SIGHUP if None.
         stopping_s: how long ranks that were asked to end may take before they are killed; if None,
             2 seconds after a failure, and 3 to 3.5 after a signal.
-
-    Returns:
-        0 if all ranks succeeded; the exit code of the rank that failed first, 128 + N if signal N
-        ended it; 128 + N if this process was asked to end by signal N (which is noticed in the
-        main thread only).
-
-    Raises:
-        LaunchError: the job cannot be started as asked; nothing is left running.
     """
     _check(command, nprocs, place)
     nnodes = place.nnodes
@@ -240,13 +235,13 @@ class _LocalRanks:
             return
         rank = int(environment["RANK"])
         command = self._command(local_rank) if callable(self._command) else self._command
-        sinks = {
+        destinations = {
             kind: self._files.enter_context(
-                contextlib.closing(self._output.sink(kind, rank=rank, local_rank=local_rank))
+                contextlib.closing(self._output.destination(kind, rank=rank, local_rank=local_rank))
             )
             for kind in ("stdout", "stderr")
         }
-        ends = {kind: self._open(sink) for kind, sink in sinks.items()}
+        ends = {kind: self._open(destination) for kind, destination in destinations.items()}
         try:
             self._launch.start(
                 rank,
@@ -268,17 +263,19 @@ class _LocalRanks:
                 os.close(writer)
         self._errors[rank] = ends["stderr"][0]
 
-    def _open(self, sink: Sink) -> tuple[Stream, int]:
-        """A stream that shows what comes to it, and the end that a rank writes to."""
+    def _open(self, destination: Destination) -> tuple[Stream, int]:
+        """Return a stream that shows what comes to it, and the end that a rank writes to."""
         reader, writer = -1, -1
-        if sink.is_terminal and sink.screen is not None:
+        if destination.is_terminal and destination.screen is not None:
             with contextlib.suppress(OSError):
-                reader, writer = open_terminal(sink.screen)
+                reader, writer = open_terminal(destination.screen)
         if reader < 0:
             reader, writer = os.pipe()
-            sink = replace(sink, is_terminal=False)
+            destination = replace(destination, is_terminal=False)
         pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 - closed with the job
-        stream = Stream(pipe, sink, self._console, holds_reports=sink.kind == "stderr")
+        stream = Stream(
+            pipe, destination, self._console, holds_reports=destination.kind == "stderr"
+        )
         self._streams.append(stream)
         self._launch.attend(pipe, stream.read)
         return stream, writer
@@ -308,7 +305,7 @@ class _LocalRanks:
         launch.stop(_ON_INTERRUPT if is_quick else by_signal)
         self._drain()
         # Where a rank has said where it is, its traceback of the interrupt says the same again.
-        self._show([one for one in self._take_reports() if not one.is_of_interrupt(places)])
+        self._show([it for it in self._take_reports() if not it.is_of_interrupt(places)])
         self._flush()
         return 0 if received is None else 128 + received
 
@@ -323,7 +320,7 @@ class _LocalRanks:
         show(sys.stderr, f"{text}\n".encode())
 
     def _step(self, timeout_s: float | None = None) -> None:
-        """Wait until something happens."""
+        """Wait for the launch, and show what the ranks wrote that has waited long enough."""
         if any(stream.is_holding() for stream in self._streams):
             timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         self._launch.step(timeout_s)
@@ -336,15 +333,15 @@ class _LocalRanks:
         """Show the tracebacks that have waited long enough, and those of others that are equal."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
-        for group in grouped([one for one in waiting if one.text]) if late else ():
-            if late.isdisjoint(one.rank for one in group):
+        for group in grouped([report for report in waiting if report.text]) if late else ():
+            if late.isdisjoint(report.rank for report in group):
                 continue
-            self._late |= {one.rank: one for one in group}
+            self._late |= {report.rank: report for report in group}
             if len(group) == 1:
                 self._errors[group[0].rank].show_report()
                 continue
-            for one in group:
-                self._errors[one.rank].take_report()
+            for report in group:
+                self._errors[report.rank].take_report()
             self._show(group)
         self._late_at = self._console.num_shown if late else self._late_at
 
@@ -359,38 +356,44 @@ class _LocalRanks:
             stream.flush()
 
     def _take_reports(self) -> list[Report]:
-        """The tracebacks that have not been shown, by rank."""
+        """Return the tracebacks that have not been shown, by rank."""
         taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
         return [Report(rank, text) for rank, text in taken if text]
 
     def _show(self, reports: Sequence[Report]) -> None:
-        for group in grouped([one for one in reports if self._errors[one.rank].is_shown]):
-            title = f"meshdist: {ranks_text(one.rank for one in group)} reported:\n"
+        for group in grouped([report for report in reports if self._errors[report.rank].is_shown]):
+            title = f"meshdist: {ranks_text(report.rank for report in group)} reported:\n"
             show(sys.stderr, title.encode() + text_of(group))
 
     def _report(self, endings: Sequence[ProcessExit], stopped: int) -> int:
-        """Show what the ranks report, last the one that failed first; return its exit code."""
+        """Show what the ranks report, the first failure last; return that rank's exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
         ending = cause.ending
         taken = self._take_reports()
         self._flush()
-        last = [one for one in self._late.values() if self._errors[one.rank].ends_with(one.text)]
-        reports = sorted([*taken, *last], key=lambda one: (one.rank != ending.rank, one.rank))
+        last = [
+            report
+            for report in self._late.values()
+            if self._errors[report.rank].ends_with(report.text)
+        ]
+        reports = sorted(
+            [*taken, *last], key=lambda report: (report.rank != ending.rank, report.rank)
+        )
         has_reported = bool(reports) and reports[0].rank == ending.rank
         same = grouped(reports)[0] if has_reported else [Report(ending.rank, cause.text)]
-        others = [one for one in taken if one not in same]
+        others = [report for report in taken if report not in same]
         self._show(others)
         text = text_of(same)
         if (
-            all(one in last for one in same)
+            all(report in last for report in same)
             and self._console.num_shown == self._late_at
             and not others
         ):
             end, text = ". Its report stands above.", b""
         else:
             end = ". The end of its stderr:" if text.strip() else ". It wrote nothing to stderr."
-        equal = [one.rank for one in same]
+        equal = [report.rank for report in same]
         summary = summary_of(cause, failures, endings, equal, stopped)
         show(sys.stderr, f"{summary}{end}\n".encode() + text)
         return ending.exit_code

@@ -21,7 +21,7 @@ _QUESTION = "where"
 
 
 class Answerer:
-    """A rank's side; it does nothing where no launcher has said that it may ask."""
+    """A rank's part in the question; it does nothing where no launcher has said that it may ask."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self._answer = answer
@@ -37,7 +37,7 @@ class Answerer:
             self._folder = ""
 
     def close(self) -> None:
-        """Say that this rank will answer no more, if it has not answered."""
+        """Withdraw the promise of an answer, if this rank has not answered."""
         if self._folder:
             with suppress(OSError):
                 os.unlink(self._path)
@@ -50,12 +50,12 @@ class Answerer:
 
 
 def ask_where(folder: str) -> None:
-    """Ask all ranks."""
+    """Ask all ranks where they are."""
     open(os.path.join(folder, _QUESTION), "w").close()
 
 
 def read_answers(folder: str) -> dict[int, bytes]:
-    """The answers so far, by rank; empty where one is to be expected."""
+    """Return the answers so far, by rank; empty for a rank that has promised an answer."""
     answers = {}
     for name in os.listdir(folder):
         rank = name.removeprefix("rank-")

@@ -16,7 +16,7 @@ What a started process finds in its environment:
     MESHDIST_LAUNCH                the launch's mark, by which its processes are found at the end
     OMP_NUM_THREADS, THP_MEM_ALLOC_ENABLE      unless they are set: what is faster for most programs
 
-And mpiexec, which says all this in its own way: the one of this interpreter, and its environment.
+And mpiexec, which says all this in its own way: that of this interpreter, and its environment.
 """
 
 from __future__ import annotations
@@ -75,11 +75,9 @@ _OF_ANOTHER_LAUNCH = re.compile(
 def foreign_rank_variables(
     environment: Mapping[str, str], *, nprocs: int, nnodes: int, node_rank: int
 ) -> list[str]:
-    """Return the names in environment by which a started process would mistake its rank.
-
-    What torchrun says always belongs to another job. What Slurm or MPI say holds only where their
-    processes are the ranks of this job: one rank for each of their processes, in their order.
-    """
+    """Return the names in environment by which a started process would mistake its rank."""
+    # What torchrun says always belongs to another job. What Slurm or MPI say holds only where their
+    # processes are the ranks of this job: one rank for each of their processes, in their order.
     names = [name for name in environment if _OF_ANOTHER_LAUNCH.fullmatch(name)]
     for rank, size, pattern in _FOREIGN:
         if rank not in environment:
@@ -102,7 +100,7 @@ class JobPlace:
         nnodes: how many hosts take part, each with a launcher of its own.
         node_rank: the number of this host, from 0.
         master_addr: where every host reaches host 0; not needed on a single host.
-        master_port: the port there; None where one is to be chosen.
+        master_port: the port there; None lets the launcher choose.
         role: the name of what the ranks do, in their ROLE_NAME.
     """
 
@@ -150,6 +148,8 @@ def rank_environment(
 
 # -- mpiexec -----------------------------------------------------------------------------------
 
+# Open MPI refuses more ranks than cores, and binds each rank to one core, unless variables say
+# otherwise. By the first two torch takes one core and large pages.
 _UNDER_MPIEXEC = {
     "OMP_NUM_THREADS": "1",
     HUGE_PAGES: "1",
@@ -163,18 +163,13 @@ _UNDER_MPIEXEC = {
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec that a wheel has put beside this interpreter, else the one on the PATH."""
+    """Return the mpiexec that a wheel has put beside this interpreter, else that on the PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
 
 def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which to execute it.
-
-    Open MPI refuses more ranks than cores, and binds each rank to one core, unless variables
-    say otherwise: they do here, where the user has not set them. So do those by which torch takes
-    one core and large pages.
-    """
+    """Return the environment for mpiexec: the user's variables, and ours where they lack."""
     mine = {name: value for name, value in environment.items() if name not in _AGREED}
     return {**_UNDER_MPIEXEC, **mine}
 
@@ -184,21 +179,16 @@ def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Reservation:
-    """A port that only rank 0 of this job will get: it is bound, and nothing listens on it yet.
+    """A port that only rank 0 of this job will get: it is bound, and nothing listens on it yet."""
 
-    The system gives a bound port to no process that asks for a free one. It must not listen before
-    rank 0 does, because a plain torch.distributed program binds it again, which Linux permits
-    (SO_REUSEADDR on both sides) as long as no socket listens.
+    # The system gives a bound port to no process that asks for a free one. It must not listen
+    # before rank 0 does, because a plain torch.distributed program binds it again, which Linux
+    # permits (SO_REUSEADDR on both sides) as long as no socket listens.
 
-    Attributes:
-        address: what goes into MASTER_ADDR.
-        port: what goes into MASTER_PORT.
-        listener: bound to address and port, for rank 0 to inherit; close it once rank 0 has it, so
-            that the port refuses connections when rank 0 has ended.
-    """
-
-    address: str
-    port: int
+    address: str  # for MASTER_ADDR
+    port: int  # for MASTER_PORT
+    # For rank 0 to inherit; close it once rank 0 has it, so that the port refuses connections when
+    # rank 0 has ended.
     listener: socket.socket
     _sockets: contextlib.ExitStack
 

@@ -20,7 +20,16 @@ from typing import BinaryIO, TextIO
 from .failed_ranks import TRACEBACK
 from .rank_environment import LaunchError
 
-__all__ = ["LOOK_S", "Console", "Output", "Sink", "Stream", "follow_size", "open_terminal", "show"]
+__all__ = [
+    "LOOK_S",
+    "Console",
+    "Destination",
+    "Output",
+    "Stream",
+    "follow_size",
+    "open_terminal",
+    "show",
+]
 
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
@@ -51,8 +60,8 @@ _BITS = {"stdout": 1, "stderr": 2}
 
 
 @dataclass(frozen=True)
-class Sink:
-    """Where one stream of one rank goes.
+class Destination:
+    """The place where one stream of one rank goes.
 
     Args:
         screen: the console; None where the stream is not shown.
@@ -74,10 +83,7 @@ class Sink:
 
 @dataclass(frozen=True)
 class Output:
-    """Where the output of the ranks of one launch on this host goes.
-
-    Streams are chosen by torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both; for all ranks, or
-    by local rank. The files are ``stdout.log`` and ``stderr.log`` in a folder per local rank.
+    """The choice of where the output of one launch on this host goes.
 
     Args:
         prefix: whether every line on the console begins with the rank that wrote it.
@@ -85,8 +91,10 @@ class Output:
         shown: the same by local rank; both must have a rank that is shown.
         terminal: the rank for which a terminal stays a terminal, so that progress bars live; None
             for the first of this host, -1 for none. Without prefixes only.
-        redirects: the streams that go into files alone.
-        tee: the streams that go into files and to the console.
+        redirects: the streams that go into files alone, ``stdout.log`` and ``stderr.log`` in a
+            folder per local rank, by torchrun's numbers: 0 none, 1 stdout, 2 stderr, 3 both;
+            for all ranks, or by local rank.
+        tee: the streams that go into files and to the console, likewise.
         log_dir: where a new folder for the files of this launch is made; None for the system's
             place for temporary files.
         job: how that folder's name begins.
@@ -112,8 +120,8 @@ class Output:
                     expected=f"0 to {world_size - 1}",
                 )
 
-    def sink(self, kind: str, *, rank: int, local_rank: int) -> Sink:
-        """Open where the stream ``kind``, "stdout" or "stderr", of one rank goes."""
+    def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
+        """Open the destination of the stream ``kind``, "stdout" or "stderr", of one rank."""
         redirects, tee = (
             bool(_of_rank(choice, local_rank) & _BITS[kind])
             for choice in (self.redirects, self.tee)
@@ -125,7 +133,7 @@ class Output:
         )
         is_chosen = local_rank == 0 if self.terminal is None else rank == self.terminal
         screen = sys.stdout if kind == "stdout" else sys.stderr
-        return Sink(
+        return Destination(
             screen if is_shown else None,
             self._open(local_rank, f"{kind}.log") if tee or redirects else None,
             f"[rank {rank}] ".encode() if self.prefix else b"",
@@ -189,7 +197,7 @@ def show(screen: TextIO | None, data: bytes) -> None:
 
 @dataclass
 class _OutputLine:
-    """A line without an end that stands on a screen: who wrote it, and what."""
+    """A line without an end that stands on a screen, and the stream that wrote it."""
 
     owner: Stream
     text: bytes
@@ -203,14 +211,12 @@ class Console:
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Show what ``owner`` has written, in a line of its own.
-
-        A line of another's that has no end yet gets one before; that of a terminal, a progress bar
-        as a rule, is drawn again behind.
-        """
+        """Show what ``owner`` has written, in a line of its own."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
+        # A line of another stream that has no end yet gets an end before; that of a terminal, a
+        # progress bar as a rule, is drawn again behind.
         if line is not None and line.owner is not owner:
             if line.owner.is_terminal and data.endswith(b"\n"):
                 show(screen, _ERASE + data + line.text)
@@ -228,7 +234,7 @@ class Console:
 
 
 def _place(screen: TextIO) -> object:
-    """The identity of a screen, equal for two that are one: a terminal, or a file."""
+    """Return the identity of a screen, equal for two that are the same terminal or file."""
     try:
         found = os.fstat(screen.fileno())
     except (OSError, ValueError, AttributeError):
@@ -237,36 +243,32 @@ def _place(screen: TextIO) -> object:
 
 
 class Stream:
-    """Takes what one rank writes where it is to go, and keeps the end of it.
-
-    Ranks write pieces of lines at the same time: whole lines are shown. A traceback is shown in one
-    piece: once nothing has followed it for three seconds, after six at most, or by who takes it
-    before.
+    """Output of one rank on its way to its destination; its end is kept.
 
     Args:
         pipe: the end to read from, of a pipe or of a terminal; close it at the end.
-        sink: where it goes.
-        console: shared with the other streams.
         holds_reports: whether tracebacks wait.
-
-    Attributes:
-        has_ended: whether the rank, and all that inherited the other end, have closed it.
-        reported_at: when the last traceback began to come; None where none has come.
-        report: a traceback, and what followed it, that is not shown yet.
     """
 
     def __init__(
-        self, pipe: BinaryIO, sink: Sink, console: Console, *, holds_reports: bool = False
+        self,
+        pipe: BinaryIO,
+        destination: Destination,
+        console: Console,
+        *,
+        holds_reports: bool = False,
     ) -> None:
         self.pipe = pipe
-        self.is_terminal = sink.is_terminal
-        self.has_ended = False
-        self.reported_at: float | None = None
+        self.is_terminal = destination.is_terminal
+        self.has_ended = False  # whether all that have the other end have closed it
+        self.reported_at: float | None = None  # when the last traceback began to come
+        # A traceback, and what followed it, that is not shown yet. It is shown in one piece: once
+        # nothing has followed it for three seconds, after six at most, or by who takes it before.
         self.report = b""
         self._console = console
-        self._screen = sink.screen
-        self._file = sink.file
-        self._prefix = sink.prefix
+        self._screen = destination.screen
+        self._file = destination.file
+        self._prefix = destination.prefix
         self._holds_reports = holds_reports
         self._kept = b""
         self._partial = b""
@@ -306,7 +308,8 @@ class Stream:
             self.report += data[begin:]
             data = data[:begin]
         if not self.is_terminal:
-            # A "\r" at the end may be half of a line's end.
+            # Ranks write pieces of lines at the same time: whole lines are shown. A "\r" at the
+            # end may be half of a line's end.
             whole = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
             if len(data) - whole <= _MOST_BYTES:
                 self._partial, data = data[whole:], data[:whole]
@@ -375,11 +378,11 @@ class Stream:
         return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
-        """Return the last lines, whole ones."""
+        """Return the last lines that are whole."""
         is_whole = len(self._kept) <= _KEPT_BYTES
         return self._kept if is_whole else self._kept.partition(b"\n")[2]
 
 
 def _lines_of(data: bytes) -> list[bytes]:
-    """The lines of ``data`` with their ends; the last may have none."""
+    """Return the lines of ``data`` with their ends; the last may have none."""
     return [line for line in _BEHIND_A_LINE.split(data) if line]

@@ -1,7 +1,7 @@
 """Calls into libraries that may stay for ever: made in a thread that can be left behind.
 
-And ``begin_elsewhere``, for calls that come often: it keeps threads, since to start one takes as
-long as Gloo needs for 100 KB.
+And ``begin_elsewhere``, for calls that come often: it keeps threads, since to start a thread takes
+as long as Gloo needs for 100 KB.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ _IDLE_S = 10.0
 
 
 class BoundedCall:
-    """A call in a thread of its own, which begins at once.
-
-    Where no thread can be started, as while the interpreter ends, the one that ``keep_thread`` has
-    started makes it, after others; it is made here where there is none.
-
-    Args:
-        call: what to call.
-        name: of the thread.
-    """
+    """A call in a thread of its own, which begins at once."""
 
     def __init__(self, call: Callable[[], object], name: str) -> None:
         self._call: Callable[[], object] | None = call
@@ -41,7 +33,7 @@ class BoundedCall:
         self._error: Exception | None = None
         try:
             threading.Thread(target=self._run, name=f"meshdist-{name}", daemon=True).start()
-        except RuntimeError:
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
             calls = _kept.get(num_forks())
             if calls is None:
                 self._run()
@@ -60,12 +52,10 @@ class BoundedCall:
             self._has_ended.set()
 
     def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
-        """Wait for the call, and return its result or raise its error.
+        """Return the call's result or raise its error; raise TimeoutError where it goes on.
 
-        ``check`` is called now and then, and raises where waiting is in vain.
-
-        Raises:
-            TimeoutError: it has not ended in time; its thread is left behind.
+        Args:
+            check: called now and then, to raise where waiting is in vain.
         """
         deadline = Deadline(timeout)
         while not self._has_ended.wait(deadline.slice_s(_SLICE_S)):
@@ -99,10 +89,9 @@ def _start_kept_thread(num_forks: int) -> None:
 
 
 class _Threads:
-    """Threads that make calls, and end once they have had none for some seconds.
+    """Threads that make calls, and end once they have had none for some seconds."""
 
-    The garbage collector may begin a call in a thread that is inside these methods.
-    """
+    # The garbage collector may begin a call in a thread that is inside these methods.
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -158,19 +147,11 @@ def _threads(num_forks: int) -> _Threads:
 
 
 def begin_elsewhere(call: Callable[[], object]) -> None:
-    """Begin ``call``, which raises nothing, in a thread that waits for calls, or in a new one.
-
-    Where no thread can be started, the one that ``keep_thread`` has started makes it.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Begin ``call``, which raises nothing, in another thread; raise where none can be had."""
     _threads(num_forks()).begin(call)
 
 
 def await_calls_elsewhere(limit_s: float) -> bool:
-    """Return once all calls that were begun have returned, or after ``limit_s``; whether they have.
-
-    A thread that comes back from torch's C++ while the interpreter ends takes the process down.
-    """
+    """Wait for all calls that were begun, at most ``limit_s``; return whether all have returned."""
+    # A thread that comes back from torch's C++ while the interpreter ends takes the process down.
     return _threads(num_forks()).await_returns(limit_s)

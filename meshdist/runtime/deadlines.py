@@ -53,7 +53,7 @@ class Clock:
         self._followers: list[Callable[[bool], None]] = []
 
     def now(self) -> float:
-        """The time, in seconds since some moment."""
+        """Return the time, in seconds since some moment."""
         paused_since, paused = self._state
         return (time.monotonic() if paused_since is None else paused_since) - paused
 
@@ -128,7 +128,7 @@ class Deadline:
         return self._now() >= self._end
 
     def slice_s(self, longest_s: float) -> float:
-        """How many seconds to block before the next look at the deadline: ``longest_s`` at most."""
+        """Return for how long to block before the next look at it: at most ``longest_s``."""
         return longest_s if clock.is_paused() else min(longest_s, self.left_s)
 
     @staticmethod
@@ -137,11 +137,9 @@ class Deadline:
 
 
 class Grace(Deadline):
-    """A deadline in real time: it comes while the clock is paused, too.
+    """A deadline in real time: it comes while the clock is paused, too."""
 
-    For waits for ranks that may have ended, or that the debugger itself keeps.
-    """
-
+    # For waits for ranks that may have ended, or that the debugger itself keeps.
     __slots__ = ()
 
     @staticmethod
@@ -150,7 +148,7 @@ class Grace(Deadline):
 
 
 def first_look_s(num_members: int) -> float:
-    """After how long the first of so many members looks for those that are missing."""
+    """Return the seconds after which the first of so many members looks for those missing."""
     return max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members)
 
 
@@ -184,11 +182,10 @@ def wait_until(
 ) -> T | None:
     """Return ``condition()`` as soon as it is true, or None where the deadline comes first.
 
-    Pauses grow with the time waited, so that short waits end soon and long ones cost little.
-
-    ``condition`` is called at least once, also where the deadline is over already; ``check`` before
-    each pause, to raise where waiting is in vain. ``longest_pause_s`` is small where the waiting
-    itself is on the clock of a program that communicates.
+    Args:
+        condition: called at least once, also where the deadline is over already.
+        check: called before each pause, to raise where waiting is in vain.
+        longest_pause_s: small where the waiting itself is on the clock of a program.
     """
     if found := condition():
         return found
@@ -196,6 +193,7 @@ def wait_until(
     while not deadline.is_over:
         if check is not None:
             check()
+        # Pauses grow with the time waited: short waits end soon, and long waits cost little.
         pause_s = _PAUSE_PER_WAIT * (time.monotonic() - begin)
         time.sleep(deadline.slice_s(max(_SHORTEST_PAUSE_S, min(pause_s, longest_pause_s))))
         if found := condition():
@@ -213,16 +211,10 @@ def _do_nothing() -> None:
 
 
 class Timer:
-    """A call to be made when a timeout is over, at most once.
+    """A call to be made when a timeout is over, at most once."""
 
-    One thread makes all of them, up to a twentieth of a second late. To set one and to cancel it
-    takes less than a microsecond, so that each of many short waits can have its own.
-
-    Args:
-        timeout: how long from now; numbers are seconds.
-        call: what to call.
-    """
-
+    # One thread makes all of them, up to a twentieth of a second late. To set a timer and to cancel
+    # it takes less than a microsecond, so that each of many short waits can have its own.
     __slots__ = ("_thread", "call", "deadline")
 
     def __init__(self, timeout: timedelta | float, call: Callable[[], object]) -> None:
@@ -232,7 +224,7 @@ class Timer:
         self._thread.add(self)
 
     def cancel(self) -> bool:
-        """Make no call; returns False, once the call is over, where it was made already."""
+        """Make no call; return False, once the call is over, where it was made already."""
         if self._thread.remove(self):
             self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
             return True
@@ -258,7 +250,7 @@ class _TimerThread(threading.Thread):
             self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
-        """Remove a timer; returns False where it is removed already."""
+        """Remove a timer; return False where it is removed already."""
         try:
             self._timers.remove(timer)
         except KeyError:

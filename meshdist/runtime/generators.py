@@ -40,12 +40,12 @@ _notes = SeedNotes()
 
 
 def seed_notes() -> SeedNotes:
-    """The record of the rank that runs now."""
+    """Return the notes of the rank that runs now."""
     return _notes
 
 
 def swap_seed_notes(notes: SeedNotes) -> None:
-    """Let ``notes`` be the record from now on."""
+    """Let ``notes`` be those of the rank that runs now."""
     global _notes
     _notes = notes
 
@@ -54,14 +54,12 @@ _WORDS: Any = vars(np.random.MT19937)["state"]
 
 
 class _NumpyGenerator(np.random.MT19937):
-    """NumPy's global bit generator for one rank, exchanged as a whole.
+    """NumPy's global bit generator for one rank, exchanged as a whole."""
 
-    Exchanging the object takes half a microsecond where copying its 624 words takes a hundred.
-    The second half of a drawn pair of normals lies beside it, in the global RandomState: to move
-    that alone through RandomState's own get_state and set_state, the words are left out while
-    ``is_exchanged``.
-    """
-
+    # Exchanging the object takes half a microsecond where copying its 624 words takes a hundred.
+    # The second half of a drawn pair of normals lies beside it, in the global RandomState: to move
+    # that alone through RandomState's own get_state and set_state, the words are left out while
+    # ``is_exchanged``.
     is_exchanged = False
 
     @property
@@ -92,7 +90,7 @@ class ProcessState:
             generator.is_exchanged = True
         self.numpy_rest = np.random.get_state(legacy=False)
         self.cuda_states = (
-            [one.get_state() for one in torch.cuda.default_generators]
+            [generator.get_state() for generator in torch.cuda.default_generators]
             if _has_cuda() and torch.cuda.is_initialized()
             else None
         )
@@ -125,11 +123,9 @@ def _has_cuda() -> bool:
 
 
 def _seed_cuda(noted_seed: int) -> None:
-    """Seed the CUDA generators as this rank's CPU generator was seeded.
-
-    ``torch.manual_seed`` before CUDA is initialised only notes the seed for later; without this
-    the note would be that of the rank that seeded last, which left ``noted_seed``.
-    """
+    """Seed the CUDA generators as this rank's CPU generator was seeded."""
+    # ``torch.manual_seed`` before CUDA is initialised only notes the seed for later; without this
+    # the note would be that of the rank that seeded last, which left ``noted_seed``.
     seed = torch.default_generator.initial_seed()
     if _has_cuda() and (torch.cuda.is_initialized() or seed != noted_seed):
         torch.cuda.manual_seed_all(seed)

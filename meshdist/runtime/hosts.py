@@ -57,16 +57,13 @@ MORE_DESCRIPTORS = "raise the hard limit before the program starts: ulimit -n 65
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly if they share one running host.
-
-    That is one boot of one kernel, and one network namespace, so that loopback reaches the other.
-    MESHDIST_HOST_ID overrides it.
-    """
+    """Return a text that is equal for two processes exactly if they share one running host."""
     return os.environ.get("MESHDIST_HOST_ID") or _find_host_identity()
 
 
 @cache
 def _find_host_identity() -> str:
+    # One boot of one kernel, and one network namespace, so that loopback reaches the other.
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
@@ -79,14 +76,8 @@ _PF_EXITING = 0x4  # of Linux, set before the process gives its memory and files
 
 
 def process_start(pid: int) -> str | None:
-    """Return when process ``pid`` of this host started, in the system's own terms.
-
-    None if there is no such process, or one that is ending. With the number it names a process for
-    good, since numbers are given again.
-
-    Raises:
-        OSError: it cannot be seen now, for example since this process may open no more files.
-    """
+    """Return when process ``pid`` started, in the system's terms; None once it ends."""
+    # With the number it names a process for good, since numbers are given again.
     process = read_process(pid)
     if process is not None:
         _, fields = process
@@ -100,13 +91,8 @@ def process_start(pid: int) -> str | None:
 
 
 def read_process(pid: int) -> tuple[str, list[str]] | None:
-    """Return the name of process ``pid``, and the fields after it that Linux shows.
-
-    The first field is its state, the second its parent. None without such a process or /proc.
-
-    Raises:
-        OSError: as for ``process_start``.
-    """
+    """Return a process's name, then its state, parent and so on, as Linux shows them; or None."""
+    # Any other OSError is the caller's: this process may open no more files, for example.
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             head, _, tail = file.read().rpartition(")")  # the name may hold any character
@@ -117,7 +103,7 @@ def read_process(pid: int) -> tuple[str, list[str]] | None:
 
 @cache
 def num_cores() -> int:
-    """How many cores this process may keep busy: its affinity, and its control group's quota."""
+    """Return how many cores this process may use, by affinity and control group."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     try:
         with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
@@ -136,10 +122,8 @@ _PIDS = ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids.current")
 
 
 def free_bytes() -> float:
-    """How much memory processes here may still take; infinite where the system does not show it.
-
-    The lesser of what the machine has free or can free, and what the control group's limit leaves.
-    """
+    """Return how much memory processes here may still take; infinite where that is not shown."""
+    # The lesser of what the machine has free or can free, and what the control group leaves.
     found = [float("inf")]
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         sizes = dict(line.split(":") for line in file)
@@ -153,10 +137,7 @@ def free_bytes() -> float:
 
 
 def make_descriptor_room(num_needed: int) -> str:
-    """Let this process open so many more files and sockets; return why it cannot, or "".
-
-    Where its limit is too low, it is raised to the hard limit.
-    """
+    """Let this process open so many more files and sockets; return why it cannot, or ""."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -176,9 +157,7 @@ def make_descriptor_room(num_needed: int) -> str:
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """The descriptor of each socket of this process, and a copy, closed afterwards; none but on
-    Linux.
-    """
+    """Yield each socket's descriptor in this process (on Linux), and a copy, closed afterwards."""
     names: list[str] = []
     with suppress(OSError):  # no such folder, or no descriptor is left
         names = os.listdir("/proc/self/fd")
@@ -190,8 +169,8 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
-    """Why ``num_processes`` of one control group cannot each start so many more threads, or ""."""
-    num_needed *= num_processes
+    """Return why ``num_processes`` here cannot each start so many more threads, or ""."""
+    num_needed *= num_processes  # they share one control group
     with suppress(OSError, ValueError):  # no such group, or no limit
         limit, used = (int(Path(path).read_text()) for path in _PIDS)
         if limit - used < num_needed:
@@ -203,7 +182,7 @@ def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
 
 
 def find_version(distribution: str) -> str | None:
-    """The version of a package, by the name under which it is installed; None where it is not."""
+    """Return the version of a package, by the name under which it is installed; None without it."""
     from importlib import metadata  # slow to import, and seldom needed
 
     try:
@@ -214,10 +193,9 @@ def find_version(distribution: str) -> str | None:
 
 @dataclass(frozen=True)
 class ProcessCard:
-    """One process, named so that other processes can see whether it still lives.
+    """Process, named so that other processes can see whether it still lives.
 
     Args:
-        pid: its number.
         start: when it started, from ``process_start``; "" where that could not be seen.
         host: its host, from ``host_identity``.
         hostname: the host's name, for people.
@@ -237,7 +215,7 @@ class ProcessCard:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ProcessCard:
-        """Return the card that ``to_json`` gave, ignoring further keys; else ValueError."""
+        """Return the card that ``to_json`` gave, ignoring further keys; else raise ValueError."""
         kinds = {"pid": int, "start": str, "host": str, "hostname": str}
         found: dict[str, Any] = {name: values.get(name) for name in kinds}
         if not all(type(found[name]) is kind for name, kind in kinds.items()):
@@ -270,7 +248,7 @@ def is_stopped(card: ProcessCard) -> bool:
 
 
 def name_locker(path: str) -> str:
-    """The name of the process that keeps a file locked, as the system lists locks."""
+    """Return the name of the process that keeps a file locked, as the system lists locks."""
     with suppress(OSError):
         status = os.stat(path)
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
@@ -294,7 +272,7 @@ system to ask. Calls of verbs read it here; all others by ``num_forks``.
 
 
 def num_forks() -> int:
-    """The number in ``forks``."""
+    """Return how many forks lie between this process and the package's import."""
     return forks[0]
 
 
@@ -315,12 +293,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when this process ends, until ``atexit.unregister`` takes it back.
-
-    A worker of multiprocessing runs no handlers of ``atexit``: there it is called in any case.
-    """
+    """Call ``function`` when this process ends, until ``atexit.unregister`` takes it back."""
     atexit.register(function)
-    if parent_process() is not None:
+    if parent_process() is not None:  # a worker of multiprocessing runs no handlers of atexit
         Finalize(None, function, exitpriority=0)
 
 
@@ -330,7 +305,7 @@ def is_ending_by_exception() -> bool:
 
 
 def ending_text() -> str:
-    """How this process ends, for messages of others, as in "ended by ValueError: no data"."""
+    """Return this process's end in words for others, as in "ended by ValueError: no data"."""
     exception = _find_exception()
     if exception is None:
         return _WITHOUT_EXCEPTION

@@ -39,7 +39,8 @@ class _Pool:
         """Return bytes that come back with their last reference; None without such memory."""
         with self._changing:
             self._collect()
-            fits = [one for one in self._free if num_bytes <= _room(one) <= _MOST_WASTE * num_bytes]
+            most = _MOST_WASTE * num_bytes
+            fits = [block for block in self._free if num_bytes <= _room(block) <= most]
             if fits:
                 block = min(fits, key=_room)
                 self._free.remove(block)
@@ -89,21 +90,17 @@ _pool = _Pool()
 
 
 def forget() -> None:
-    """Give unused memory back; a forked child, where a thread may hold the pool, begins anew."""
+    """Give unused memory back to the system."""
     global _pool
     _pool = _Pool()
 
 
-os.register_at_fork(after_in_child=forget)
+os.register_at_fork(after_in_child=forget)  # a thread of the parent may hold the pool's lock
 
 
 def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Return a contiguous tensor like a dense one, of any values, or of another ``shape``.
-
-    On the CPU, from 1 MiB on, it lies on huge pages, used before where possible; such a tensor
-    cannot be resized beyond its memory. Sparse tensors have no contiguous form.
-    """
-    if tensor.layout is not torch.strided:
+    """Return a contiguous tensor of any values, like ``tensor``, or of another ``shape``."""
+    if tensor.layout is not torch.strided:  # sparse tensors have no contiguous form
         return torch.empty_like(tensor)
     num_bytes = tensor.element_size() * (tensor.numel() if shape is None else math.prod(shape))
     is_plain = type(tensor) is torch.Tensor and tensor.is_cpu
@@ -121,18 +118,18 @@ _MOST_BYTES = 256 << 20
 
 
 class Scratch:
-    """CPU memory that is used again: fresh pages cost more than what is done with them.
+    """CPU memory that is used again: fresh pages cost more than what is done with them."""
 
-    The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs more.
-    A block that is never given back, since its verb failed, is the garbage collector's.
-    """
+    # The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs
+    # more. A block that is never given back, since its verb failed, is the garbage collector's.
 
     def __init__(self) -> None:
         self._kept: list[torch.Tensor] = []
         self._changing = threading.Lock()  # any thread may copy results back
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of ``count`` elements of ``like``'s dtype and device, of any values."""
+        """Return a flat tensor of ``count`` elements, of any values, typed and placed like
+        ``like``."""
         if not like.is_cpu:
             return like.new_empty(count)
         num_bytes = count * like.element_size()

@@ -22,11 +22,9 @@ _WHY_NOT_TRACED = (
 
 
 def untraced(function: _F) -> _F:
-    """Let torch.compile run ``function``, and all that it calls, as they are.
-
-    This has the effect of torch.compiler.disable, without importing the whole compiler and without
-    a wrapper. Behind ``contextmanager`` it serves a context.
-    """
+    """Let torch.compile run ``function``, and all that it calls, as they are."""
+    # As torch.compiler.disable, without importing the whole compiler and without a wrapper. Behind
+    # ``contextmanager`` it serves a context.
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, never)  # once it runs
     marked = cast(Any, function)

@@ -18,8 +18,6 @@ _MOST = (1 << 63) - 1
 def find_whole_number(text: str, most: int = _MOST) -> int | None:
     """Return the number that ``text`` writes in decimal digits, from 0 to ``most``; else None.
 
-    Spaces around it are permitted.
-
     Example:
         >>> find_whole_number(" 12 "), find_whole_number("²"), find_whole_number("12", most=9)
         (12, None, None)
@@ -33,8 +31,6 @@ def find_whole_number(text: str, most: int = _MOST) -> int | None:
 
 def to_runs(numbers: Iterable[int]) -> list[list[int]]:
     """Return ``numbers`` as runs: the first, how often each stands there, how many follow on.
-
-    Short where numbers grow in order, as hosts and members do; ``from_runs`` is the way back.
 
     Example:
         >>> to_runs([0, 0, 1, 1, 2, 2]), to_runs([0, 1, 2, 0, 1, 2])
@@ -51,7 +47,7 @@ def to_runs(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def from_runs(runs: Iterable[Iterable[int]], most: int) -> list[int]:
-    """Return the numbers that ``to_runs`` was given; ValueError where they are more than ``most``.
+    """Return the numbers that ``to_runs`` was given; raise ValueError where they are too many.
 
     Example:
         >>> from_runs([[0, 2, 3]], most=6)

@@ -43,7 +43,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     """Stop one rank in the debugger (pdb), at the line of this call; the others wait for it.
 
     Every rank of the world calls it. The others wait until the rank is let go: by ``continue``, or
-    by a step, after which all ranks run on while this one is stepped through. ``quit`` ends it on
+    by a step, after which all ranks run on while this rank is stepped through. ``quit`` ends it on
     all ranks.
 
     While the debugger asks for a command, no timeout of a verb runs down on any rank, wherever it
@@ -106,12 +106,10 @@ def _limit(world: World, timeout_s: object) -> timedelta:
 
 
 def _open_counts(world: World) -> _Add:
-    """The function that adds to a number that all ranks share, and returns the sum.
-
-    All ranks stop at one breakpoint after the other, so that four numbers are enough: how many
-    were entered and left, and which was quit or had no debugger. Simulated ranks, which wait by
-    letting others run, keep them in the table that they share.
-    """
+    """Return the function that adds to a number that all ranks share, and returns the sum."""
+    # All ranks stop at one breakpoint after the other, so that four numbers are enough: how many
+    # were entered and left, and which was quit or had no debugger. Simulated ranks, which wait by
+    # letting others run, keep them in the table that they share.
     if not world.is_simulated:
         return lambda key, amount: (
             world.store.add(key, amount) if amount else read_number(world.store, key)
@@ -193,11 +191,7 @@ class _Debugger(pdb.Pdb):
             super().interaction(*where)
 
     def stop_at(self, frame: FrameType, greeting: str) -> None:
-        """Ask for commands at ``frame``, until one of them lets the program go on.
-
-        Raises:
-            BdbQuit: the command was quit.
-        """
+        """Ask for commands at ``frame``, until one of them lets the program go on or quits."""
         trace = sys.gettrace()
         self.set_trace(frame)
         sys.settrace(trace)
@@ -215,7 +209,7 @@ class _Debugger(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Whether to stop at ``frame``: not in a finalizer that runs before the program goes on."""
+        """Return whether to stop here: not in a finalizer that runs before the program goes on."""
         return self._follows and super().stop_here(frame)
 
     def set_continue(self) -> None:
@@ -225,11 +219,9 @@ class _Debugger(pdb.Pdb):
 
 
 def _keep_assignments(frame: FrameType) -> None:
-    """Write what was assigned to local variables of ``frame`` back to it.
-
-    Before Python 3.13 their dictionary is a copy, which Python itself writes back only from a call
-    of a trace function.
-    """
+    """Write what was assigned to local variables of ``frame`` back to it."""
+    # Before Python 3.13 their dictionary is a copy, which Python itself writes back only from a
+    # call of a trace function.
     if sys.version_info < (3, 13):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
@@ -240,11 +232,8 @@ def _is_terminal(stream: Any) -> bool:
     return False
 
 
-class _PausedConsole:
-    """A terminal, or what stands in for one, as the two streams of a debugger.
-
-    Reads no byte beyond the line that is asked for, so that the next console on the same input
-    misses none.
+class _Console:
+    """A terminal, or what stands in for it, as the two streams of a debugger.
 
     Args:
         fd: what is read, and written to if it can be.
@@ -253,17 +242,18 @@ class _PausedConsole:
 
     def __init__(self, fd: int, *, is_own: bool) -> None:
         self._fd = fd
-        self._input = io.FileIO(fd, closefd=False)  # unbuffered
+        # Unbuffered: the next console on the same input misses no byte behind the line asked for.
+        self._input = io.FileIO(fd, closefd=False)
         self._is_terminal = os.isatty(fd)
         if is_own:
             weakref.finalize(self, os.close, fd)
 
     def readline(self) -> str:
-        """The next line with its end; "" at the end of the input."""
+        """Return the next line with its end; "" at the end of the input."""
         return self._input.readline().decode(errors="replace")
 
     def write(self, text: str) -> int:
-        """Write to the terminal; to standard output where the input is none."""
+        """Write to the terminal, or to standard output where the input is no terminal."""
         if not self._is_terminal:
             return sys.stdout.write(text)
         data = text.encode(errors="replace")
@@ -277,17 +267,13 @@ class _PausedConsole:
             sys.stdout.flush()
 
 
-def _find_console() -> _PausedConsole:
-    """This process's standard input, its terminal, or that of the process that started it.
-
-    Raises:
-        WorldError: there is none.
-    """
+def _find_console() -> _Console:
+    """Return this process's standard input, its terminal, or that of a process above it."""
     if _is_input(0):
-        return _PausedConsole(0, is_own=False)
+        return _Console(0, is_own=False)
     for path in ["/dev/tty", *_terminals_above()]:
         try:
-            return _PausedConsole(os.open(path, os.O_RDWR | os.O_NOCTTY), is_own=True)
+            return _Console(os.open(path, os.O_RDWR | os.O_NOCTTY), is_own=True)
         except OSError:
             continue
     raise WorldError(
@@ -307,7 +293,7 @@ def _is_input(fd: int) -> bool:
 
 
 def _terminals_above() -> list[str]:
-    """The terminals that the processes above this one have as standard streams, nearest first."""
+    """Return the terminals that the processes above this one have as streams, nearest first."""
     found = []
     process = os.getppid()
     while process > 1 and (seen := read_process(process)) is not None:

@@ -23,11 +23,7 @@ _joining = threading.RLock()
 
 
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
-    """Make the world where there is none, for a mesh of all the ranks that were started.
-
-    Raises:
-        What ``init_process_group`` raises.
-    """
+    """Make the world where there is none, for a mesh of all the ranks that were started."""
     with _joining:
         if find_world() is not None:
             return
@@ -40,12 +36,10 @@ def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
 
 
 def _join_for_verb() -> None:
-    """Join the ranks that a launcher has started; leave it to the caller to refuse where none has.
-
-    A world of torch's is not adopted here: only the program knows whether all of its ranks will
-    come to this verb.
-    """
+    """Join the ranks that a launcher has started, if it has; do nothing otherwise."""
     with _joining:
+        # A world of torch's is not adopted here: only the program knows whether all of its ranks
+        # will come to this verb.
         if torch_distributed.is_initialized() or find_unjoined_place() is None:
             return
         if get_worker_info() is not None:  # it has its parent's variables
@@ -59,10 +53,10 @@ def _join_for_verb() -> None:
         _note("a verb")
 
 
-def _note(what: str) -> None:
+def _note(touch: str) -> None:
     world = find_world()
     assert world is not None
-    world.first_touch = f"{what} at {show_site(call_site())}"
+    world.first_touch = f"{touch} at {show_site(call_site())}"
 
 
 join_by(_join_for_verb)

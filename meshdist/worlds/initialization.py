@@ -94,8 +94,8 @@ def init_process_group(
         device_id: binds this rank to a device; NCCL then connects at once.
 
     Inside a simulated rank this adopts the simulated world, whatever the arguments name; where
-    torch.distributed has a world already, that one, its store and backends are adopted. Where this
-    process has joined its world at its first verb or mesh, that one is taken over.
+    torch.distributed has a world already, that world, its store and backends are adopted. Where
+    this process has joined its world at its first verb or mesh, that world is taken over.
 
     Raises:
         ArgumentError, KindError: wrong or contradicting arguments; nothing was sent.
@@ -249,8 +249,8 @@ def get_world_size(group: GroupLike = None) -> int:
 def get_backend(group: GroupLike = None) -> Backend:
     """Return the name of the wire of ``group`` (None: the world).
 
-    Where several wires serve it, by device type: the one that AxisOptions named for the mesh's; the
-    accelerator's if there is one and no pairs were named; else the pairs as text.
+    Where several wires serve it, by device type: the wire that AxisOptions named for the mesh's;
+    the accelerator's if there is any and no pairs were named; else the pairs as text.
 
     Raises:
         GroupClosedError: the group was destroyed.

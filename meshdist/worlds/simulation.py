@@ -1,4 +1,4 @@
-"""Run a function on simulated ranks: threads of this process, exactly one at a time."""
+"""Run a function on simulated ranks: threads of this process, of which exactly one runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulate(
     """Call ``fn(*args, **kwargs)`` on every rank of a world that lies in this process.
 
     A rank keeps the turn until it waits in a verb or on the store; then the next rank that can
-    go on, in rank order, has it. The random generators (torch, NumPy's global one, ``random``)
+    go on, in rank order, has it. The random generators (torch's, NumPy's global, ``random``'s)
     and torch's default dtype are each rank's own, so runs repeat exactly and seeds mean what
     they mean in processes. When no rank can go on, each raises DeadlockError, which says
     what every rank waits for. There is no clock: no time-out ever expires.
@@ -136,7 +136,7 @@ def simulate(
 
 @contextmanager
 def _one_profiler() -> Iterator[None]:
-    """Let no rank begin a profiler while another one is on: torch has one, and would crash."""
+    """Let no rank begin a profiler while another is on: two would crash torch."""
     begin: Callable[[], None] = profiler._run_on_profiler_start
 
     def begin_alone() -> None:
@@ -158,7 +158,7 @@ def _one_profiler() -> Iterator[None]:
 
 
 def _close(world: World) -> None:
-    """Close the world of a simulated rank, or the one that the program has made in its place."""
+    """Close the world of a simulated rank, or the world that the program has made in its place."""
     (find_world() or world).close()
 
 

@@ -26,7 +26,7 @@ _is_loading = False
 
 
 def is_loading_main() -> bool:
-    """Whether this process was spawned and is importing the main module of its parent now."""
+    """Return whether this process was spawned and is importing its parent's main module now."""
     return _is_loading
 
 

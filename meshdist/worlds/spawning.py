@@ -86,7 +86,7 @@ def spawn(
 
     Raises:
         ArgumentError, KindError: bad arguments, before any process starts.
-        RankFailedError: a rank raised, or its process ended; the first one, in ``rank``. The cause
+        RankFailedError: a rank raised, or its process ended; the first is in ``rank``. The cause
             is its exception, and the text holds its traceback.
         CollectiveTimeoutError: not all ranks have returned in time.
         WorldError: called while a spawned process imports the main module.
@@ -168,7 +168,7 @@ def _preparation() -> dict[str, Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, but what the ranks find in the main module they import is sent as its name."""
+    """Pickler that sends only the names of what the ranks find in the main module they import."""
 
     def __init__(self, file: BinaryIO, has_main: bool) -> None:
         super().__init__(file)
@@ -217,7 +217,7 @@ class _RankResult:
         self.is_whole = False
 
     def read(self) -> bool:
-        """Take what there is; return False at the end."""
+        """Read what has come; return False at the end."""
         part = os.read(self.descriptor, 1 << 20)
         self._data += part
         self.is_whole = not part
@@ -302,7 +302,7 @@ class _Team:
         show(sys.stderr, places_text(places))
 
     def _find_mute(self) -> int | None:
-        """The first rank that has ended without an answer, if one has."""
+        """Return the first rank that has ended without an answer, if any."""
         mute = (rank for rank in self._endings if self._answers[rank].is_missing)
         return next(mute, None)
 
@@ -311,10 +311,11 @@ class _Team:
             self._endings[ending.rank] = ending
 
     def _collect_followers(self) -> None:
-        """Read what is on its way, and note what else ends."""
+        """Read answers that are on their way, and note other ranks that end."""
         grace = Grace(_FOLLOWERS_S)
         while not grace.is_over:
-            if not self._launch.running and all(one.is_whole for one in self._answers.values()):
+            are_whole = all(answer.is_whole for answer in self._answers.values())
+            if not self._launch.running and are_whole:
                 return
             self._step(grace.left_s)
 
@@ -337,7 +338,7 @@ class _Team:
     def _raise_first_failure(self) -> NoReturn:
         found = {rank: answer.find() for rank, answer in self._answers.items()}
         raised = {rank: value for rank, (kind, value) in found.items() if kind == "failure"}
-        silent = (one for one in self._endings.values() if one.code and one.rank not in raised)
+        silent = (end for end in self._endings.values() if end.code and end.rank not in raised)
         # A process that died can be the cause of what others raise, not the reverse.
         if first := next(silent, None):
             summary = f"rank {first.rank} (process {first.pid}) {first}"

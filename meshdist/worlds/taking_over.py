@@ -26,12 +26,10 @@ def take_over(
     options: Any,
     device: torch.device | None,
 ) -> None:
-    """Let the program have ``world`` as if it had made it with these arguments.
+    """Let the program have ``world`` as if these arguments had made it; raise where they disagree.
 
-    ``timeout`` stands in place of that of ``terms``: None where the program has named none.
-
-    Raises:
-        WorldError: an argument disagrees with the world; the text shows both.
+    Args:
+        timeout: stands in place of that of ``terms``: None where the program has named none.
     """
     default = timeout is not None and _is_default(world, timeout)
     kept = world.timeout or "the wire's default"

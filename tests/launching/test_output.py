@@ -11,15 +11,15 @@ import pytest
 
 from meshdist.launching.launcher import run_processes
 from meshdist.launching.rank_environment import LaunchError
-from meshdist.launching.streams import Console, Output, Sink, Stream
+from meshdist.launching.streams import Console, Destination, Output, Stream
 
 PYTHON = [sys.executable, "-S", "-c"]
 
 
 @pytest.mark.parametrize("kind", ["stdout", "stderr"])
 def test_without_files_output_goes_to_the_console(kind: str) -> None:
-    with contextlib.closing(Output().sink(kind, rank=5, local_rank=1)) as sink:
-        assert sink == Sink(getattr(sys, kind), None, b"", kind)
+    with contextlib.closing(Output().destination(kind, rank=5, local_rank=1)) as destination:
+        assert destination == Destination(getattr(sys, kind), None, b"", kind)
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_full_disk_does_not_end_the_job(capsys: pytest.CaptureFixture[str]) ->
         open(writer, "wb", buffering=0) as rank,
         open("/dev/full", "wb", buffering=0) as file,
     ):
-        stream = Stream(pipe, Sink(sys.stdout, file), Console())
+        stream = Stream(pipe, Destination(sys.stdout, file), Console())
         for line in (b"one\n", b"two\n"):
             rank.write(line)
             assert stream.read()
