@@ -123,7 +123,7 @@ its ``.grad`` behind the backward: the gradient is invariant there, though the l
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
 
-_ORDER = "VRU"  # of the kinds in a text; "I" stands in none
+_ORDER = "VRU"  # the order of kinds in a text, which leaves "I" out
 
 
 @lru_cache(maxsize=4096)

@@ -160,7 +160,7 @@ def relative_distance(mine: torch.Tensor, first: torch.Tensor) -> float:
     differs = (mine != first) & ~(mine.isnan() & first.isnan())
     if not bool(differs.any()):
         return 0.0
-    if not _is_inexact(mine):  # whose differences might not fit into the dtype
+    if not _is_inexact(mine):  # differences of whole numbers might not fit into their dtype
         mine, first = mine.double(), first.double()
     gap = float((mine - first)[differs].abs().nan_to_num(nan=torch.inf, posinf=torch.inf).max())
     finite = first[first.isfinite()].abs()
@@ -202,7 +202,7 @@ def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str
 def _held(variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that variables hold, also in modules and trees, with their names."""
     values = dict(variables)
-    for owner, value in variables.items():  # of an object, such as a trainer, its attributes
+    for owner, value in variables.items():  # the attributes of an object, such as a trainer
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not isinstance(value, (torch.nn.Module, torch.Tensor)):
             values.update({f"{owner}.{name}": attribute for name, attribute in attributes.items()})
@@ -237,7 +237,7 @@ def _parts(name: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 _KEPT_BACKWARDS = 8
-"""Of how many backwards a rank's notes are kept for members that have not come to the first."""
+"""A rank keeps the notes of so many backwards for members that have yet to end the first."""
 
 
 @dataclass(frozen=True)
@@ -335,11 +335,11 @@ class GradientNotes:
     """The backwards of all ranks of a world, which share these notes."""
 
     backwards: dict[tuple[int, int], _ObservedBackward] = field(default_factory=dict)
-    """Those that run, by rank and autograd's number."""
+    """The backwards that run, by rank and autograd's number."""
     last: dict[int, WeakIdKeyDictionary] = field(default_factory=dict)
-    """By rank, the note of each leaf of its last backward."""
+    """The notes of the leaves of each rank's last backward, by rank."""
     ended: _Ended = field(default_factory=dict)
-    """By the ranks of a group, and its backward's number: by member, its leaves by name."""
+    """The notes of ended backwards: by group and number, then by member, then by leaf's name."""
 
 
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:

@@ -35,8 +35,8 @@ def answer(
         said: the statements of all members.
         going: that of the members which have data.
     """
-    # The call is not waited for: a third rank may answer a call on another group first, to which
-    # this rank has yet to come.
+    # The call is not waited for: a third rank that it needs may answer a call on another group
+    # first, which needs this rank.
     verb = going.call.verb
     make = _ANSWERS.get(verb) or (_objects if VERBS[verb].is_of_objects else _of_tensors)
     work = make(_NeutralArguments(group, device_type, said, going))

@@ -179,7 +179,7 @@ class Shadow(CallGuard):
 
     def announce(self, notice: str) -> list[bool]:
         """Tell the main group that a joinable begins something; return which members have data."""
-        if self._main is None:  # a group of one
+        if self._main is None:  # this rank is alone in its group
             return [True]
         return self._tell(self._main, get_call(NOTICE, None, owner=notice))
 
@@ -208,7 +208,7 @@ class Shadow(CallGuard):
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
         """State a call, and enter it in its channel as outside of contexts."""
-        place = self._places[channel.opened]  # it is covered
+        place = self._places[channel.opened]  # `cover` has added it
         mine = Statement.of(prepared, self.owner)
         self._agree(place, mine, waits=has_source(mine.call))
         try:
@@ -285,7 +285,7 @@ class Shadow(CallGuard):
         try:
             return find_call(place.channel, said, is_strict=self._is_strict(place))
         except JoinError as refusal:
-            place.is_settled = True  # no rank makes it
+            place.is_settled = True  # no rank makes the call
             self._whereabouts.refuse(refusal)
             raise
 
@@ -355,7 +355,7 @@ class Shadow(CallGuard):
                 else:
                     device_type = place.channel.device_type
                     self._waits.keep(answer(place.group, device_type, said, going))
-                self._admitted = None  # not every call is begun here, or goes by a channel
+                self._admitted = None  # the answer may have entered no channel
         place.is_settled = True
 
     # -- where it is needed -----------------------------------------------------------------------
@@ -443,7 +443,7 @@ class Shadow(CallGuard):
 
         self._waits.until(is_ready, places, awaited.channel.timeout if awaited else NEVER)
         if awaited is not None and not is_ready():
-            awaited.read()  # raises: members that have data did not come
+            awaited.read()  # raises, since members with data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Return the error of a member that left and so made a call fail, or ``error`` itself."""

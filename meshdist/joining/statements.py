@@ -41,7 +41,7 @@ _HEAD_BYTES = 4
 _AT_ONCE = timedelta(milliseconds=1)
 NEVER = timedelta(days=3650)
 """The timeout of waits that end when the others have no data left."""
-_NUM_KEPT = 1024  # programs repeat their calls
+_NUM_KEPT = 1024  # statements kept as bytes, since programs repeat their calls
 _NOTHING = Call("", None)
 
 
@@ -76,7 +76,7 @@ class Statement(NamedTuple):
 def to_bytes(statement: Statement) -> bytes:
     """Return a statement as the bytes that travel; the inverse of ``from_bytes``."""
     call, sizes, *flags = statement
-    bits = map(int, flags)  # shorter than words
+    bits = map(int, flags)  # shorter than true and false
     return json.dumps([to_fields(call), sizes, *bits], separators=(",", ":")).encode()
 
 

@@ -26,7 +26,7 @@ _LOOK_AT_LIVES_S = 0.5
 _LEAVING_S = 0.5
 _SEEN_S = 0.002
 _YIELDS_S = 0.0002
-_PAUSE_S = 0.001  # the others wait meanwhile
+_PAUSE_S = 0.001  # short, since the others wait meanwhile
 _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every system
 
 

@@ -105,7 +105,7 @@ class Whereabouts:
             tables = here.scheduler.tables
             tables[key] = tables.get(key, text) if is_new else text
             return
-        with suppress(StoreError):  # the others see that it is lost
+        with suppress(StoreError):  # the others see by themselves that it is lost
             if is_new:
                 self._world.store.compare_set(key, "", text or "{}")
             else:

@@ -89,7 +89,7 @@ def _on_tensor(
     group = resolve_group(axes)
     if typed is None:
         return on_tensor(plain, group)
-    if check is not None:  # before its type is looked at
+    if check is not None:  # a bad argument is refused before a bad type
         check(plain, group)
     return typed.checked(on_tensor, x)(plain, group, leaf="x")
 

@@ -138,7 +138,7 @@ class TypedHook:
                 found=tensor_text(found),
                 fix=f"make equal first what it multiplies by: lax.pmean(factor, {axis!r})",
             )
-        if not is_behind:  # the engine may hand it to other tensors, too
+        if not is_behind:  # the engine may give the same tensor to others, too
             grad.__dict__.pop(ATTRIBUTE, None)
             if before is not None:
                 grad.__dict__[ATTRIBUTE] = before
@@ -183,7 +183,7 @@ class ContextMode(TorchFunctionMode):
         self.leaves: dict[int, torch.Tensor] = {}
         # By the operands' types, and by linearity where some operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
-        # By the id of a mesh that a verb was given: it, and the axes of this mesh that it spans.
+        # By the id of a verb's mesh: that mesh, and the axes of the context's mesh that it spans.
         self.own_axes: dict[int, tuple[DeviceMesh, tuple[str, ...]]] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:

@@ -53,8 +53,8 @@ __all__ = ["typed", "untyped"]
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE
-_OWN_ROWS = "_has_own_rows"  # of a tensor whose shape depends on varying values
-_UNCOMMON = "uncommon"  # in place of a type
+_OWN_ROWS = "_has_own_rows"  # marks a tensor whose shape depends on varying values
+_UNCOMMON = "uncommon"  # stands in place of a type
 _NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
@@ -375,7 +375,7 @@ class _TypedMode(ContextMode):
                     x.__dict__[_OWN_ROWS] = True
             return result
         if operation.name == "__format__" and args[0].dim():
-            return func(*args)  # no number: it is shown
+            return func(*args)  # the whole tensor is shown, and no number is read
         if kind is Kind.NUMBER:
             operands = self._operands(operation, args, kwargs)
             text = self.joined(operation, operands).text

@@ -155,7 +155,7 @@ LINEARITY = MappingProxyType(
 )
 _ADDS_NUMBERS = frozenset(_SUMS.split())
 
-# What is written besides the first argument of a name that ends in an underscore, and out=.
+# Arguments that are written besides out=, and besides the first of a name that ends in "_".
 _DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
     *("alpha_dropout", "feature_alpha_dropout"),
@@ -206,7 +206,8 @@ class _Operations(dict[Any, TorchFunction]):
 
     def __missing__(self, function: Any) -> TorchFunction:
         found = _find_operation(function)
-        if "<locals>" not in getattr(function, "__qualname__", ""):  # else there may be any number
+        # Functions that are made inside of functions are not kept: there may be any number.
+        if "<locals>" not in getattr(function, "__qualname__", ""):
             self[function] = found
         return found
 
