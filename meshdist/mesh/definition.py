@@ -73,7 +73,7 @@ def check_device(device_type: str, *, is_planned: bool = False) -> None:
 
 
 def select_device(device_type: str, world: World) -> torch.device | None:
-    """Return the CUDA device bound to this rank's world, else the current device; else None."""
+    """Return this rank's CUDA device, chosen if the program chose none; None for other types."""
     if device_type != "cuda":
         return None
     bound = world.device if world.device is not None and world.device.type == "cuda" else None

@@ -70,7 +70,7 @@ class Change:
     def dividing(self) -> tuple[int, ...]:
         """The free axes of the source along which ranks share the sending of each box."""
         # They cut a dim of the target that the source cuts otherwise. All ranks along them hold
-        # each box, and all but the first would idle if they sent nothing.
+        # each box: if one rank sent it all, the others would idle.
         free = self.source.free_axes
         return tuple(sorted(a for dim in self.dims if dim.left for a in dim.new if a in free))
 
