@@ -24,7 +24,8 @@ from .gradient_hooks import find_reducing_world
 
 __all__ = ["accumulate_gradients"]
 
-_DENSE = 255  # in the round before the sums; 0: no gradient, else the sparse dims of a sparse one
+# Codes of gradients, in the round before the sums: 0 for none, else the number of sparse dims.
+_DENSE = 255
 
 
 def accumulate_gradients(

@@ -29,7 +29,7 @@ from .graph_tasks import is_in_task
 from .reports import Reports
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is
-# free again; smaller ones wait for the bucket and go by one call together.
+# free again; smaller gradients wait for the bucket and go by one call together.
 _AT_ONCE_BYTES = 64 * 1024
 
 # So much is scaled while it is in the cache, just after it was copied.

@@ -314,7 +314,11 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         """
         is_marked = not self._has_begun and marked_optimizers(self.reducer.parameters)
         if self._optimizers is not None or is_marked:
-            InBackward.refuse_local_sums()
+            raise GradientError(
+                "no_sync() cannot be used with an optimizer in the backward",
+                expected="every backward averaged, since each one steps",
+                fix="step outside of the backward where gradients add up over several",
+            )
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:

@@ -8,10 +8,9 @@ made.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -54,36 +53,22 @@ def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
     return partial(GradientStreams, device, accelerator)
 
 
-class TailReader(ABC):
-    """Reads the numbers of one backward at a time."""
-
-    is_deferred: ClassVar[bool]
-    """Whether reading right after ``note`` would make the CPU wait for the device."""
-
-    @abstractmethod
-    def note(self, reduced: torch.Tensor) -> bool:
-        """Note reduced numbers, and return whether ``take`` will give them."""
-
-    @abstractmethod
-    def take(self) -> torch.Tensor | None:
-        """Return the last noted numbers on the host, once; None if none, or during a capture."""
-
-
-class ImmediateReader(TailReader):
-    """Reads from memory of the host."""
+class TailReader:
+    """Reads the numbers of one backward at a time, from memory of the host."""
 
     is_deferred = False
+    """Whether reading right after ``note`` would make the CPU wait for the device."""
 
     def __init__(self) -> None:
         self._reduced: torch.Tensor | None = None
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Keep the numbers, and return True."""
+        """Note reduced numbers, and return whether ``take`` will give them."""
         self._reduced = reduced
         return True
 
     def take(self) -> torch.Tensor | None:
-        """Return the numbers that were kept."""
+        """Return the last noted numbers on the host, once; None if there are none."""
         reduced, self._reduced = self._reduced, None
         return None if reduced is None else _real(reduced)
 
@@ -98,6 +83,7 @@ class DeferredReader(TailReader):
     is_deferred = True
 
     def __init__(self, device: torch.device, accelerator: Any, copied: torch.Tensor) -> None:
+        super().__init__()
         self._device = device
         self._accelerator = accelerator
         self._copied = copied
@@ -125,8 +111,10 @@ class DeferredReader(TailReader):
 def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.float32) -> TailReader:
     """Return the reader for ``count`` numbers that lie on ``device``, on the host in ``dtype``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-    if not hasattr(accelerator, "current_stream"):  # it has one, which reading waits for
-        return ImmediateReader()
+    if not hasattr(
+        accelerator, "current_stream"
+    ):  # it has a single stream, which reading waits for
+        return TailReader()
     return DeferredReader(device, accelerator, torch.empty(count, dtype=dtype, pin_memory=True))
 
 

@@ -86,12 +86,3 @@ class InBackward:
                         optimizer.step()
                 if not self._keeps_gradients:
                     parameter.grad = None
-
-    @staticmethod
-    def refuse_local_sums() -> None:
-        """Raise for a backward that would not be averaged."""
-        raise GradientError(
-            "no_sync() cannot be used with an optimizer in the backward",
-            expected="every backward averaged, since each one steps",
-            fix="step outside of the backward where gradients add up over several",
-        )

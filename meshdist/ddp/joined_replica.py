@@ -29,7 +29,7 @@ _BUFFERS = "buffers"
 
 
 class JoinedReplica(ReplicaHook):
-    """The hook of one wrapped model, which averages over all members or those that have data."""
+    """The part of a wrapped model in a join context, on ranks with data and on ranks without."""
 
     def __init__(self, model: Any, *, divides_by_all: bool) -> None:
         self._model = model

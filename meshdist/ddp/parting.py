@@ -61,7 +61,7 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
         length = _ROW if place.type == "cpu" else 64 * _ROW  # else: by few kernels
         sums = torch.zeros(length, dtype=torch.int64, device=place)
         here = [x.resolve_conj().resolve_neg() for x in tensors if x.device == place]
-        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small ones together
+        for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small together
             words = _WORDS.get(alike[0].itemsize, torch.int32)
             for row in _flatten_dense_tensors(alike).view(words).split(length):
                 part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory

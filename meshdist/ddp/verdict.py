@@ -170,7 +170,7 @@ class Verdict:
             parameter.grad = None
         if has.isdisjoint(_HAD_BACKWARD):  # each rank has raised an error of its own, or had none
             return
-        self._someone_lacks = False  # one error says it
+        self._someone_lacks = False  # the error below says it
         found = self._gather((self.ending, self._unexpected))
         if not is_cut:
             history.forget()

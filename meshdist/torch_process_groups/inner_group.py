@@ -55,7 +55,9 @@ class InnerGroup(ProcessGroup):
         backends = dict.fromkeys(sorted(wire.device_types & kinds), wire.name)
         size, hosts = max(ranks) + 1, dict(zip(ranks, opening.hosts, strict=False))
         world = World(ranks[opening.rank], size, opening.store, backends, timeout)
-        world.hosts = tuple(hosts.get(rank, -1) for rank in range(size))  # one, if none is known
+        world.hosts = tuple(
+            hosts.get(rank, -1) for rank in range(size)
+        )  # one host, if none is known
         super().__init__(world, ranks, name=f"group {label!r} ({ranks_text(ranks)})")
         facts = GroupFacts(self.name, ranks, opening.rank, label, wire.name, timeout)
         self.here, self.recorder, self._label = facts.here, Recorder(), label

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from meshdist.ddp import parting, tail
-from meshdist.ddp.device_streams import ImmediateReader
+from meshdist.ddp.device_streams import TailReader
 from meshdist.wires.simulated import communicator, meeting
 from tests.wires.c10d.nccl_stand_in import standing_in
 
@@ -45,9 +45,9 @@ class Stream:
         """Nothing need be waited for."""
 
 
-def read_at_once(*_: object) -> ImmediateReader:
+def read_at_once(*_: object) -> TailReader:
     """In place of ``reader_for``."""
-    return ImmediateReader()
+    return TailReader()
 
 
 def placed(make: Callable[..., Any], *, is_host: bool | None) -> Callable[..., Any]:

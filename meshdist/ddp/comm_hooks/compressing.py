@@ -136,7 +136,7 @@ def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.T
     """Write ``buffer / num_ranks`` in ``dtype`` over the beginning of ``buffer``; return that."""
     half = buffer.view(dtype)[: buffer.numel()]
     for is_first, part, into in _pieces(buffer, half):
-        # The first piece alone would be read and written in one place.
+        # Only the first piece would be read and written at the same place.
         into.copy_(part.to(dtype) if is_first else part).div_(num_ranks)
     return half
 
