@@ -20,11 +20,11 @@ from ..checking.program import end_here
 from ..error_text import without_frames
 from ..errors import MeshdistError
 from ..runtime.untraced import untraced
+from .autograd_engines import NO_TASK
 from .bucket_layout import BucketLayout
 from .buckets import Filling, Pending, Seen
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
-from .graph_tasks import NO_TASK
 from .history import History
 from .tail import Ending
 from .verdict import Verdict
@@ -137,7 +137,7 @@ class Backward:
         self.works: list[Pending] = []
         self.is_open = False  # whether a gradient has come
         self.is_running: Callable[[], bool] = bool  # whether it has not ended, nor raised
-        self.verdict: Verdict | None = None  # before it has ended
+        self.verdict: Verdict | None = None  # until it has ended
         self._late: list[int] = []  # parameters whose gradient came after its bucket had gone
 
     # -- gradients come ---------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ..collectives.flat_sums import assign_buckets, views_into
+from .autograd_engines import is_in_task
 from .device_streams import GradientStreams, streams_for
-from .graph_tasks import is_in_task
 from .reports import Reports
 
 # A gradient of this size or more is copied at once, while it is in the cache, and its memory is

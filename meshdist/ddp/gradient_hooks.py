@@ -13,9 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
 from ..runtime.untraced import untraced
+from .autograd_engines import current_task
 from .backward import Backward
 from .buckets import Bucket
-from .graph_tasks import current_task
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:

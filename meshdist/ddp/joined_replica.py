@@ -19,7 +19,7 @@ from ..errors import JoinError
 from ..groups.process_group import ProcessGroup
 from ..joining.join import Join, Joinable, ReplicaHook
 from ..reduce_ops import ReduceOp
-from .graph_tasks import NO_TASK, current_task
+from .autograd_engines import NO_TASK, current_task
 from .wrapping import module_state
 
 _BACKWARD = "backward"

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from ..groups.process_group import ProcessGroup
+from .autograd_engines import NO_TASK, at_end_of_task, current_task
 from .buckets import Bucket, Seen
 from .gradient_hooks import Hook
-from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .reports import Reports
 
 Early = tuple[int, Hook, torch.Tensor]

@@ -66,14 +66,20 @@ from ..collectives.verbs import broadcast
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
+from .autograd_engines import (
+    NO_TASK,
+    ContextGradients,
+    at_end_of_task,
+    current_task,
+    find_context,
+    is_rpc_on,
+)
 from .backward import AtWork, Backward, Moment, Sending, tells_errors
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
-from .distributed_autograd import ContextGradients, find_context, is_rpc_on
 from .gradient_hooks import GradientHooks, Hook, tensors_in
-from .graph_tasks import NO_TASK, at_end_of_task, current_task
 from .history import History
 from .local_backwards import LocalBackwards
 from .reports import Reports
@@ -292,11 +298,6 @@ class Reducer:
     def _rebuild_buckets() -> bool:
         """Return False: trainers call it, but buckets are laid anew without a call."""
         return False
-
-    def check_finished(self) -> None:
-        """Raise if a backward has begun but not ended."""
-        if self.backward is not None:
-            raise self.layout.terms.reports.unfinished()
 
     # -- one backward -----------------------------------------------------------------------------
 

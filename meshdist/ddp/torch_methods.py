@@ -164,7 +164,8 @@ class TorchMethods:
 
     def _check_reducer_finalized(self) -> None:
         """Raise where the last backward has not ended, since it raised, say."""
-        self.reducer.check_finished()
+        if self.reducer.backward is not None:
+            raise self.reducer.layout.terms.reports.unfinished()
 
     def _remove_autograd_hooks(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""

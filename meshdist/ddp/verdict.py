@@ -83,11 +83,12 @@ class Verdict:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:
-        """Return the next backward's verdict, lacking what none since the forward brought."""
+        """Return the verdict of the next backward, by its gradients that came."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
             parameters = self._layout.terms.parameters
+            # Of several backwards behind a forward each brings some.
             lacking = [i for i in self._lacking if not came[i] and parameters[i].requires_grad]
         ending = Ending.WHOLE if is_complete else Ending.PARTIAL
         if unexpected or lacking:

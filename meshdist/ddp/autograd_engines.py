@@ -1,18 +1,50 @@
-"""Gradients of ``torch.distributed.autograd.backward``, which lie in a context, not in ``.grad``.
+"""Torch's two engines of autograd, whose private names in torch 2.13 stand here.
 
-Its engine calls none of the hooks behind an accumulation, but those of the node that accumulates.
-They tell of the context; at the backward's end its gradients stand in for ``.grad`` while they are
-averaged. The private names of torch 2.13 about it stand here.
+A *graph task* is autograd's name for one run of its engine, by a backward or ``autograd.grad``. A
+re-entrant checkpoint runs a task inside of another task.
+
+The gradients of ``torch.distributed.autograd.backward`` lie in a context, not in ``.grad``. Its
+engine calls none of the hooks behind an accumulation, but those of the node that accumulates. They
+tell of the context; at the backward's end its gradients stand in for ``.grad`` while they are
+averaged.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
+
+NO_TASK = -1
+
+current_task = torch._C._current_graph_task_id
+"""The number of the innermost task that runs in this thread, or ``NO_TASK``; never used twice."""
+
+
+def is_in_task(leaf: torch.Tensor) -> bool:
+    """Return whether the current task brings ``leaf`` a gradient at any time."""
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # it requires no gradient, or autograd.grad returns the gradient
+        return False
+
+
+def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
+    """Call ``callback`` if the current task ends well, and return a test that it still runs."""
+    # The engine drops the callback with the task, also where an exception has ended it.
+    held = partial(callback)
+    Variable._execution_engine.queue_callback(held)
+    found = weakref.ref(held)
+    return lambda: found() is not None
+
+
+# -- distributed autograd ------------------------------------------------------------------------
 
 
 def is_rpc_on() -> bool:
