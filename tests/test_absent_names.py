@@ -59,12 +59,13 @@ def test_every_name_that_torch_has_and_meshdist_lacks_says_where_it_is() -> None
 
 
 @pytest.mark.parametrize("name", [*TYPED.split(), *comm_hooks.__all__, *lax.__all__])
-def test_what_people_type_is_never_a_bare_attribute_error(name: str) -> None:
-    if hasattr(meshdist, name):
+@pytest.mark.parametrize("door", [meshdist, meshdist.distributed])
+def test_what_people_type_is_never_a_bare_attribute_error(door: ModuleType, name: str) -> None:
+    if hasattr(door, name):
         return
-    for read in (lambda: getattr(meshdist, name), lambda: exec(f"from meshdist import {name}")):
+    for read in (lambda: getattr(door, name), lambda: exec(f"from {door.__name__} import {name}")):
         with pytest.raises(
-            (AttributeError, ImportError), match=r"meshdist has no [\s\S]*fix: "
+            (AttributeError, ImportError), match=r"meshdist\S* has no [\s\S]*fix: "
         ) as e:
             read()
     line = str(e.value).partition("fix:")[2].partition("; the world:")[0].strip()
@@ -135,6 +136,31 @@ def test_the_ours_that_are_named_exist() -> None:
             "import meshdist; meshdist.local_rank",
             "AttributeError: meshdist has no local_rank",
             "fix:      meshdist.distributed.get_node_local_rank()",
+        ),
+        (
+            "from meshdist.distributed import FSDP",
+            "ImportError: meshdist has no FSDP",
+            "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP; the world: ",
+        ),
+        (
+            "from meshdist.distributed.device_mesh import init_device_mesh",
+            "ImportError: meshdist has no device_mesh",
+            "from meshdist import DeviceMesh, init_device_mesh; or torch's: ",
+        ),
+        (
+            "import meshdist.distributed as dist; dist.ZeroRedundancyOptimizer",
+            "AttributeError: meshdist has no ZeroRedundancyOptimizer",
+            "from torch.distributed.optim import ZeroRedundancyOptimizer",
+        ),
+        (
+            "from meshdist.distributed import DDP",
+            "ImportError: meshdist.distributed has no DDP",
+            "fix:      from meshdist import DDP",
+        ),
+        (
+            "import meshdist; meshdist.find_current_mesh",
+            "AttributeError: meshdist has no find_current_mesh",
+            "fix:      meshdist.get_current_mesh(), which raises where none is in force",
         ),
         (
             "from meshdist import ProcessGroupGloo",
