@@ -24,8 +24,9 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
              std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
-             nb::object get_level, std::uint64_t most_level)
+             nb::object get_level, std::uint64_t most_level, std::int32_t device_type)
     : num_forks_(forks),
+      reader_(device_type),
       notes_(notes),
       group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),

@@ -42,11 +42,11 @@ class Entry {
   // `disagree(number, message)` makes the error of members whose calls differ.
   // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
   // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
-  // before data move, and left to Python.
+  // before data move, and left to Python. `device_type` is that of its tensors, as DLPack numbers them.
   Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
         nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
         std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
-        nb::object get_level, std::uint64_t most_level);
+        nb::object get_level, std::uint64_t most_level, std::int32_t device_type);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.

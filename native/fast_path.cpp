@@ -32,8 +32,8 @@ class FastPath {
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
   // names for both, and how it recodes the numbers, if it does. `works`, of a path whose calls are
   // started: the class of a Work whose operation is Python's, that of one whose is the core's, the group's
-  // timeout, what makes the error of a failure, the group's name, what warns of a Work that is dropped, and
-  // what returns the group.
+  // timeout, what makes the error of a failure, the group's name, what warns of a Work that is dropped,
+  // what returns the group, and whether streams may have to wait for the call.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
@@ -316,19 +316,18 @@ class FastPath {
     if (differ) sizes = {0, &call.in_counts, &call.out_counts};
     const MainThread::Within within(call.header.verb);
     call.fingerprint = entry_.enter(call.header, plain, is_uneven ? &sizes : nullptr);
+    call.note = entry_.num_notes();
     if (call.written.is_valid()) entry_.note_write(call.written);
     if (!starts_) {
       runner_.run(call);
       return true;
     }
-    const std::uint64_t note = entry_.num_notes();
-    const nb::object operation = runner_.start(call, entry_.sequence());
-    found_ = make_work(call, operation, note);
+    found_ = make_work(call, runner_.start(call, entry_.sequence()));
     return true;
   }
 
   // The Work of a call that was started; `Work` in Python says in which order it takes its arguments.
-  nb::object make_work(const Collective& call, const nb::object& operation, std::uint64_t note) {
+  nb::object make_work(const Collective& call, const nb::object& operation) {
     nb::object result = nb::list();
     if (call.written.is_valid()) {
       result = checked(PySequence_List(call.written.ptr()));
@@ -336,19 +335,19 @@ class FastPath {
       PyList_Append(result.ptr(), PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0)
                                                                  : call.read.ptr());
     }
-    const auto& [of_python, of_core, timeout, explain, group, warn_dropped, user] = work_;
+    const auto& [of_python, of_core, timeout, explain, group, warn_dropped, user, uses_streams] = work_;
     // Where this member only sends, those that receive may tell.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
     const nb::object none = nb::none(), no = nb::bool_(false), warn = warns ? warn_dropped : none;
     const auto passed_to = [&](auto make) {
-      return make(operation, timeout, explain, result, none, call.header.verb, group, no, none, whole(note),
-                  warn, call_with(user), no);
+      return make(operation, timeout, explain, result, none, call.header.verb, group, no, none,
+                  whole(call.note), warn, call_with(user), uses_streams);
     };
     PyOperation* started = nullptr;
     if (!nb::try_cast(operation, started)) {
       return passed_to([&](const auto&... given) { return call_with(of_python, given...); });
     }
-    started->serve(timeout_s_, wait_of(call.header.verb), warn, note);
+    started->serve(timeout_s_, wait_of(call.header.verb), warn, call.note);
     const nb::object work =
         checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(of_core.ptr()), 0));
     const nb::object fields = passed_to([](const auto&... given) { return tuple_of(given...); });
@@ -376,7 +375,7 @@ class FastPath {
   Entry& entry_;
   Runner& runner_;
   const bool starts_;
-  std::array<nb::object, 7> work_;
+  std::array<nb::object, 8> work_;
   double timeout_s_ = 0;  // of the group
   std::unordered_map<PyObject*, nb::object> waits_;
   nb::object found_ = nb::none();  // from the end of a method until it returns, without a step of Python

@@ -183,10 +183,10 @@ NB_MODULE(native, m) {
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<Notes&, nb::object, const Headers*, nb::list, nb::dict, nb::object, nb::object,
                     nb::object, nb::tuple, std::uint64_t, nb::object, nb::object,
-                    nb::object, nb::object, std::uint64_t>(),
+                    nb::object, nb::object, std::uint64_t, std::int32_t>(),
            nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
            "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "compare"_a.none(), "get_level"_a.none(),
-           "most_level"_a)
+           "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
   m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
@@ -232,8 +232,8 @@ NB_MODULE(native, m) {
            "link"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a,
            "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
   nb::class_<TorchRunner, Runner>(m, "TorchRunner")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object>(), "communicator"_a,
-           "find"_a, "finish"_a.none(), "kind"_a.none(), "explain"_a);
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a,
+           "end"_a, "explain"_a);
   bind_fast_path(m);
   bind_verb_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });

@@ -8,7 +8,6 @@ namespace meshdist {
 namespace {
 
 constexpr std::size_t kMostKinds = 1024;
-constexpr std::int32_t kCpu = 1;
 
 // As DLPack 1 lays them out.
 struct DlTensor {
@@ -128,7 +127,8 @@ bool are_in_equal_parts(const Plain& one, const Plain& other, std::uint64_t size
   return one.count != 0 || (one.num_dims == 1 && other.num_dims == 1);  // else rows may differ
 }
 
-PlainReader::PlainReader() : tensor_type_(nb::module_::import_("torch").attr("Tensor")) {
+PlainReader::PlainReader(std::int32_t device_type)
+    : device_type_(device_type), tensor_type_(nb::module_::import_("torch").attr("Tensor")) {
   TorchTensor::look();
   const nb::object torch = nb::module_::import_("torch");
   for (std::size_t code = 0; code < kNumDtypes; ++code) {
@@ -159,7 +159,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
     PyErr_Clear();
     return false;
   }
-  if (tensor.device_type != kCpu || !is_contiguous(tensor) || !is_as_written(x)) return false;
+  if (tensor.device_type != device_type_ || !is_contiguous(tensor) || !is_as_written(x)) return false;
   plain.count = 1;
   for (std::int32_t i = 0; i < tensor.num_dims; ++i) plain.count *= tensor.shape[i];
   plain.address = reinterpret_cast<std::uintptr_t>(tensor.data) + tensor.byte_offset;
@@ -167,6 +167,7 @@ bool PlainReader::read(nb::handle x, Plain& plain) {
   plain.item = tensor.bits * tensor.lanes / 8u;
   plain.dims = tensor.shape;
   plain.num_dims = tensor.num_dims;
+  plain.device = tensor.device;
   Kind unkept;
   const Kind* kind = &unkept;
   if (tensor.num_dims <= kMostDims) {

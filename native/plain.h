@@ -16,10 +16,11 @@ struct Plain {
   unsigned code = 0;  // the core's, of the dtype
   const std::int64_t* dims = nullptr;  // the tensor's own
   int num_dims = 0;
+  int device = 0;  // among those of its type
   bool is_kept = false;  // whether `data` is the same object each time
 
   std::uint64_t bytes() const { return count * item; }
-  bool is_like(const Plain& other) const { return dtype.is(other.dtype); }
+  bool is_like(const Plain& other) const { return dtype.is(other.dtype) && device == other.device; }
 };
 
 // Whether `bytes` bytes from the memory of `one` on reach into that of `other`.
@@ -51,9 +52,10 @@ std::uint64_t row_of(const Plain& whole);
 
 class PlainReader {
  public:
-  PlainReader();
+  // Of tensors on devices of a type, as DLPack numbers them.
+  explicit PlainReader(std::int32_t device_type);
 
-  // Whether `x` is a plain tensor: dense, contiguous, of the CPU, without a gradient of its own;
+  // Whether `x` is a plain tensor: dense, contiguous, on such a device, without a gradient of its own;
   // fills `plain`.
   bool read(nb::handle x, Plain& plain);
 
@@ -82,6 +84,7 @@ class PlainReader {
   bool is_as_written(nb::handle x) const;
 
   const TorchTensor& torch_ = TorchTensor::here();
+  const std::int32_t device_type_;
   const nb::object tensor_type_;
   nb::dict codes_;
   int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it

@@ -28,6 +28,7 @@ struct Collective {
   Addresses ins{}, outs{};
   Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then
   std::uint32_t fingerprint = 0;     // what members compare beside all else: of a title
+  std::uint64_t note = 0;            // the number under which it is noted
   nb::object written{}, read{};  // the tensors: tuples, or one
 
   std::uint64_t bytes() const { return count * item; }

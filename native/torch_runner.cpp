@@ -4,8 +4,7 @@ namespace meshdist {
 namespace {
 
 namespace names {
-const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, make{"__new__"},
-    communicator{"communicator"}, work{"work"}, then{"then"};
+const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"};
 }
 
 using Arguments = std::vector<nb::object>;
@@ -78,10 +77,6 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
   return checked(call(function.ptr(), pointers.data(), pointers.size(), nullptr));
 }
 
-void set(nb::handle on, const Name& name, const nb::object& value) {
-  if (PyObject_SetAttr(on.ptr(), name.object, value.ptr()) != 0) throw nb::python_error();
-}
-
 }  // namespace
 
 const TorchRunner::Shortcut& TorchRunner::find(const Collective& call) const {
@@ -129,22 +124,17 @@ TorchRunner::Begun TorchRunner::begin(const Collective& call) const {
 void TorchRunner::run(const Collective& call) {
   try {
     const Begun begun = begin(call);
-    if (!begun.work.is_none()) call_with(finish_, begun.work);
+    if (!begun.work.is_none()) call_with(end_, begun.work, whole(call.note));
     if (!begun.then.is_none()) call_with(begun.then);
   } catch (nb::python_error& error) {
     raise_error(call_with(explain_, nb::borrow(error.value())));
   }
 }
 
-// The operation is made here, not by its `__init__`.
 nb::object TorchRunner::start(const Collective& call, std::uint64_t) {
   try {
     const Begun begun = begin(call);
-    const nb::object operation = meshdist::call(kind_, names::make, kind_);
-    set(operation, names::communicator, communicator_);
-    set(operation, names::work, begun.work);
-    set(operation, names::then, begun.then);
-    return operation;
+    return call_with(end_, begun.work, begun.then, whole(call.note));
   } catch (nb::python_error& error) {
     raise_error(call_with(explain_, nb::borrow(error.value())));
   }

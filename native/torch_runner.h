@@ -14,16 +14,14 @@ class TorchRunner final : public Runner {
  public:
   // `communicator` has the class's object as `_group`, and `failure` makes a wire's failure of its
   // errors. `find(verb, op, dtype, root, is_list, is_empty)` gives the shortcut of some calls, as
-  // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `finish(work)` waits; or
-  // `kind` is the class of the operations of calls that are started. `explain(error)` makes the error
-  // to raise of any.
-  TorchRunner(nb::object communicator, nb::object find, nb::object finish, nb::object kind,
-              nb::object explain)
+  // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `end(work, note)`
+  // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`
+  // makes the operation. `explain(error)` makes the error to raise of any.
+  TorchRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
       : Runner(0),
         communicator_(std::move(communicator)),
         find_(std::move(find)),
-        finish_(std::move(finish)),
-        kind_(std::move(kind)),
+        end_(std::move(end)),
         explain_(std::move(explain)) {}
 
   bool takes(const Collective& call) const override;
@@ -47,7 +45,7 @@ class TorchRunner final : public Runner {
   const Shortcut& find(const Collective& call) const;
   Begun begin(const Collective& call) const;
 
-  const nb::object communicator_, find_, finish_, kind_, explain_;
+  const nb::object communicator_, find_, end_, explain_;
   mutable std::map<Kind, Shortcut> shortcuts_;
 };
 

@@ -25,7 +25,7 @@ constexpr std::size_t kMostParameters = 8;
 constexpr int kNone = -1;
 
 namespace names {
-const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, starting{"starting"}, ranks{"ranks"},
+const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, fast_path_on_device{"fast_path_on_device"}, starting{"starting"}, ranks{"ranks"},
     open_group{"open_group"}, is_on_stream{"is_on_stream"}, is_profiler_enabled{"_is_profiler_enabled"},
     current_level{"_current_level"};
 }
@@ -114,14 +114,14 @@ class VerbCall {
     if (PyList_Size(watchers_.ptr()) != 0) return call(watched_);
     if (around_.are_profiled()) return call(slow_);
     nb::object done = attempt(given);
-    if (done.is_valid() && done.ptr() != Py_False) return done;
+    if (done.is_valid()) return done;
     if (MainThread::is_nested()) return call(slow_);
     const MainThread::Within within(name_);
     return call(function_);
   }
 
  private:
-  // What the fast path returns; none, or False, where Python is to do it.
+  // What the group's fast path returns, of CPU tensors or of a device's; none where Python is to do it.
   nb::object attempt(PyObject* const* given) const {
     if (!around_.are_plain()) return {};
     for (int at : others_) {
@@ -129,25 +129,28 @@ class VerbCall {
     }
     const nb::object group = around_.find_group(given[group_]);
     if (!group.is_valid()) return {};
-    bool is_started = false;
-    if (async_op_ != kNone && given[async_op_] != Py_False) {
-      is_started = given[async_op_] == Py_True;
-      if (!is_started) return {};
-    }
-    nb::object path = get(group, names::fast_path);
-    if (is_started && !path.is_none()) path = get(path, names::starting);
-    if (path.is_none()) return {};
     if (stays_off_streams_ && get(group, names::is_on_stream).ptr() != Py_False) return {};
+    const bool is_async = async_op_ != kNone && given[async_op_] != Py_False;
+    if (is_async && given[async_op_] != Py_True) return {};
     nb::object member;
     if (root_ != kNone) {
       member = find_member(group, given[root_], given[group_root_]);
       if (!member.is_valid()) return {};
     }
-    std::array<PyObject*, kMostParameters + 1> passed{path.ptr()};
+    std::array<PyObject*, kMostParameters + 1> passed;
     std::size_t count = 1;
     for (int at : taken_) passed[count++] = at == root_ ? member.ptr() : given[at];
-    if (is_fast_path(path)) return checked(method_(path.ptr(), &passed[1], count - 1));
-    return checked(PyObject_VectorcallMethod(name_.ptr(), passed.data(), count, nullptr));
+    for (const Name* kind : {&names::fast_path, &names::fast_path_on_device}) {
+      nb::object path = get(group, *kind);
+      if (is_async && !path.is_none()) path = get(path, names::starting);
+      if (path.is_none()) continue;
+      passed[0] = path.ptr();
+      const nb::object done =
+          is_fast_path(path) ? checked(method_(path.ptr(), &passed[1], count - 1))
+                             : checked(PyObject_VectorcallMethod(name_.ptr(), passed.data(), count, nullptr));
+      if (done.ptr() != Py_False) return done;
+    }
+    return {};
   }
 
   // The place in the group of the member that is named in one of two ways; None for any, which a receive

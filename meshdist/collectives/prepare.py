@@ -59,11 +59,11 @@ def run_titled(
 ) -> Work | None:
     """Run a plain verb under a title on plain tensors; ``given`` has its arguments in row order."""
     if not profiler._is_profiler_enabled:
-        path = group.fast_path
-        if async_op and path is not None:
-            path = path.starting
-        if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
-            return work  # type: ignore[no-any-return]
+        for path in (group.fast_path, group.fast_path_on_device):
+            if async_op and path is not None:
+                path = path.starting
+            if path is not None and (work := getattr(path, verb)(*given, title)) is not False:
+                return work  # type: ignore[no-any-return]
         return run_unnested(verb, _run, verb, group, title, given, async_op)
     count = sum(map(num_bytes, given))
     with recorded(f"meshdist::{verb} of {title} {group.name} {count} bytes"):

@@ -50,6 +50,8 @@ __all__ = ["CallGuard", "Channel"]
 
 
 _EVEN: tuple[Sizes, Sizes] = ((), ())
+_DEVICE_TYPES = {"cpu": 1, "cuda": 2}
+"""The devices on which calls take the fast path, as DLPack numbers them."""
 _warned: set[tuple[str, int]] = set()
 
 
@@ -123,6 +125,7 @@ class Channel:
                 group.name,
                 self._warn_dropped,
                 user,
+                self._uses_streams,
             )
             self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
 
@@ -392,6 +395,7 @@ class Channel:
             return None
         table, matching, comparison = self.header_table, self.matching, self._comparison
         on_stream = self.communicator.on_stream
+        device_type = self.device_type if on_stream else "cpu"  # others copy to the host
         return core.Entry(
             notes,
             self.group,
@@ -408,6 +412,7 @@ class Channel:
             compare=None if comparison is None else comparison.enter,
             get_level=torch.distributed.get_debug_level if self.spans_hosts or on_stream else None,
             most_level=self._most_level.value,
+            device_type=_DEVICE_TYPES.get(device_type, 0),
         )
 
     def _compares_first(self) -> bool:

@@ -118,6 +118,8 @@ class ProcessGroup(VerbMethods):
         self._closed = False
         self.fast_path: FastPath | None = None
         """The fast path of plain calls on CPU tensors, where the open wire has one."""
+        self.fast_path_on_device: FastPath | None = None
+        """That of plain calls on a device's tensors, which are enqueued there."""
         self.is_on_stream = False
         """Return whether a wire is open whose verbs are enqueued on a device."""
         self.has_devices = True
@@ -283,10 +285,19 @@ class ProcessGroup(VerbMethods):
 
     def release(self) -> None:
         """Let plain calls go by the fast path again, and no channel have a guard."""
-        for channel in self._channels.values():
+        for device_type, channel in self._channels.items():
             channel.guard = None
-        cpu = self._channels.get("cpu")
-        self.fast_path = None if cpu is None else cpu.fast_path
+            self._take_fast_path(device_type, channel)
+
+    def leave_fast_paths(self) -> None:
+        """Let Python do all calls from now on."""
+        self.fast_path = self.fast_path_on_device = None
+
+    def _take_fast_path(self, device_type: str, channel: Channel) -> None:
+        if device_type == "cpu":
+            self.fast_path = channel.fast_path
+        elif channel.communicator.on_stream:
+            self.fast_path_on_device = channel.fast_path
 
     def check_open(self) -> None:
         """Raise where the group, or its world, was closed."""
@@ -315,7 +326,7 @@ class ProcessGroup(VerbMethods):
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""
         self._channels = {}
-        self.fast_path = None
+        self.leave_fast_paths()
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Free every rank that waits in this group, here and elsewhere; the group is unusable."""
@@ -393,8 +404,8 @@ class ProcessGroup(VerbMethods):
         self._connect(channel, device_type)
         if registry.guard is not None:
             registry.guard.cover(self)
-        elif device_type == "cpu":
-            self.fast_path = channel.fast_path
+        else:
+            self._take_fast_path(device_type, channel)
         where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
         _log.info("%s, on wire %s for %s tensors", where, wire.name, device_type)
         return channel

@@ -131,7 +131,7 @@ class Shadow(CallGuard):
 
     def cover(self, group: ProcessGroup) -> None:
         """Guard the open channels of ``group``, whose calls then begin with a statement."""
-        group.fast_path = None
+        group.leave_fast_paths()
         for channel in group.channels:
             if channel.communicator.size > 1:
                 if channel.opened not in self._places:

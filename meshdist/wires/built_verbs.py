@@ -240,23 +240,29 @@ def all_reduce_widened(
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     if dtype in IN_ORDER.values() and tensor.dtype.is_floating_point:
-        sent, then = in_order(tensor, op)
+        (sent,), then = in_order(op, [tensor])
     else:
-        sent = tensor.to(dtype, copy=True)
-        then = partial(write, tensor, sent)
-    return followed(wire.start(prepared.by("all_reduce", [sent], [sent], op)), then)
+        copy = tensor.to(dtype, copy=True)
+        sent, then = [copy], partial(write, tensor, copy)
+    return followed(wire.start(prepared.by("all_reduce", sent, sent, op)), then)
 
 
-def in_order(tensor: torch.Tensor, op: ReduceKind) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A copy of floats as whole numbers in their order, and what writes those back as floats."""
+def in_order(
+    op: ReduceKind, tensors: Tensors
+) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
+    """Return a copy of floats as whole numbers in their order, and what writes it back as floats.
+
+    Both as a shortcut's ``prepare`` takes and gives them: ``tensors`` has one.
+    """
+    (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype
     if core is None or not tensor.is_cpu or tensor.itemsize == 1:  # the core has no float8
         bits = to_order(tensor.to(held, copy=True).view(-1), op)
-        return bits, lambda: write(tensor, flip(bits).view(held))
+        return ([bits],), lambda: write(tensor, flip(bits).view(held))
     bits, code = torch.empty(tensor.numel(), dtype=IN_ORDER[held]), DTYPE_CODES[tensor.dtype]
     recoding = core.Recoding(held is not tensor.dtype, True, op == ReduceOp.MAX, False)
     recoding.encode(code, bits, tensor)
-    return bits, partial(recoding.decode, code, tensor, bits)
+    return ([bits],), partial(recoding.decode, code, tensor, bits)
 
 
 def reduce_scatter_by_exchange(

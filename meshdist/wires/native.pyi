@@ -110,7 +110,7 @@ class MessageLog:
 class Entry:
     """The entry of a plain call of ``group``: its tensors are checked, it is noted and compared.
 
-    ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
+    ``device_type`` is that of its tensors, as DLPack numbers them; ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
     broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
     ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
     the error where calls differ. ``compare(sequence, fingerprint)`` compares with other hosts.
@@ -134,6 +134,7 @@ class Entry:
         compare: Callable[[int, int], object] | None,
         get_level: Callable[[], Any] | None,
         most_level: int,
+        device_type: int,
     ) -> None: ...
     def enter(self, call: Any, fingerprint: int, /) -> bool:
         """Note and compare an even call; False where Python is to do it, and nothing was done."""
@@ -236,17 +237,16 @@ class TorchRunner(Runner):
     """Over a class of torch's, which ``communicator`` has as ``_group``.
 
     ``find(verb, op, dtype, root, is_list, is_empty)`` gives the shortcut of some calls, as
-    ``c10d/shortcuts.py`` has it; None leaves them to Python. ``finish(work)`` waits; of calls that
-    are started ``kind`` is the class of operations, made without its ``__init__``.
-    ``explain(error)`` makes the error to raise of any.
+    ``c10d/shortcuts.py`` has it; None leaves them to Python. ``end(work, note)`` waits for a
+    work, where the class gives one; or, of calls that are started, ``end(work, then, note)`` makes
+    the operation. ``explain(error)`` makes the error to raise of any.
     """
 
     def __init__(
         self,
         communicator: object,
         find: Callable[[str, int, int, int, bool, bool], tuple[str, Any, Any, int] | None],
-        finish: Callable[[Any], object] | None,
-        kind: type | None,
+        end: Callable[..., object],
         explain: Callable[[BaseException], BaseException],
     ) -> None: ...
 

@@ -143,7 +143,11 @@ class Operation(ABC):
     __slots__ = ()
 
     is_plain = False
-    """Whether ``wait(seconds)`` waits for it as a whole, and returns 0 where it has ended well."""
+    """Whether ``wait(seconds)`` waits for it as a whole.
+
+    It returns 0 where it has ended well, or on a stream where that waits for it; else ``finish``
+    goes on, or raises.
+    """
 
     @property
     def on_stream(self) -> bool:

@@ -112,9 +112,20 @@ class Work:
         try:
             if timeout:
                 check_timeout(timeout)
-            if not (timeout or self._done) and self._operation.is_plain:
-                self._wait_plainly()
-            if not self._done:
+            operation: Any = self._operation
+            is_over = self._done
+            is_plain = operation.is_plain and not (timeout or is_over or self._copy_back)
+            if is_plain and under_way[0] is None and get_ident() == _MAIN_THREAD:
+                try:  # in no function of its own, which would cost each wait a frame
+                    under_way[0] = f"wait() of {self._verb}"
+                    if operation.on_stream:
+                        is_over = self._follow()
+                    elif not self._uses_streams:
+                        is_over = operation.wait(self._timeout.total_seconds()) == 0
+                        self._done = is_over
+                finally:
+                    under_way[0] = None
+            if not is_over:
                 run_unnested(f"wait() of {self._verb}", self._go_on, timeout)
             if self._future is not None:
                 self._complete()
@@ -128,17 +139,15 @@ class Work:
             end_here(error)
             raise
 
-    def _wait_plainly(self) -> None:
-        """Wait for an operation of the core's, if this is no verb inside a verb."""
+    def _follow(self) -> bool:
+        """Let the current stream wait for a plain operation on a stream; return whether it does."""
         operation: Any = self._operation
-        is_whole = self._copy_back is None and not self._uses_streams
-        if is_whole and under_way[0] is None and get_ident() == _MAIN_THREAD:
-            try:
-                under_way[0] = f"wait() of {self._verb}"
-                if operation.wait(self._timeout.total_seconds()) == 0:
-                    self._done = True
-            finally:
-                under_way[0] = None
+        with self._guard:
+            adds_to_stream = operation.adds_to_stream
+            is_ordered: bool = operation.wait(0.0) == 0
+            if is_ordered and adds_to_stream:
+                self._ordered += map(_record_event, _cuda_devices(self._result))
+        return is_ordered
 
     def is_completed(self) -> bool:
         """Return whether the verb is done, without waiting.
@@ -417,9 +426,7 @@ class Work:
                 self._fail(failure)
                 return None
         if adds_to_stream and self._uses_streams:
-            for device in _cuda_devices(self._result):
-                stream = torch.cuda.current_stream(device)
-                self._ordered.append((stream, stream.record_event()))
+            self._ordered += map(_record_event, _cuda_devices(self._result))
         return None if is_over or not operation.on_stream else False
 
     def _order_streams(self) -> None:
@@ -507,6 +514,12 @@ def _unfold(work: StartedWork) -> None:
             Work.__init__(work, *work._fields)
             work._warn_dropped, work._done = work._started.leave_work()
             work.__class__ = WatchedWork  # type: ignore[assignment]
+
+
+def _record_event(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+    """Record an event on a device's current stream, for other streams to wait for; return both."""
+    stream = torch.cuda.current_stream(device)
+    return stream, stream.record_event()
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:

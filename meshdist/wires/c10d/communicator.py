@@ -9,7 +9,7 @@ class does not know its dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,8 +152,12 @@ class C10dCommunicator(Communicator):
     """Return whether its reduce writes over the tensors of members that get no result."""
     most_gathered_bytes: ClassVar[int] = 0
     """Narrow floats of all members that are gathered as a whole to be reduced."""
-    operation_kind: ClassVar[type[C10dOperation] | None] = None
-    """The operations of plain calls that are started; None where there is no fast path."""
+    operation_kind: ClassVar[type[Any] | None] = None
+    """The operations of plain calls that are started; None where there is no fast path.
+
+    One is made of the communicator, its timeout, the work, what completes the result behind it, and
+    the number of its note.
+    """
 
     def __init__(self, wire: str, rank: int, size: int, process_group: Any) -> None:
         super().__init__(wire, rank, size)
@@ -192,7 +196,7 @@ class C10dCommunicator(Communicator):
             work = self._group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.failure(error) from None
-        return self._operation(work, prepared)
+        return self._operation(prepared, work)
 
     def _all_reduce_list(self, prepared: PreparedCall) -> Operation:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -345,13 +349,12 @@ class C10dCommunicator(Communicator):
         waiting = PreparedCall("", "", (), ()).as_own(timeout)
         going_on = PreparedCall("", "", (), ()).as_own(timeout).later()
         failing = partial(_explained, explain, timeout)
-        finish = partial(self._operation, prepared=waiting)
-        runner = core.TorchRunner(
-            self, partial(find_shortcut, self, waiting), finish, None, failing
-        )
+        find, finish = partial(find_shortcut, self, waiting), partial(self._operation, waiting)
+        runner = core.TorchRunner(self, find, finish, failing)
         path: FastPath = core.FastPath(entry, runner, REDUCTIONS)
-        find = partial(find_shortcut, self, going_on)
-        runner = core.TorchRunner(self, find, None, self.operation_kind, failing)
+        kind: Callable[..., Operation] = self.operation_kind
+        find, make = partial(find_shortcut, self, going_on), partial(kind, self, timeout)
+        runner = core.TorchRunner(self, find, make, failing)
         path.starting = core.FastPath(entry, runner, REDUCTIONS, works)
         return path
 
@@ -454,7 +457,7 @@ class C10dCommunicator(Communicator):
         """c10d's options, made once for calls that repeat."""
         root = prepared.root if prepared.way in ROOTED_VERBS else None
         timeout = prepared.timeout
-        key = kind, root, op, prepared.waits
+        key = kind, prepared.way, root, op, prepared.waits
         last_timeout, options = self._options.get(key, _NOT_MADE)
         if last_timeout is not timeout:
             options = self._new_options(kind, prepared)
@@ -480,16 +483,19 @@ class C10dCommunicator(Communicator):
     ) -> Operation | None:
         """Start it, as ``_start`` does; None where the class lacks it."""
         try:
-            return self._operation(self._call(verb, *arguments), prepared)
+            return self._operation(prepared, self._call(verb, *arguments))
         except _VerbLacking:
             return None
 
     def _start(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation:
         """Start a collective of c10d."""
-        return self._operation(self._call(verb, *arguments), prepared)
+        return self._operation(prepared, self._call(verb, *arguments))
 
-    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
-        """The operation of a collective; finished, where the caller waits."""
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+        """Return the operation of a collective; finished, where the caller waits.
+
+        ``note`` is the recorder's number of a call on the fast path.
+        """
         started = self._started(work, prepared)
         if prepared.waits:
             self.finish_work(started, prepared.timeout)

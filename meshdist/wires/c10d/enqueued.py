@@ -22,11 +22,11 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
@@ -41,6 +41,9 @@ from ..operations import DONE, Operation, WireAborted, WireFailure, WireTimeout
 from ..prepared import PreparedCall
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
+
+if TYPE_CHECKING:
+    from ..native import FastPath
 
 __all__ = ["ENDS_LATER", "EnqueueingCommunicator", "watch"]
 
@@ -116,32 +119,37 @@ _NOTICED_LATER = timedelta(seconds=0.25)
 
 _ABORT_S = timedelta(seconds=30)
 
+_OF_LISTS = frozenset({"all_gather_list", "reduce_scatter_list"})
 
-@dataclass(eq=False, slots=True)
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Return whether a CUDA graph captures what goes to the current stream."""
+
+
 class DeviceResult:
     """How one work ends, as far as that can be known without the device.
 
-    It does not hold the work, which keeps the tensors' memory; ``note`` is the recorder's number.
-
-    Attributes:
-        is_good: whether it has ended well.
-        error: why it has not, explained, where it was the first to fail.
+    It does not hold the work, which keeps the tensors' memory.
     """
 
     result: Any
+    """c10d's future of it."""
     limit: timedelta
+    """How long it may take; the watchdog counts from its first look."""
     note: int | None
-    deadline: Deadline = field(init=False)
+    """The recorder's number."""
+    # Of most works these are as they stand here, which costs a call nothing.
+    deadline: Deadline | None = None
     is_good: bool = False
+    """Whether it has ended well."""
     error: MeshdistError | None = None
-
-    def __post_init__(self) -> None:
-        self.bound(self.limit)
+    """Why it has not, explained, where it was the first to fail."""
 
     def bound(self, limit: timedelta) -> None:
         """Let it be late after ``limit`` from now on."""
-        self.limit = limit
-        self.deadline = Deadline(limit + _NOTICED_LATER)
+        self.limit, self.deadline = limit, None
 
     def look(self) -> WireFailure | None:
         """See whether it has ended, or is late; return the failure of one that ended badly."""
@@ -152,16 +160,82 @@ class DeviceResult:
                 return None
             if result != WorkResult.TIMEOUT:  # which c10d finds while the clock is paused, too
                 return WireFailure("c10d reports that communication failed")
+        if self.deadline is None:
+            self.deadline = Deadline(self.limit + _NOTICED_LATER)
         return WireTimeout.after(self.limit) if self.deadline.is_over else None
 
 
-@dataclass(eq=False, slots=True)
-class EnqueuedWork:
-    """A work of c10d's that the communicator has started, and what is known of its outcome."""
+class EnqueuedWork(Operation):
+    """A work of c10d's that the communicator has started, and what is known of its outcome.
 
-    work: Any
-    outcome: DeviceResult
-    communicator: EnqueueingCommunicator
+    Args:
+        communicator: watches it.
+        limit: how long it may take.
+        work: c10d's.
+        then: enqueues what completes the result, behind the work.
+        note: the recorder's number of the call.
+    """
+
+    __slots__ = ("adds_to_stream", "communicator", "outcome", "then", "work")
+
+    is_plain = True
+    on_stream = True
+    adds_to_stream: bool
+
+    def __init__(
+        self,
+        communicator: EnqueueingCommunicator,
+        limit: timedelta,
+        work: Any,
+        then: Callable[[], None] | None,
+        note: int | None,
+    ) -> None:
+        self.communicator, self.work, self.then = communicator, work, then
+        self.adds_to_stream = then is not None
+        self.outcome = outcome = DeviceResult()
+        try:
+            outcome.result = work.get_future_result()
+        except RuntimeError:  # XCCL
+            outcome.result = _PolledResult(work)
+        outcome.limit, outcome.note = limit, note
+        if communicator.is_on_cuda and is_capturing():
+            outcome.is_good = True  # nothing runs now
+        else:
+            communicator.outcomes.add(outcome)
+
+    def wait(self, seconds: float) -> int:
+        """Let the current stream wait for it; 0 where it does, else ``finish`` tells why not."""
+        communicator = self.communicator
+        if communicator.is_aborted:
+            return 1
+        try:
+            self.work.wait()
+        except RuntimeError:
+            return 1
+        if communicator.is_aborted:
+            return 1
+        if self.then is not None:
+            self._complete()
+        return 0
+
+    def finish(self, timeout: timedelta) -> None:
+        self.communicator.finish_work(self, timeout)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Enqueue what completes the result, once."""
+        then, self.then, self.adds_to_stream = self.then, None, False
+        if then is not None:
+            then()
+
+    def poll(self) -> bool:
+        return self.is_completed()
+
+    def has_ended(self) -> bool:
+        return self.communicator.has_ended(self)
+
+    def bound(self, timeout: timedelta) -> None:
+        self.outcome.bound(timeout)
 
     def is_completed(self) -> bool:
         """Return whether the device has done it, or it has failed; asks the device."""
@@ -178,6 +252,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     gathers_uneven = True
     on_stream = True
     averages_at_once = True
+    operation_kind = EnqueuedWork
 
     def __init__(
         self,
@@ -190,12 +265,13 @@ class EnqueueingCommunicator(C10dCommunicator):
     ) -> None:
         super().__init__(wire, rank, size, process_group)
         self._device_type = device_type
+        self.is_on_cuda = device_type == "cuda"
         self._timeout = timeout
         self._tells_errors = _tells_errors(process_group)
         self._process_id = os.getpid()
         self._device: torch.device | None = None
         self._explain: Explain | None = None
-        self._outcomes: set[DeviceResult] = set()
+        self.outcomes: set[DeviceResult] = set()
         # Held while the error of a failure is made, so that a wait for the work raises that one.
         self._failing = threading.Lock()
         self._unraised: MeshdistError | None = None
@@ -239,19 +315,16 @@ class EnqueueingCommunicator(C10dCommunicator):
         options.asyncOp = True  # a blocking one would wait for the stream without end
         return self._start(prepared, "barrier", options)
 
+    def fast_path(
+        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
+    ) -> FastPath | None:
+        # XCCL leaves a work of each call, and may lack verbs, which are built in Python.
+        return super().fast_path(entry, explain, timeout, works) if self._tells_errors else None
+
     def finish_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
         self._check_outcome(work.outcome)
         super().finish_work(work.work, timeout)
         self._check_outcome(work.outcome)
-
-    # c10d may cut a list's verb into several. It sees their end on a stream of the communicator's
-    # own alone, so that these leave a work.
-
-    def _all_gather_list(self, prepared: PreparedCall) -> Operation:
-        return super()._all_gather_list(prepared.later())
-
-    def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
-        return super()._reduce_scatter_list(prepared.later())
 
     def bound_work(self, work: EnqueuedWork, timeout: timedelta) -> None:
         work.outcome.bound(timeout)
@@ -265,13 +338,13 @@ class EnqueueingCommunicator(C10dCommunicator):
         group = self._group
         if self.is_aborted or group is CLOSED:
             return
-        for outcome in tuple(self._outcomes):
+        for outcome in tuple(self.outcomes):
             failure = outcome.look()
             if failure is not None:
                 self._fail(failure, outcome.limit, outcome)
                 return
             if outcome.is_good:
-                self._outcomes.discard(outcome)
+                self.outcomes.discard(outcome)
         if self._tells_errors and (failure := self._find_failure(group)) is not None:
             self._fail(failure, self._timeout)
 
@@ -314,7 +387,7 @@ class EnqueueingCommunicator(C10dCommunicator):
             return
         self._last_call = BoundedCall(self._group.shutdown, "shutdown")
         if self._wait_for_last_call(self._timeout):
-            for outcome in tuple(self._outcomes):
+            for outcome in tuple(self.outcomes):
                 outcome.is_good = outcome.look() is None
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
@@ -336,10 +409,10 @@ class EnqueueingCommunicator(C10dCommunicator):
         group = self._group
         if self.is_aborted or group is CLOSED:
             return None
-        for outcome in tuple(self._outcomes):
+        for outcome in tuple(self.outcomes):
             outcome.look()
         self.is_aborted = True
-        self._outcomes.clear()
+        self.outcomes.clear()
         self._mailbox.abort()
         return group
 
@@ -383,19 +456,23 @@ class EnqueueingCommunicator(C10dCommunicator):
         raise error.with_traceback(None)
 
     def _is_async(self, prepared: PreparedCall) -> bool:
-        # One that leaves no work is bounded by c10d alone, by the timeout of the whole group.
-        return not (prepared.waits and self._tells_errors and prepared.timeout == self._timeout)
+        # What leaves no work is bounded by c10d alone, by the timeout of the whole group. And a
+        # list's verb may be cut into several, whose end c10d sees on a stream of its own alone.
+        leaves_none = prepared.waits and self._tells_errors and prepared.timeout == self._timeout
+        return not leaves_none or prepared.way in _OF_LISTS
 
-    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
-        return DONE if work is None else super()._operation(work, prepared)
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
+        if work is None:
+            return DONE
+        number = prepared.number if note is None else note
+        started = EnqueuedWork(self, prepared.timeout, work, None, number)
+        if not prepared.waits:
+            return started
+        started.finish(prepared.timeout)
+        return DONE
 
     def _started(self, work: Any, prepared: PreparedCall) -> EnqueuedWork:
-        outcome = DeviceResult(_result_of(work), prepared.timeout, prepared.number)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            outcome.is_good = True  # nothing runs now
-        else:
-            self._outcomes.add(outcome)
-        return EnqueuedWork(work, outcome, self)
+        return EnqueuedWork(self, prepared.timeout, work, None, prepared.number)
 
 
 @dataclass(eq=False, slots=True)
@@ -418,13 +495,6 @@ def _tells_errors(group: Any) -> bool:
     except (AttributeError, RuntimeError):  # XCCL, or an older torch
         return False
     return True
-
-
-def _result_of(work: Any) -> Any:
-    try:
-        return work.get_future_result()
-    except RuntimeError:  # XCCL
-        return _PolledResult(work)
 
 
 def _abort_groups(groups: Sequence[Any]) -> None:

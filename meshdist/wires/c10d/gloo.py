@@ -92,18 +92,22 @@ _OF_HOST_MEMORY = frozenset({"all_reduce_list", "send", "recv"})
 
 
 class GlooOperation(C10dOperation):
-    """A collective that Gloo has begun.
-
-    The native core makes it without ``__init__`` for plain calls.
-
-    Attributes:
-        then: completes the result, once Gloo is done.
-    """
+    """A plain collective that Gloo has begun; ``then`` completes the result, once Gloo is done."""
 
     communicator: GlooCommunicator
     is_plain = True
-    then: Callable[[], None] | None = None
+    on_stream = False
     _has_expired = False
+
+    def __init__(
+        self,
+        communicator: GlooCommunicator,
+        limit: timedelta,
+        work: Any,
+        then: Callable[[], None] | None,
+        note: int | None,
+    ) -> None:
+        self.communicator, self.work, self.then = communicator, work, then
 
     def wait(self, seconds: float) -> int:
         """Wait for a slice; 0 where it has ended well, else ``finish`` goes on, or raises."""
@@ -341,11 +345,11 @@ class GlooCommunicator(C10dCommunicator):
             raise given_up_for(error, job.poll) from None
         return job
 
-    def _operation(self, work: Any, prepared: PreparedCall) -> Operation:
+    def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
         # What is started early is seldom small, and Gloo's threads need the cores for it. A thread
         # that spins beside the main one would take the time from that.
         if not prepared.waits:
-            return GlooOperation(self, work)
+            return GlooOperation(self, prepared.timeout, work, None, note)
         try:
             if self._spins and threading.get_ident() == self._main_thread:
                 _spin_until(work.is_completed)

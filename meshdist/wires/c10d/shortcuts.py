@@ -160,15 +160,10 @@ def _find_reduction(
     if DTYPES[substitute.dtype].is_whole:
         if DTYPES[dtype].is_whole:
             return None
-        return method, wire.options_for(kind, call, op), partial(_ordered, op), _ANY_SIZE
+        return method, wire.options_for(kind, call, op), partial(in_order, op), _ANY_SIZE
     options = wire.options_for(c10d.AllgatherOptions, call)
     most = wire.most_gathered_bytes // wire.size
     return "_allgather_base", options, partial(_gathered, wire.size, op), most
-
-
-def _ordered(op: ReduceKind, tensors: Tensors) -> Prepared:
-    bits, then = in_order(tensors[0], op)
-    return ([bits],), then
 
 
 def _divided(size: int, tensors: Tensors) -> Prepared:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import WorkResult
 
+from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
 from meshdist.wires.registry import find_wire
 
@@ -466,11 +467,13 @@ def standing_in(*, num_devices: int = 4) -> Iterator[Device]:
         "current_device": lambda: chosen[-1] if chosen else chosen.append(0) or 0,
         "is_current_stream_capturing": lambda: device.captures is threading.current_thread(),
     }
+    is_capturing = cuda["is_current_stream_capturing"]
     classes = {"ProcessGroupNCCL": Nccl, "ProcessGroupXCCL": Xccl}
     StandIn.in_use = device
     xpu = {"current_device": cuda["current_device"]}
     with mock.patch.multiple(torch.cuda, **cuda), mock.patch.multiple(torch.xpu, **xpu):
         patches = [mock.patch.multiple(torch.distributed, create=True, **classes)]
+        patches.append(mock.patch.object(enqueued, "is_capturing", is_capturing))
         for wire in wires:
             patches.append(mock.patch.object(wire, "device_types", wire.device_types | {"cpu"}))
         for one in patches:

@@ -216,7 +216,7 @@ def test_a_wait_for_a_barrier_that_names_its_timeout_is_bounded_by_it(device: De
 def test_a_work_that_was_cut_off_raises(device: Device, *, is_waited_for: bool) -> None:
     communicator = opened()
     done = work_of(all_reduce(communicator))
-    wait_for(lambda: not communicator._outcomes)
+    wait_for(lambda: not communicator.outcomes)
     device.holds = True
     work = work_of(all_reduce(communicator))
     if is_waited_for:
@@ -296,7 +296,7 @@ def test_a_verb_without_a_work_is_bounded_by_what_c10d_tells(device: Device) -> 
     communicator = opened(SHORT)
     told = watched(communicator)
     all_reduce(communicator, waits=True)
-    assert ("enqueue", "allreduce", "default") in device.log and not communicator._outcomes
+    assert ("enqueue", "allreduce", "default") in device.log and not communicator.outcomes
     wait_for(lambda: communicator.is_aborted)
     assert isinstance(told[0][0], WireTimeout)
     error = communicator.take_error()
@@ -332,7 +332,7 @@ def test_what_c10d_calls_late_is_not_while_the_clock_stands(device: Device) -> N
     clock.pause("a debugger")
     try:
         operation = all_reduce(communicator)
-        wait_for(lambda: operation.work.work.future_result.done())  # c10d has given it up
+        wait_for(lambda: operation.work.future_result.done())  # c10d has given it up
         time.sleep(0.3)
         assert not told
     finally:
@@ -374,7 +374,7 @@ def test_what_the_watchdog_knows_does_not_hold_a_tensor(device: Device) -> None:
     device.holds = True
     communicator = opened()
     Direct(communicator, LONG).all_reduce(torch.ones(1000), ReduceOp.SUM)
-    outcome = next(iter(communicator._outcomes))
+    outcome = next(iter(communicator.outcomes))
     assert not any(isinstance(one, torch.Tensor) for one in gc.get_referents(outcome))
     assert not any(type(one).__name__ == "Work" for one in gc.get_referents(outcome))
 
