@@ -19,6 +19,7 @@ Call = Callable[[], Any]
 BLOCKING = (
     "all_reduce MAX",
     "all_reduce",
+    "all_reduce AVG",
     "broadcast",
     "reduce",
     "all_gather_into_tensor",
@@ -42,10 +43,13 @@ IN_FLIGHT = (
 """Calls that start a verb and wait for its Work."""
 
 
-def calls_of_verbs(num_bytes: int = 8) -> dict[str, Call]:
-    """Each call of ``BLOCKING`` and ``IN_FLIGHT`` on this rank of two; float32, plain tensors."""
+def calls_of_verbs(num_bytes: int = 8, group: Any = None) -> dict[str, Call]:
+    """Each call of ``BLOCKING`` and ``IN_FLIGHT`` on this rank of two; float32, plain tensors.
+
+    ``group`` has both; None takes the world's, as a batch always does.
+    """
     rank, other = md.get_rank(), 1 - md.get_rank()
-    group = md.group.WORLD
+    group = group or md.group.WORLD
     x = torch.ones(max(1, num_bytes // 4))
     whole, result = x.repeat(2), x.repeat(2)
     inputs, outputs = list(x.repeat(2).chunk(2)), list(x.repeat(2).chunk(2))
@@ -56,6 +60,7 @@ def calls_of_verbs(num_bytes: int = 8) -> dict[str, Call]:
         return {
             "all_reduce MAX": lambda: md.all_reduce(x, largest, group, **more),
             "all_reduce": lambda: md.all_reduce(x, group=group, **more),
+            "all_reduce AVG": lambda: md.all_reduce(x, md.ReduceOp.AVG, group, **more),
             "broadcast": lambda: md.broadcast(x, 0, group, **more),
             "reduce": lambda: md.reduce(x, 0, group=group, **more),
             "all_gather_into_tensor": lambda: md.all_gather_into_tensor(result, x, group, **more),

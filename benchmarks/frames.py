@@ -1,12 +1,14 @@
 """Through how many frames of Python a call of each verb goes, on each wire.
 
-    python benchmarks/frames.py [REPORT.json] [--wires simulated,shm,gloo,mpi] [--list "broadcast"]
+    python benchmarks/frames.py [REPORT.json] [--wires shm,gloo,nccl] [--list "broadcast"]
 
 Two ranks make the calls of ``_verbs`` several times; a call's number is that of the rank with most,
 each rank's is the least of its calls. Functions of the package and of torch's Python count, lambdas
 and steps of generators too; so does the verb itself, and not the benchmark's own lambda. "In
 Python" is the same call where the group's native fast path is not taken. ``--list`` names a call,
-whose functions rank 0 prints in the order in which they were entered.
+whose functions rank 0 prints in the order in which they were entered. NCCL's class is the tests'
+stand-in, which takes CPU tensors and moves no data; its own functions, which are C++ in torch, do
+not count.
 
 The last rows are of DDP: all frames of a step of four small layers, and how many frames lie one in
 the other where the first bucket goes, from a gradient's hook to the last one before the wire. A
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,13 +33,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._mpi import environment, job_command
 from benchmarks._report import parser_of, some_of, start_ranks, write_report
 from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
+from tests.wires.c10d import nccl_stand_in
 
-WIRES = ("simulated", "shm", "gloo", "mpi")
+WIRES = ("simulated", "shm", "gloo", "nccl", "mpi")
 WARM_UP, CALLS = 5, 30
 SAMPLED = 12  # a wrapper takes the times of its first steps
 STEP, NESTED = "a step of DDP", "a bucket, from hook to wire"
 PACKAGE = str(Path(__file__).resolve().parents[1] / "meshdist")
 OWN_FILES = {calls_of_verbs.__code__.co_filename, __file__}
+STAND_IN = nccl_stand_in.__file__
 
 Counts = dict[str, int]
 
@@ -44,10 +49,14 @@ Counts = dict[str, int]
 def frames_of(call: Callable[[], Any]) -> list[str]:
     """Make a call; return the functions of Python that it enters, in order, with their lines."""
     entered: list[str] = []
+    depth = 0  # below the first function of the stand-in
 
     def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal depth
         code = frame.f_code
-        if event == "call" and code.co_filename not in OWN_FILES:
+        if event in ("call", "return") and (depth or code.co_filename == STAND_IN):
+            depth += 1 if event == "call" else -1
+        elif event == "call" and code.co_filename not in OWN_FILES:
             entered.append(f"{code.co_filename}:{code.co_firstlineno} {code.co_name}")
 
     sys.setprofile(note)
@@ -65,18 +74,21 @@ def least_frames_of(call: Callable[[], Any]) -> list[str]:
     return min((frames_of(call) for _ in range(CALLS)), key=len)
 
 
-def count_frames(listed: str = "") -> Counts:
-    """On this rank of a world of two: the number of each call, by its name and how it is made."""
+def count_frames(listed: str = "", of: Any = None) -> Counts:
+    """On this rank of a world of two: the number of each call, by its name and how it is made.
+
+    ``of`` is the group; None takes the world's.
+    """
     import meshdist as md
 
-    calls = calls_of_verbs()
+    group: Any = of or md.group.WORLD
+    calls = calls_of_verbs(group=group)
     counts = {}
     for name, call in calls.items():
         frames = least_frames_of(call)
         counts[name] = len(frames)
         if name == listed and md.get_rank() == 0:
             print(*frames, f"{len(frames)} frames of {name}", sep="\n", flush=True)
-    group: Any = md.group.WORLD
     group.fast_path = None
     for name in BLOCKING:
         frames = least_frames_of(calls[name])
@@ -128,14 +140,20 @@ def take_part(rank: int, folder: str, wire: str, listed: str, counts_folder: str
     """One rank in a process of its own: count, and leave the counts in ``counts_folder``."""
     import meshdist as md
 
-    if wire == "mpi":
-        md.init_process_group(wire)
-    else:
-        store = md.FileStore(f"{folder}/store", 2)
-        md.init_process_group(wire, store=store, rank=rank, world_size=2)
-    counts = {**count_frames_of_ddp(), **count_frames(listed)}
-    Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
-    md.destroy_process_group()
+    with ExitStack() as stack:
+        if wire == "mpi":
+            md.init_process_group(wire)
+        else:
+            store = md.FileStore(f"{folder}/store", 2)
+            backend = wire
+            if wire == "nccl":
+                stack.enter_context(nccl_stand_in.standing_in())
+                backend = "cpu:nccl"
+            md.init_process_group(backend, store=store, rank=rank, world_size=2)
+        of_ddp = {} if wire == "nccl" else count_frames_of_ddp()  # which needs data that move
+        counts = {**of_ddp, **count_frames(listed)}
+        Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
+        md.destroy_process_group()
 
 
 def measure(wire: str, listed: str) -> Counts:

@@ -119,7 +119,11 @@ class Work:
                 try:  # in no function of its own, which would cost each wait a frame
                     under_way[0] = f"wait() of {self._verb}"
                     if operation.on_stream:
-                        is_over = self._follow()
+                        with self._guard:
+                            adds_to_stream = operation.adds_to_stream
+                            is_over = operation.wait(0.0) == 0
+                            if is_over and adds_to_stream:
+                                self._ordered += map(_record_event, _cuda_devices(self._result))
                     elif not self._uses_streams:
                         is_over = operation.wait(self._timeout.total_seconds()) == 0
                         self._done = is_over
@@ -138,16 +142,6 @@ class Work:
             __tracebackhide__ = True
             end_here(error)
             raise
-
-    def _follow(self) -> bool:
-        """Let the current stream wait for a plain operation on a stream; return whether it does."""
-        operation: Any = self._operation
-        with self._guard:
-            adds_to_stream = operation.adds_to_stream
-            is_ordered: bool = operation.wait(0.0) == 0
-            if is_ordered and adds_to_stream:
-                self._ordered += map(_record_event, _cuda_devices(self._result))
-        return is_ordered
 
     def is_completed(self) -> bool:
         """Return whether the verb is done, without waiting.

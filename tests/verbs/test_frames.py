@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
+import meshdist as md
 from benchmarks._verbs import BLOCKING
 from benchmarks.frames import count_frames, frames_of, most_of
 from tests.verbs.cases import WIRES
+from tests.wires.c10d.nccl_stand_in import standing_in
 
 # Of calls that the native fast path does not take, in the order of BLOCKING. Over Gloo a verb of
 # several steps takes a few more where another member is late.
 AT_MOST = {
-    "simulated": (44, 44, 44, 49, 47, 48, 56, 68, 85, 64, 63, 42, 86),
-    "shm": (16, 16, 18, 21, 21, 21, 31, 34, 50, 33, 32, 17, 44),
-    "gloo": (36, 19, 27, 39, 28, 46, 44, 55, 88, 46, 45, 22, 86),
+    "simulated": (44, 44, 44, 44, 49, 47, 48, 56, 68, 85, 64, 63, 42, 86),
+    "shm": (16, 16, 16, 18, 21, 21, 21, 31, 34, 50, 33, 32, 17, 44),
+    "gloo": (36, 19, 19, 27, 39, 28, 46, 44, 55, 88, 46, 45, 22, 86),
 }
 
 
@@ -57,3 +59,19 @@ def test_plain_calls_over_gloo_go_through_eight_frames_at_most(pool: Any) -> Non
     plain = set(BLOCKING) - {"send, recv"}
     plain |= {f"{name}, async" for name in plain}
     assert {name: found[name] for name in plain if found[name] > 8} == {}
+
+
+def count_frames_on_a_stream() -> dict[str, int]:
+    with standing_in():
+        counts = count_frames(of=md.new_group([0, 1], backend="cpu:nccl"))
+        md.barrier()
+        return counts
+
+
+def test_plain_calls_on_a_stream_go_through_eight_frames_at_most(pool: Any) -> None:
+    found = most_of(pool.run(count_frames_on_a_stream, 2))
+    # A barrier names a device, and NCCL finds the largest of floats by an exchange.
+    plain = set(BLOCKING) - {"barrier", "send, recv", "reduce_scatter_tensor MAX"}
+    plain |= {f"{name}, async" for name in plain}
+    assert {name: found[name] for name in plain if found[name] > 8} == {}
+    assert (found["all_reduce"], found["all_reduce AVG"], found["all_reduce MAX"]) == (1, 1, 2)

@@ -214,16 +214,13 @@ class EnqueuedWork(Operation):
             return 1
         if communicator.is_aborted:
             return 1
-        if self.then is not None:
-            self._complete()
+        then, self.then, self.adds_to_stream = self.then, None, False
+        if then is not None:
+            then()
         return 0
 
     def finish(self, timeout: timedelta) -> None:
         self.communicator.finish_work(self, timeout)
-        self._complete()
-
-    def _complete(self) -> None:
-        """Enqueue what completes the result, once."""
         then, self.then, self.adds_to_stream = self.then, None, False
         if then is not None:
             then()
