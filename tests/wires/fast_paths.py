@@ -59,8 +59,13 @@ def seconds_until_interrupted(call: Callable[[], Any]) -> float:
     return time.monotonic() - begin
 
 
-def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, Any]:
-    """What each verb with a fast path gives this rank; one that goes on does not take it."""
+def every_verb(
+    shape: tuple[int, ...], *, goes_on: bool = False, group: Any = None
+) -> dict[str, Any]:
+    """What each verb with a fast path gives this rank; one that goes on does not take it.
+
+    ``group`` has all ranks; None takes the world's.
+    """
     rank, size, root = md.get_rank(), md.get_world_size(), md.get_world_size() - 1
     x = torch.full(shape, rank + 1.0)
     row = torch.arange(size * x.numel(), dtype=torch.float64) + 100 * rank
@@ -100,7 +105,7 @@ def every_verb(shape: tuple[int, ...], *, goes_on: bool = False) -> dict[str, An
         "barrier": lambda y, **how: md.barrier(**how),
     }
     for name, call in calls.items():
-        work = call(found[name], async_op=goes_on)
+        work = call(found[name], async_op=goes_on, group=group)
         if work is not None:
             work.wait()
     return {name: value.tolist() for name, value in found.items()}
