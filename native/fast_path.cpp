@@ -1,4 +1,4 @@
-// The fast path of the verbs: calls on plain CPU tensors, on a wire that has a runner.
+// The fast path of the verbs: calls on plain tensors, on a wire that has a runner.
 //
 // What the verbs do in Python for any argument takes longer than to move a few numbers. Each method
 // checks its tensors, notes and compares the call, notifies autograd of what is written, and lets

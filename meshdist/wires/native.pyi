@@ -297,7 +297,7 @@ def verb_call(
     """
 
 class FastPath:
-    """The fast path of the native core, for calls on plain CPU tensors.
+    """The fast path of the native core, for calls on plain tensors.
 
     A method has the name of its verb, does all that the verb does, and returns what it returns; or
     it does nothing, and returns False, where the call is not that plain. It raises what the verb

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ def device() -> Iterator[Device]:
 
 
 @contextmanager
-def world_of_one(folder: Any, backend: str = "cpu:nccl", **more: Any) -> Iterator[Any]:
+def world_of_one(folder: Path, backend: str = "cpu:nccl", **more: Any) -> Iterator[Any]:
+    folder.mkdir(exist_ok=True)
     method = f"file://{folder}/world"
     md.init_process_group(backend, init_method=method, rank=0, world_size=1, **more)
     try:
@@ -549,3 +551,35 @@ def test_who_is_late_is_named(pool: Pool, *, is_fast: bool) -> None:
     told, _ = pool.run(late, 2, is_fast)
     assert "all_reduce on group of ranks 0-1 was not finished within 1 s" in told
     assert "all_reduce((3,) float32, MAX)" in told and "rank 1: did not arrive" in told
+
+
+# -- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_cuda_tensors_take_it(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/world"
+    md.init_process_group("nccl", init_method=method, rank=0, world_size=1)
+    try:
+        group: Any = md.group.WORLD
+        x, y = torch.tensor([2.0, -1.0], device="cuda"), torch.zeros(2, device="cuda")
+        md.all_reduce(x)
+        path, device = group.fast_path_on_device, x.device
+        for op in ALL_REDUCED:
+            assert path.all_reduce(x, getattr(md.ReduceOp, op)) is None
+            work = path.starting.all_reduce(x, getattr(md.ReduceOp, op))
+            assert work.wait() and work.wait(LONG)
+        assert path.all_gather_into_tensor(y, x) is None
+        assert x.tolist() == y.tolist() == [2.0, -1.0] and x.device == device
+        for other in (x.cpu(), x.to("meta"), x.clone().requires_grad_(), x.view(2, 1).expand(2, 2)):
+            assert path.all_reduce(other, md.ReduceOp.SUM) is False
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            x.mul_(2)
+            md.all_reduce(x)
+            md.all_reduce(x, async_op=True).wait()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert x.tolist() == [4.0, -2.0]
+    finally:
+        md.destroy_process_group()
