@@ -252,7 +252,7 @@ def in_order(
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
     """Return a copy of floats as whole numbers in their order, and what writes it back as floats.
 
-    Both as a shortcut's ``prepare`` takes and gives them: ``tensors`` has one.
+    Both are as a shortcut's ``prepare`` takes and gives them; ``tensors`` has a single tensor.
     """
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype

@@ -110,11 +110,12 @@ class MessageLog:
 class Entry:
     """The entry of a plain call of ``group``: its tensors are checked, it is noted and compared.
 
-    ``device_type`` is that of its tensors, as DLPack numbers them; ``receives`` has those that wait for their sender; ``aborts`` the labels of groups that are
-    broken, and ``label`` is this one's; calls are left to Python where ``log`` logs
-    ``log_level``. ``calls`` has each ``Call`` by its fields; ``disagree(number, message)`` makes
-    the error where calls differ. ``compare(sequence, fingerprint)`` compares with other hosts.
-    Where the level that ``get_level`` gives is above ``most_level``, calls are left to Python.
+    ``device_type`` is that of the tensors, as DLPack numbers them. ``receives`` has the receives
+    that wait for their sender; ``aborts`` the labels of groups that are broken, and ``label`` is
+    this group's; calls are left to Python where ``log`` logs ``log_level``. ``calls`` has each
+    ``Call`` by its fields; ``disagree(number, message)`` makes the error where calls differ.
+    ``compare(sequence, fingerprint)`` compares with other hosts. Where the level that ``get_level``
+    gives is above ``most_level``, calls are left to Python.
     """
 
     def __init__(
