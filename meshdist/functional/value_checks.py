@@ -206,11 +206,7 @@ def _held(variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and not isinstance(value, (torch.nn.Module, torch.Tensor)):
             values.update({f"{owner}.{name}": attribute for name, attribute in attributes.items()})
-    yield from (
-        (name, attribute)
-        for name, attribute in values.items()
-        if isinstance(attribute, torch.Tensor)
-    )
+    yield from ((name, x) for name, x in values.items() if isinstance(x, torch.Tensor))
     for name, value in values.items():
         if isinstance(value, torch.nn.Module):
             yield from _parameters(name, value)

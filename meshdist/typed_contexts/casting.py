@@ -108,14 +108,14 @@ class LeafGroup:
     """A bucket: the slots of leaves that are cast together, whose gradients are one message."""
 
     def __init__(self) -> None:
-        self.places: list[LeafSlot] = []
+        self.slots: list[LeafSlot] = []
 
-    def note_use(self, places: Sequence[LeafSlot], is_used: Sequence[bool]) -> None:
+    def note_use(self, slots: Sequence[LeafSlot], is_used: Sequence[bool]) -> None:
         """Count a backward, and drop slots that long went unused; called alike on all ranks."""
-        for place, used in zip(places, is_used, strict=True):
-            place.num_unused = 0 if used else place.num_unused + 1
-            if place.num_unused >= UNUSED_BACKWARDS and place in self.places:
-                self.places.remove(place)
+        for slot, used in zip(slots, is_used, strict=True):
+            slot.num_unused = 0 if used else slot.num_unused + 1
+            if slot.num_unused >= UNUSED_BACKWARDS and slot in self.slots:
+                self.slots.remove(slot)
 
 
 class LeafGroups:
@@ -130,9 +130,9 @@ class LeafGroups:
         found = self._bucket_of.get((id(leaf), missing))
         if found is None:
             return None
-        bucket, place, _ = found
-        is_there = place.leaf() is leaf and place in bucket.places
-        return bucket if is_there and place.fits(leaf) else None
+        bucket, slot, _ = found
+        is_there = slot.leaf() is leaf and slot in bucket.slots
+        return bucket if is_there and slot.fits(leaf) else None
 
     def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
         """Return a slot for a leaf that is cast alone now, and may share a bucket later."""
@@ -144,10 +144,10 @@ class LeafGroups:
         )
         return LeafSlot(leaf, missing, is_alone=is_alone)
 
-    def leave_alone(self, place: LeafSlot) -> None:
+    def leave_alone(self, slot: LeafSlot) -> None:
         """Keep the leaf of a slot, whose gradient is sparse, out of buckets from here on."""
-        place.is_alone = True
-        leaf = place.leaf()
+        slot.is_alone = True
+        leaf = slot.leaf()
         if leaf is not None:
             alone, key = self._alone, id(leaf)
             alone[key] = weakref.ref(leaf, lambda _: alone.pop(key, None))
@@ -155,23 +155,23 @@ class LeafGroups:
     def learn(self, cast: Iterable[LeafSlot]) -> None:
         """Fill new buckets with leaves that were cast alone, in their order."""
         open_buckets: dict[tuple[object, ...], tuple[LeafGroup, int]] = {}
-        for place in cast:
-            if place.is_alone:
+        for slot in cast:
+            if slot.is_alone:
                 continue
-            key = (place.missing, *place.nature)
+            key = (slot.missing, *slot.nature)
             bucket, size = open_buckets.get(key, (LeafGroup(), 0))
-            if bucket.places and size + place.num_bytes > BUCKET_BYTES:
+            if bucket.slots and size + slot.num_bytes > BUCKET_BYTES:
                 bucket, size = LeafGroup(), 0
-            open_buckets[key] = bucket, size + place.num_bytes
-            self._add(place, bucket)
+            open_buckets[key] = bucket, size + slot.num_bytes
+            self._add(slot, bucket)
 
-    def _add(self, place: LeafSlot, bucket: LeafGroup) -> None:
-        bucket.places.append(place)
-        leaf = place.leaf()
+    def _add(self, slot: LeafSlot, bucket: LeafGroup) -> None:
+        bucket.slots.append(slot)
+        leaf = slot.leaf()
         if leaf is not None:
-            buckets, key = self._bucket_of, (id(leaf), place.missing)
+            buckets, key = self._bucket_of, (id(leaf), slot.missing)
             dies = weakref.ref(leaf, lambda _: buckets.pop(key, None))
-            buckets[key] = bucket, place, dies
+            buckets[key] = bucket, slot, dies
 
 
 def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
@@ -221,37 +221,37 @@ class Casts:
     def _cast_leaf(self, leaf: torch.Tensor, missing: str, group: ProcessGroup) -> torch.Tensor:
         bucket = self._buckets.find_bucket(leaf, missing)
         if bucket is None:
-            place = self._buckets.new_slot(leaf, missing)
-            self._note(leaf, place)
-            alias = call_function(_Cast, leaf, group, self._buckets, place)
+            slot = self._buckets.new_slot(leaf, missing)
+            self._note(leaf, slot)
+            alias = call_function(_Cast, leaf, group, self._buckets, slot)
             self._keep(leaf, missing, alias)
             return alias
-        places = tuple(bucket.places)
-        members = [self._member(place) for place in places]
+        slots = tuple(bucket.slots)
+        members = [self._member(slot) for slot in slots]
         living = [member for member in members if member is not None]
         is_living = tuple(member is not None for member in members)
         aliases: Any = call_function(
-            _CastTogether, living[0], group, bucket, places, is_living, *living[1:]
+            _CastTogether, living[0], group, bucket, slots, is_living, *living[1:]
         )
         for member, alias in zip(living, aliases, strict=True):
             self._keep(member, missing, alias)
         return self._kept[id(leaf)][missing].alias
 
-    def _member(self, place: LeafSlot) -> torch.Tensor | None:
+    def _member(self, slot: LeafSlot) -> torch.Tensor | None:
         """Return the leaf to cast in a slot of a bucket, or None if the slot travels empty."""
-        leaf = place.leaf()
-        if leaf is None or not place.fits(leaf):
+        leaf = slot.leaf()
+        if leaf is None or not slot.fits(leaf):
             return None
-        kept = self._kept.get(id(leaf), {}).get(place.missing)
+        kept = self._kept.get(id(leaf), {}).get(slot.missing)
         return None if kept is not None and kept.is_of(leaf) else leaf
 
-    def _note(self, leaf: torch.Tensor, place: LeafSlot) -> None:
+    def _note(self, leaf: torch.Tensor, slot: LeafSlot) -> None:
         """Append the slot of a leaf that was cast alone to the order of casts, once."""
-        key = (id(leaf), place.missing)
+        key = (id(leaf), slot.missing)
         before = self._noted.get(key)
         if before is None or before.leaf() is not leaf:
-            self._noted[key] = place
-            self._order.append(place)
+            self._noted[key] = slot
+            self._order.append(slot)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
         """Return a leaf that was cast to varying over some of ``axes`` since the last backward."""
@@ -347,20 +347,20 @@ class _Cast(Function):
         x: torch.Tensor,
         group: ProcessGroup,
         buckets: LeafGroups | None,
-        place: LeafSlot | None,
+        slot: LeafSlot | None,
     ) -> torch.Tensor:
         ctx.group = group
         keep_line(ctx, x, group)
         ctx.buckets = buckets
-        ctx.place = place
+        ctx.slot = slot
         return _alias(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         note_complete(ctx, ctx.group, is_sum=True)
         if grad.layout is torch.sparse_coo:
-            if ctx.place is not None:
-                ctx.buckets.leave_alone(ctx.place)
+            if ctx.slot is not None:
+                ctx.buckets.leave_alone(ctx.slot)
             return sparse_psum(grad, ctx.group), None, None, None
         return psum(grad, ctx.group), None, None, None
 
@@ -378,14 +378,14 @@ class _CastTogether(Function):
         first: torch.Tensor,
         group: ProcessGroup,
         bucket: LeafGroup,
-        places: tuple[LeafSlot, ...],
+        slots: tuple[LeafSlot, ...],
         is_living: tuple[bool, ...],
         *others: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         leaves = (first, *others)
         ctx.set_materialize_grads(False)
         ctx.group = group
-        ctx.bucket, ctx.places, ctx.is_living = bucket, places, is_living
+        ctx.bucket, ctx.slots, ctx.is_living = bucket, slots, is_living
         ctx.shapes = [leaf.shape for leaf in leaves]
         ctx.like = first.detach().new_empty(0)
         return tuple(map(_alias, leaves))
@@ -395,7 +395,7 @@ class _CastTogether(Function):
         like: torch.Tensor = ctx.like
         given = iter(living)
         grads = [next(given) if is_living else None for is_living in ctx.is_living]
-        sizes = [place.size for place in ctx.places]
+        sizes = [slot.size for slot in ctx.slots]
         # A leaf that no rank has used gets no gradient, as on one device: so a number travels for
         # each slot that says whether it is used here. A slot without a leaf is unused.
         used = like.new_tensor([grad is not None for grad in grads])
@@ -407,7 +407,7 @@ class _CastTogether(Function):
         is_used = [True] * len(grads)
         if any(grad is None for grad in grads):
             is_used = num_users.detach().ne(0).tolist()
-        ctx.bucket.note_use(ctx.places, is_used)
+        ctx.bucket.note_use(ctx.slots, is_used)
         found = [
             total if used_somewhere else None
             for total, used_somewhere, is_living in zip(sums, is_used, ctx.is_living, strict=True)

@@ -275,7 +275,7 @@ def test_leaves_that_die_at_other_moments_on_other_ranks_change_nothing(
                 gc.collect()
             found.append((counts, first.grad.tolist(), last.grad.tolist()))
         buckets = mesh.caches.of(LeafGroups)
-        return found, len(buckets.find_bucket(first, "V:dp").places)
+        return found, len(buckets.find_bucket(first, "V:dp").slots)
 
     gc.disable()
     try:
