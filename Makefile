@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
+.PHONY: help demo lint test quick soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -41,6 +41,9 @@ lint: $(VENV)/.installed-test ## format, lint, types
 
 test: lint ## format, lint, types, and every test but the soak
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+quick: lint ## format, lint, types, pure rooms, simulated ranks, shared memory; says what it left out
+	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)

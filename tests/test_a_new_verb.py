@@ -190,8 +190,9 @@ print("as expected")
 
 def put(edits: Edits, folder: Path) -> Path:
     """A copy of the package in which texts are edited, beside a program that uses it."""
-    kept = shutil.ignore_patterns("__pycache__", "native.*.so")
-    copy = shutil.copytree(PACKAGE, folder / "meshdist", copy_function=os.link, ignore=kept)
+    # Compiled files come along, but for those that some process is writing.
+    left_out = shutil.ignore_patterns("native.*.so", "*.pyc.*")
+    copy = shutil.copytree(PACKAGE, folder / "meshdist", copy_function=os.link, ignore=left_out)
     if core is not None:
         os.symlink(core.__file__, Path(copy) / "wires" / Path(core.__file__).name)
     for name, changes in edits.items():

@@ -122,6 +122,10 @@ def on_axes(place: Place, cases: list[Case]) -> list[Outcome] | None:
     return outcomes
 
 
+def on_many_axes(calls: list[tuple[Place, list[Case]]]) -> list[list[Outcome] | None]:
+    return [on_axes(*call) for call in calls]
+
+
 def judge_groups(place: Place, cases: list[Case], found: list[list[Outcome] | None]) -> None:
     told = []
     for rank, outcomes in enumerate(found):
@@ -146,17 +150,14 @@ def size_of(place: Place) -> int:
 
 
 @pytest.mark.parametrize(
-    ("wire", "name"),
-    [
-        pytest.param(wire, name, marks=[pytest.mark.soak] if wire == "mpi" else [])
-        for wire in WIRES
-        for name in PLACES
-    ],
+    "wire",
+    [pytest.param(wire, marks=[pytest.mark.soak] if wire == "mpi" else []) for wire in WIRES],
 )
-def test_every_verb_on_axes(wire: str, name: str, pool: Pool) -> None:
-    place = PLACES[name]
-    cases = cases_of(size_of(place), 1, name)
-    judge_groups(place, cases, WIRES[wire](pool, on_axes, 4, place, cases))
+def test_every_verb_on_axes(wire: str, pool: Pool) -> None:
+    calls = [(place, cases_of(size_of(place), 1, name)) for name, place in PLACES.items()]
+    found = WIRES[wire](pool, on_many_axes, 4, calls)
+    for (place, cases), *outcomes in zip(calls, *found, strict=True):
+        judge_groups(place, cases, outcomes)
 
 
 @pytest.mark.parametrize("name", PLACES_OF_EIGHT)
@@ -211,16 +212,20 @@ DERIVED = {
 }
 
 
-@pytest.mark.parametrize("kind", DERIVED)
+def on_all_derived(by_kind: dict[str, list[Case]]) -> dict[str, tuple[list[int], list[Outcome]]]:
+    return {kind: on_derived(kind, cases) for kind, cases in by_kind.items()}
+
+
 @pytest.mark.parametrize("wire", WIRES)
-def test_every_verb_on_derived_groups(wire: str, kind: str, pool: Pool) -> None:
-    cases = cases_of(len(DERIVED[kind][0]), 1, kind)
-    found = WIRES[wire](pool, on_derived, 4, kind, cases)
-    for members in DERIVED[kind]:
-        for number, case in enumerate(cases):
-            assert [found[member][0] for member in members] == [members] * len(members)
-            outcomes = [found[member][1][number] for member in members]
-            assert not complaint(case, outcomes, members), repr(case)
+def test_every_verb_on_derived_groups(wire: str, pool: Pool) -> None:
+    by_kind = {kind: cases_of(len(lists[0]), 1, kind) for kind, lists in DERIVED.items()}
+    found = WIRES[wire](pool, on_all_derived, 4, by_kind)
+    for kind, cases in by_kind.items():
+        for members in DERIVED[kind]:
+            assert [found[member][kind][0] for member in members] == [members] * len(members)
+            for number, case in enumerate(cases):
+                outcomes = [found[member][kind][1][number] for member in members]
+                assert not complaint(case, outcomes, members), (kind, case)
 
 
 def on_two_factorisations(cases: list[Case], doubled: list[Case]) -> list[list[Outcome]]:

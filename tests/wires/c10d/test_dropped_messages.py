@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,14 +56,17 @@ def receives_dropped(numel: int, is_sent_first: bool, is_named: bool) -> tuple[f
     return found, [first[-1].item(), second[-1].item()]
 
 
-@pytest.mark.parametrize("is_named", [True, False], ids=["from a member", "from anyone"])
-@pytest.mark.parametrize("is_sent_first", [True, False], ids=["sent before", "sent after"])
-@pytest.mark.parametrize("numel", [3, LARGE])
 @pytest.mark.parametrize("wire", ON)
-def test_a_receive(pool: Pool, wire: str, numel: int, is_sent_first: bool, is_named: bool) -> None:
-    found = WIRES[wire](pool, receives_dropped, 2, numel, is_sent_first, is_named)
-    assert [one[0] for one in found] == [8.0, 8.0]
-    assert found[1][1] == [1.0, 2.0]
+def test_a_receive(pool: Pool, wire: str) -> None:
+    """It is small or large, sent before or after, and from a member or from anyone."""
+    cases = list(product((3, LARGE), (True, False), (True, False)))
+    for case, *found in zip(cases, *WIRES[wire](pool, each_dropped, 2, cases), strict=True):
+        assert [one[0] for one in found] == [8.0, 8.0], case
+        assert found[1][1] == [1.0, 2.0], case
+
+
+def each_dropped(cases: list[tuple[int, bool, bool]]) -> list[tuple[float, list[float]]]:
+    return [receives_dropped(*case) for case in cases]
 
 
 def sends_dropped(numel: int) -> tuple[float, float]:

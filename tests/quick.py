@@ -1,0 +1,125 @@
+"""Plugin of pytest: the quick part of the suite, and at its end what it left out.
+
+    python -m pytest -p tests.quick
+
+What runs: doctests, pure rooms, simulated ranks, and the pool's ranks over shared memory. Left out
+are the files of ``LEFT_OUT``, and of all other files the tests on ranks over another wire.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+LEFT_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "other wires": """
+            test_over_two_hosts.py test_two_hosts.py torch_process_groups wires/c10d
+            wires/hierarchical wires/mpi
+        """,
+        "processes that start and end": """
+            bootstrap checking/test_debug_levels.py cli faults groups/test_failures.py
+            groups/test_host_watch.py launching mesh/test_torch_interop.py promises
+            runtime/test_hosts.py
+            test_attacks.py test_front_door.py test_fuzz.py test_fuzz_sockets.py test_fuzz_store.py
+            test_interrupts.py test_kills.py test_launch.py test_load.py test_pool.py test_suite.py
+            worlds
+        """,
+        "the native core by itself": "native",
+        "pages, examples and the checkout": """
+            examples test_a_new_verb.py test_benchmarks.py test_compiled_names.py test_docs.py
+            test_in_a_notebook.py test_misuse_page.py test_packaging.py test_readme.py
+            test_scale_page.py test_trainers.py test_tutorial.py test_user_programs.py
+            test_verbs_page.py
+        """,
+        "models that train for many steps, are compiled, or stand beside torch's": """
+            collectives/test_marks.py ddp/comm_hooks ddp/test_compiled.py
+            ddp/test_data_parallel.py ddp/test_everyday.py ddp/test_joined_replica.py
+            ddp/test_local_backwards.py ddp/test_misuse.py ddp/test_parting.py
+            ddp/test_precision.py ddp/test_sparse_bucket.py ddp/test_sync_batch_norm.py
+            ddp/test_torch_second_opinion.py ddp/test_torch_wrapper.py
+        """,
+    }
+)
+"""Why files and folders of tests/ are left out -> which."""
+
+PROCESSES = {"pool", "two_hosts"}
+"""The fixtures of tests that run on processes."""
+
+OTHER_WIRES = {"gloo", "hierarchical", "mpi", "nccl", "two hosts", "gloo on two hosts"}
+
+
+def left_out_paths() -> dict[Path, str]:
+    """Each file and folder that is left out -> why."""
+    return {TESTS / name: why for why, names in LEFT_OUT.items() for name in names.split()}
+
+
+def find_wire(item: pytest.Item) -> str | None:
+    """The wire, other than shared memory, on whose account a test is left out; None for none."""
+    parameters = getattr(item, "callspec", None)
+    words = {*parameters.id.split("-")} if parameters is not None else set()
+    if wires := words & OTHER_WIRES:
+        return min(wires)
+    if item.get_closest_marker("mpi") is not None:
+        return "mpi"
+    needed = PROCESSES.intersection(getattr(item, "fixturenames", ()))
+    if not needed or "shm" in words or item.path.is_relative_to(TESTS / "wires" / "shm"):
+        return None
+    return "ranks of the pool over a wire that no parameter names"
+
+
+class Quick:
+    """Chooses the tests, on each worker, and tells at the end what was not chosen."""
+
+    def __init__(self) -> None:
+        self.paths = left_out_paths()
+        self.by_wire: Counter[str] = Counter()
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        return True if collection_path in self.paths else None
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        wires = {item: find_wire(item) for item in items}
+        left_out = [item for item in items if wires[item] is not None]
+        self.by_wire.update(str(wires[item]) for item in left_out)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if wires[item] is None]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["left_out_by_wire"] = dict(self.by_wire)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: object) -> None:
+        """Hear what a worker of pytest-xdist left out: the same as each other worker."""
+        self.by_wire = Counter(getattr(node, "workeroutput", {}).get("left_out_by_wire", {}))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("left out by the quick part; `make test` runs all of it")
+        for wire, number in self.by_wire.most_common():
+            terminalreporter.write_line(f"{number:6} tests: {wire}")
+        for why, names in LEFT_OUT.items():
+            number = sum(num_functions(TESTS / name) for name in names.split())
+            terminalreporter.write_line(
+                f"{number:6} test functions: {why}: {' '.join(names.split())}"
+            )
+
+
+def num_functions(path: Path) -> int:
+    """How many test functions the text of a file, or of all files of a folder, has."""
+    files = path.rglob("test_*.py") if path.is_dir() else [path]
+    return sum(len(re.findall(r"^ *def test_", file.read_text(), re.M)) for file in files)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Quick(), "quick part of the suite")
