@@ -1,6 +1,10 @@
 """The marks of a public verb: its fast path, its place in a profile, the end of a compiled graph.
 
-They cost a call next to nothing while they are not in use.
+While a profiler of torch's is on, a call appears in it under the verb's name, its group and the
+bytes of all tensors it was given (none for a verb on objects): ``meshdist::all_reduce axis 'tp' of
+DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile ends its graph before the call, runs the call as
+it is, and begins another graph behind it. The marks cost a call next to nothing while they are not
+in use.
 """
 
 from __future__ import annotations
@@ -27,18 +31,16 @@ from ..wires.core import core
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.work import StartedWork, Work
 
-__all__ = ["Watcher", "num_bytes", "recorded", "verb", "watchers"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 Watcher: TypeAlias = Callable[
     [Callable[..., Any], Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any
 ]
-"""Is given a verb as it is written, what runs it, and the arguments of a call; runs it."""
+"""A function that is given a verb, what runs it, and the arguments of a call; it runs the call."""
 
 watchers: list[Watcher] = []
-"""Functions that run the calls of public verbs in their place: one while a typed context is open in
-this process, else none."""
+"""Functions that run the calls of public verbs in their place: a single function while a typed
+context is open in this process, else none."""
 
 
 def verb(
@@ -47,23 +49,18 @@ def verb(
     missing: tuple[int | None, ...] = (),
     stays_off_streams: bool = False,
 ) -> Callable[[_F], _F]:
-    """Mark a function as a public verb.
-
-    While a profiler of torch's is on, a call appears in it under the verb's name, its group and
-    the bytes of all tensors it was given (none for a verb on objects): ``meshdist::all_reduce axis
-    'tp' of DeviceMesh(dp=2, tp=2) 4096 bytes``. torch.compile ends its graph before the call, runs
-    the call as it is, and begins another graph behind it.
+    """Return a decorator that makes a function a public verb.
 
     Args:
         has_fast_path: whether ``FastPath`` has the verb, too. The method there is given the
             parameters of the verb's row. It is tried where all others have their defaults, and the
             verb follows where it declines.
-        missing: the rank that the verb means where it is given none; empty where it needs one.
+        missing: the rank that the verb means where it is given none; empty where it needs a rank.
         stays_off_streams: whether a group that has a wire on a stream takes no fast path.
     """
 
     def mark(function: _F) -> _F:
-        """``function`` in its own name, with what the mark adds."""
+        """Return the verb: ``function`` with its fast path, its record and its watchers."""
         name, slow = function.__name__, _run_slowly(function)
         if has_fast_path and core is not None:
             given = VERBS[name].parameters
@@ -105,12 +102,9 @@ def {name}({parameters}):
 
 
 def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the parameters of ``function`` that gives ``run`` all arguments, by place.
-
-    It is made from text, as dataclasses make theirs, which a debugger shows: a function of any
-    arguments would cost 0.15 microseconds more, a sixth of a small call. The parameters are
-    positional or by name.
-    """
+    """Return a function with the parameters of ``function`` that gives all to ``run`` by place."""
+    # It is made from text, as dataclasses make theirs, which a debugger shows: a function of any
+    # arguments would cost 0.15 microseconds more, a sixth of a small call.
     name, signature = function.__name__, inspect.signature(function)
     parts = list(signature.parameters)
     text = _CALL.format(name=name, parameters=", ".join(parts), arguments=", ".join(parts))
@@ -125,7 +119,7 @@ def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
 
 
 def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of ``function`` that a watcher runs, in place of ``unwatched``."""
+    """Return a function that lets a watcher run a call of ``function``."""
 
     def watched(*args: Any) -> Any:
         return watchers[0](function, unwatched, args, {})
@@ -134,7 +128,7 @@ def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Calla
 
 
 def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as a verb that is in no other, and in the profile that is taken."""
+    """Return a function that runs ``function`` as a verb, and records it while a profiler is on."""
     name = function.__name__
 
     def run(*args: Any) -> Any:
@@ -149,7 +143,7 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _surroundings() -> Any:
-    """The state that the native core asks before each call, as it has it."""
+    """Return the modules and variables that the native core reads before each call."""
     context, process = places_of_worlds()
     return core.Surroundings(
         profiler=vars(profiler),
@@ -169,10 +163,9 @@ for _kind in (Work, StartedWork):
 
 @contextmanager
 def recorded(title: str) -> Iterator[None]:
-    """Show what runs inside in the profiler that is on; in one around ``simulate`` as its rank's.
-
-    That one watches the thread that has called ``simulate`` alone: it begins and ends the record.
-    """
+    """Record what runs inside in the profiler that is on, with the rank's name if simulated."""
+    # A profiler around ``simulate`` watches the thread alone that called ``simulate``: that thread
+    # begins and ends the record.
     rank = find_rank_here()
     if rank is None or not rank.scheduler.is_profiled:
         with profiler.record_function(title):
@@ -187,7 +180,7 @@ def recorded(title: str) -> Iterator[None]:
 
 
 def _title(function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """The name of one call in a profile."""
+    """Return the name of a verb's call in a profile."""
     words = [f"meshdist::{function.__name__}"]
     try:
         arguments = inspect.signature(function).bind(*args).arguments
@@ -200,7 +193,7 @@ def _title(function: Callable[..., Any], args: Sequence[Any]) -> str:
 
 
 def _group(arguments: Mapping[str, Any]) -> Any:
-    """The argument that names the group; operations in a list name it themselves."""
+    """Return the argument that names the group, or the group of operations in a list."""
     if "group" in arguments:
         return arguments["group"]
     for value in arguments.values():
@@ -210,7 +203,7 @@ def _group(arguments: Mapping[str, Any]) -> Any:
 
 
 def num_bytes(value: Any) -> int:
-    """The bytes of a tensor, of an array of another library, or of all in a list."""
+    """Return the bytes of a tensor or array, or of all in a list."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, (list, tuple)):
