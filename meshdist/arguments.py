@@ -27,13 +27,10 @@ _LONGEST = timedelta(days=36500)
 
 
 def find_whole_numbers(given: Any) -> list[int] | None:
-    """Return the numbers of a list or tuple as plain ints; None where it is, or has, another thing.
-
-    A bool is no number.
-    """
+    """Return the numbers of a list or tuple as plain ints; None where an entry is no number."""
     if isinstance(given, (list, tuple)) and not any(map(_is_bool, given)):
         with suppress(TypeError):
-            return [index(one) for one in given]
+            return [index(number) for number in given]
     return None
 
 
@@ -49,7 +46,6 @@ def get_whole_number(
     Args:
         given: of any library; a bool is no number.
         name: of the argument, for messages.
-        least, most: the range, if any.
         parts: more of the message, such as ``fix``; ``expected`` in place of the range.
     """
     numbers = find_whole_numbers([given])
@@ -64,7 +60,7 @@ def get_whole_number(
 
 
 def get_number(given: Any, name: str, **parts: str | None) -> float:
-    """Return a number of Python or NumPy, whole or not, as a plain one; raise where it is none.
+    """Return a number of Python or NumPy as a plain int or float; raise where it is no number.
 
     Args:
         given: a bool is no number.
@@ -92,7 +88,7 @@ def get_shape(given: Any, call: str) -> tuple[int, ...]:
 
 
 def check_timeout(timeout: object) -> None:
-    """Return if ``timeout`` is None or a time to wait that clocks can count; raise otherwise."""
+    """Raise unless ``timeout`` is None or a time to wait that clocks can count."""
     if timeout is None:
         return
     if not isinstance(timeout, timedelta):

@@ -5,10 +5,10 @@ through a tensor that shares its memory, so that a verb which writes in place wr
 array. A library is served only once the caller has imported it: it is looked up in
 ``sys.modules`` and never imported from here.
 
-CuPy works on a stream of its own. ``as_tensor`` hands an array over by DLPack, which lets torch's
-current stream wait for what CuPy has queued; ``like`` hands over in the same way, the other way
-round; and what ``find_hand_back`` gives lets CuPy's current stream wait for what torch has queued
-on arrays that a verb has read or written in place.
+CuPy works on a stream of its own. ``as_tensor`` takes an array by DLPack, which lets torch's
+current stream wait for what CuPy has queued; ``like`` gives an array in the same way; and the
+function of ``find_hand_back`` lets CuPy's current stream wait for what torch has queued on arrays
+that a verb has read or written in place.
 """
 
 from __future__ import annotations
@@ -54,13 +54,9 @@ _SERVED = "a torch tensor, or an array of NumPy or CuPy"
 def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> torch.Tensor:
     """Return a torch tensor that shares the memory of ``x``; a torch tensor is returned itself.
 
-    A verb that only reads, ``writable=False``, also takes read-only arrays and NumPy scalars, and
-    must not write into the tensor. Messages name ``argument`` and ``verb``.
-
-    Raises:
-        KindError: ``x`` is no array, or one whose memory is not plain (DTensor, masked array).
-        DtypeError: torch has no such dtype.
-        ArgumentError: the memory is read-only, sparse, or laid out in a way torch cannot share.
+    Args:
+        writable: False for a verb that only reads, and must not write into the tensor: then
+            read-only arrays and NumPy scalars are served, too.
 
     Example:
         >>> import numpy as np
@@ -86,13 +82,7 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
 
 
 def like(tensor: torch.Tensor, original: Array) -> Array:
-    """Return ``tensor`` in the library of ``original``, sharing its memory.
-
-    The inverse of ``as_tensor``: a tensor for a tensor, a NumPy array for an array, a NumPy
-    scalar for a scalar, a CuPy array for a CuPy array. Arrays carry no gradient.
-
-    Raises:
-        KindError: ``original`` is of none of these.
+    """Return ``tensor`` in the library of ``original``, sharing its memory: ``as_tensor`` undone.
 
     Example:
         >>> import numpy as np
@@ -113,15 +103,12 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """The function that hands a verb's arrays back to their library; None where none is CuPy's.
-
-    Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for torch's
-    current stream there; the host does not wait. Both streams are the calling thread's own, so it
-    is called wherever the verb has been waited for, once torch's stream comes after the verb.
-
-    Arrays that the verb only reads need it, too: else CuPy could write into them, or use their
-    memory for another array, while the wire still reads. It keeps them from being freed before.
-    """
+    """Return what lets CuPy's streams wait for torch's on ``arrays``; None where none is CuPy's."""
+    # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
+    # torch's current stream there; the host does not wait. Both streams are the calling thread's
+    # own, so it is called wherever the verb has been waited for, once torch's stream comes after
+    # the verb. Arrays that the verb only reads need it, too: else CuPy could write into them, or
+    # use their memory for another array, while the wire still reads.
     if "cupy" not in sys.modules:  # by far the most frequent
         return None
     of_cupy = [x for x in arrays if _is_of("cupy", x, "ndarray")]
@@ -144,7 +131,7 @@ def _record_cupys_stream(tensor: torch.Tensor) -> None:
 
 
 def _cupys_stream(device: int) -> torch.cuda.Stream:
-    """CuPy's current stream on a device, as a stream of torch's."""
+    """Return CuPy's current stream on a device, as a stream of torch's."""
     pointer = sys.modules["cupy"].cuda.get_current_stream(device).ptr
     if pointer in (0, 1):  # both name the default stream, which ExternalStream cannot be
         return torch.cuda.default_stream(device)
@@ -152,10 +139,8 @@ def _cupys_stream(device: int) -> torch.cuda.Stream:
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy where what arrives in ``output`` would change it.
-
-    Both are contiguous. A wire may write what has come before it has read all that is to go.
-    """
+    """Return ``tensor``, or a copy where what arrives in ``output`` would change it."""
+    # Both are contiguous. A wire may write what has come before it has read all that is to go.
     start, begin = tensor.data_ptr(), output.data_ptr()
     if start < begin + output.nbytes and begin < start + tensor.nbytes:
         return tensor.clone()
@@ -165,7 +150,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """``tensors``, each apart from every one of ``outputs``."""
+    """Return ``tensors``, each apart from every tensor of ``outputs``."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)
@@ -178,17 +163,17 @@ def apart_from_all(
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape, for messages: ``(4, 8)``."""
+    """Return a shape for messages: ``(4, 8)``."""
     return str(tuple(shape))
 
 
 def describe(x: Array) -> str:
-    """Shape and dtype of an array of any library, for messages: ``shape (4, 8), float32``."""
+    """Return shape and dtype of any library's array for messages: ``shape (4, 8), float32``."""
     return f"shape {shape_text(x.shape)}, {dtype_name(x.dtype)}"
 
 
 def _is_of(library: str, x: Any, *names: str) -> bool:
-    """Whether ``x`` is of one of these classes; False until the program imports their library."""
+    """Return whether ``x`` is of these classes of a library that the program has imported."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
 
@@ -199,7 +184,7 @@ def _where(x: Any, argument: str, verb: str) -> str:
 
 
 def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
-    """Return no sparse or nested tensor, and an instance of a subclass if its memory is plain."""
+    """Return ``x`` where its memory is plain and dense; raise for any other kind of tensor."""
     if x.is_nested:
         raise KindError(
             f"{verb} cannot take a nested tensor as {argument}: its parts have sizes of their own",
@@ -307,9 +292,9 @@ def _check_memory(array: Any, argument: str, verb: str) -> None:
         raise _wrong_layout(array, "has strides that cut its elements", argument, verb)
 
 
-def _wrong_layout(array: Any, what: str, argument: str, verb: str) -> ArgumentError:
+def _wrong_layout(array: Any, problem: str, argument: str, verb: str) -> ArgumentError:
     return ArgumentError(
-        f"{verb} cannot take {argument}: the array {what}, which torch cannot share",
+        f"{verb} cannot take {argument}: the array {problem}, which torch cannot share",
         where=_where(array, argument, verb),
         expected="positive strides, multiples of the element size",
         found=f"strides {shape_text(array.strides)} in bytes, elements of {array.itemsize}",

@@ -14,20 +14,19 @@ __all__ = ["DTYPES", "IN_ORDER", "PLAIN_DTYPES", "QUANTIZED", "SIGNED", "DtypeFa
 
 
 def dtype_name(dtype: object) -> str:
-    """The name of a dtype of torch or NumPy, for messages and for the native core: ``float32``."""
+    """Return the name of a dtype of torch or NumPy: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class DtypeFacts:
-    """One row of the table.
+    """Row of the table of dtypes.
 
     Args:
-        dtype: torch's.
-        group: the row of the table of capabilities that shows it, with similar ones.
+        group: the row of the table of capabilities that shows it, with similar dtypes.
         wide: the dtype in which it is reduced where its own is not there or rounds too often.
         same_bits: the dtype of equal or half the width whose sums are the same bit for bit, where
-            some libraries lack this one.
+            some libraries lack this dtype.
         mpi: the name of MPI's datatype that computes in it; "" where MPI only moves it.
         is_in_c10d: whether all of c10d's classes know it; what they do not know moves as bytes.
         is_in_numpy: whether NumPy and CuPy have it, under the same name.
@@ -43,7 +42,7 @@ class DtypeFacts:
 
     @property
     def name(self) -> str:
-        """Its name in torch, in NumPy and in the native core."""
+        """The dtype's name in torch, in NumPy and in the native core."""
         return dtype_name(self.dtype)
 
     @property
@@ -93,8 +92,8 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 """Dtypes whose numbers need the scale of their tensor, which is not sent along."""
 
 PLAIN_DTYPES = frozenset(
-    one
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype) and not (one in QUANTIZED or one.is_complex)
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not (dtype in QUANTIZED or dtype.is_complex)
 )
-"""Those of tensors whose memory is their values. (Complex tensors may hold conjugates.)"""
+"""Dtypes of tensors whose memory is their values. (Complex tensors may hold conjugates.)"""

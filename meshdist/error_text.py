@@ -40,8 +40,6 @@ def explain(
 ) -> str:
     """Return ``summary`` followed by one aligned line per given field.
 
-    A field of several lines keeps its lines, each aligned under the first.
-
     Example:
         >>> print(explain("mesh of 8 ranks in a world of 4", fix="start 8 ranks"))
         mesh of 8 ranks in a world of 4
@@ -58,7 +56,7 @@ def explain(
 
 
 def fields_among(values: Mapping[str, object]) -> dict[str, str]:
-    """Those of ``explain``'s fields that ``values`` names, as texts; another process wrote them.
+    """Return those of ``explain``'s fields that ``values`` names, as texts.
 
     Example:
         >>> fields_among({"fix": "start 8 ranks", "found": None, "more": 1})
@@ -68,7 +66,7 @@ def fields_among(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; the name of its class where it has none.
+    """Return the first line of an error's text; the name of its class where it has none.
 
     Example:
         >>> first_line(RuntimeError("no store\\n  at store.cpp:7")), first_line(RuntimeError())
@@ -111,20 +109,17 @@ class ExplainedError(Exception):
 
 
 def without_frames(error: E) -> E:
-    """A copy to keep, or to raise again: it does not hold the frames that ``error`` went through.
-
-    An error that cannot be copied is returned itself.
-    """
+    """Return a copy of ``error`` that does not hold the frames that it went through."""
     try:
         bare = copy.copy(error)
-    except Exception:
+    except Exception:  # it cannot be copied
         return error
     bare.__cause__, bare.__suppress_context__ = error.__cause__, error.__suppress_context__
     return bare
 
 
 def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> str:
-    """The first of some texts, and how many more there are.
+    """Return the first of some texts, and how many more there are.
 
     Example:
         >>> first_texts(["a", "b", "c"], ", ", most=2)
@@ -135,7 +130,7 @@ def first_texts(texts: Sequence[str], separator: str = "\n", most: int = 8) -> s
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks shortly, in the order given, runs joined.
+    """Return short words for ranks, in the order given, runs joined.
 
     Example:
         >>> ranks_text([0, 1, 2, 5]), ranks_text([3])
@@ -153,7 +148,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str:
-    """The text of each rank, ranks with equal texts together; of 50 different texts at most.
+    """Return the text of each rank, ranks with equal texts together; of 50 different texts at most.
 
     Example:
         >>> print(grouped_text([(0, "float32"), (1, "float32"), (2, "int64"), (3, "float32")]))
@@ -165,7 +160,7 @@ def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """The ranks of each text; those of the 51st and further texts together."""
+    """Return the ranks of each text; those of the 51st and further texts together."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts:
         is_shown = text in ranks_of or len(ranks_of) < _MOST_TEXTS

@@ -34,14 +34,14 @@ ReduceKind: TypeAlias = TorchReduceOp.RedOpType
 """A plain reduction: ``ReduceOp.SUM`` and its like."""
 
 Reduction: TypeAlias = "ReduceKind | TorchReduceOp"
-"""The argument ``op`` of a verb: a plain reduction, or one of ``ReduceOp.premul_sum``."""
+"""The argument ``op`` of a verb: a plain reduction, or what ``ReduceOp.premul_sum`` makes."""
 
 Factor: TypeAlias = "float | complex | torch.Tensor"
 """The factor of PREMUL_SUM: a number, or a 0-dim tensor on its device."""
 
 
 class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
-    """Makes torch's ReduceOps of ours: every one is torch's own object, and torch's are ours."""
+    """Metaclass by which our ReduceOp makes torch's own objects, and counts them as instances."""
 
     def __call__(cls, op: ReduceKind) -> TorchReduceOp:
         if op == TorchReduceOp.PREMUL_SUM:
@@ -70,11 +70,11 @@ class ReduceOp(TorchReduceOp, metaclass=_Reductions):
 
         Args:
             factor: a number, or a tensor or array of one element; it may differ between members.
-                Integer tensors take whole factors, bool tensors none, and only complex tensors a
-                complex one.
+                Integer tensors take whole factors, bool tensors none, and only complex tensors
+                complex factors.
 
         Returns:
-            A ReduceOp for ``op=``, the one that torch makes for NCCL; every wire serves it.
+            A ReduceOp for ``op=``, as torch makes it for NCCL; every wire serves it.
 
         Raises:
             KindError: no number and no array.
@@ -113,9 +113,6 @@ _PREMUL_NUMBER = _PREMUL_SUM.value
 
 def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
     """Return the plain reduction to do, and the factor to multiply by before it, or None.
-
-    Raises:
-        KindError: ``op`` is no ReduceOp, or a PREMUL_SUM without a factor.
 
     Example:
         >>> split_premul(ReduceOp.premul_sum(0.5))
@@ -168,7 +165,7 @@ REDUCIBLE = frozenset(
 
 
 def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
-    """Return whether it is a mean of whole numbers: their sum, divided, and rounded toward zero."""
+    """Return whether ``op`` is a mean of whole numbers: their sum, divided, rounded toward zero."""
     return op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -198,10 +195,7 @@ def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
 
 
 def multiply(tensor: torch.Tensor, factor: Factor) -> None:
-    """Multiply ``tensor`` by the factor of PREMUL_SUM, in place; integers wrap.
-
-    Whatever ``find_factor_refusal`` lets through is served. Runs without gradients.
-    """
+    """Multiply ``tensor`` by the factor of PREMUL_SUM, in place; integers wrap."""
     dtype = tensor.dtype
     if isinstance(factor, torch.Tensor):
         factor = factor.to(tensor.device)
@@ -219,7 +213,7 @@ def multiply(tensor: torch.Tensor, factor: Factor) -> None:
 
 
 def _wrapped(factor: Any, dtype: torch.dtype) -> int:
-    """A whole factor within the range of ``dtype``, with the same product."""
+    """Return a whole factor within the range of ``dtype``, with the same product."""
     limits = torch.iinfo(dtype)
     return (int(factor) - limits.min) % (1 << limits.bits) + limits.min
 

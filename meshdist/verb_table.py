@@ -40,7 +40,7 @@ class Form(Enum):
 
 
 FOR_EACH = (Form.EACH, Form.AT_ROOT, Form.PARTS)
-"""Of what lies apart for each member."""
+"""The forms of what lies apart for each member."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,8 @@ class WireVerb:
     """A verb of a communicator.
 
     Args:
-        name: what communicators call it.
         takes, gives: what a member brings, and what it gets.
-        reduces: whether it takes an op.
-        root: "to" where the data go to one member, "from" where they come from one, else "".
+        root: "to" where the data go to the root, "from" where they come from it, else "".
     """
 
     name: str
@@ -86,7 +84,7 @@ WIRE_VERBS = {
 REDUCING_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.reduces)
 """The verbs of a communicator that take an op."""
 ROOTED_VERBS = frozenset(verb.name for verb in WIRE_VERBS.values() if verb.root)
-"""Those from or to one member."""
+"""The verbs of a communicator from or to one member."""
 
 
 class Role(Enum):
@@ -103,19 +101,19 @@ class Role(Enum):
 
 
 class Parameter(NamedTuple):
-    """One parameter of a public verb."""
+    """Parameter of a public verb."""
 
     name: str
     role: Role
 
 
 class TorchMethod(NamedTuple):
-    """How torch's process groups call a verb.
+    """Form in which torch's process groups call a verb.
 
     Args:
         tensors: what its method calls the tensors and their sizes, outputs first.
         options: the fields of torch's options that may stand behind them.
-        is_listed: whether each tensor, or list of tensors, stands in a list of one.
+        is_listed: whether each tensor, or list of tensors, stands in a list of its own.
     """
 
     tensors: tuple[str, ...] = ()
@@ -128,12 +126,11 @@ class Verb:
     """A public verb.
 
     Args:
-        name: as in torch.
         wire_verbs: the verbs of a communicator that carry it.
         parameters: those that say what is called, without the group; a root comes last.
         kind: of what it writes, over its group's axes: "I" where all members get the same, or "V".
         torch_method: None where torch's groups have none.
-        alias_of: torch's older name of the same verb, if it has one.
+        alias_of: torch's older name of the same verb, if there is any.
         is_plain: whether one call of it is one call of that verb; else it is built above the wire.
         sends: whether it sends a message; receives do not.
         is_of_objects: whether it moves pickled objects.
@@ -170,8 +167,13 @@ class Verb:
         return self.named(Role.INPUT)
 
     def named(self, *roles: Role) -> tuple[str, ...]:
-        """The parameters of some roles, one role after the other."""
-        return tuple(one.name for role in roles for one in self.parameters if one.role is role)
+        """Return the names of the parameters of some roles, one role after the other."""
+        return tuple(
+            parameter.name
+            for role in roles
+            for parameter in self.parameters
+            if parameter.role is role
+        )
 
 
 def _read(name: str) -> Parameter:
@@ -298,7 +300,7 @@ VERBS = {
             ("all_to_all_single",),
             (_written("output"), _read("input"), *_SIZES),
             "V",
-            TorchMethod(("output", "input", *(one.name for one in _SIZES)), _TIMED),
+            TorchMethod(("output", "input", *(size.name for size in _SIZES)), _TIMED),
         ),
         Verb("barrier", ("barrier",), (), "", TorchMethod((), _TIMED)),
         Verb("send", ("send",), _SENT, sends=True),

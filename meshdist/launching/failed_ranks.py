@@ -73,7 +73,7 @@ class Failure:
 
 
 def is_consequence(failure: Failure) -> bool:
-    r"""Return whether a failure's report says that another rank failed before it.
+    """Return whether a failure's report says that another rank failed before it.
 
     Example:
         >>> text = b"Traceback (most recent call last):\\nRuntimeError: Connection closed by peer"
@@ -121,7 +121,7 @@ class Report:
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        r"""Return whether it only tells of Ctrl-C, and ``places`` tells where the rank was.
+        """Return whether it only tells of Ctrl-C, and ``places`` tells where the rank was.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")
@@ -189,7 +189,7 @@ def grouped(reports: Sequence[Report]) -> list[list[Report]]:
 
 
 def text_of(group: Sequence[Report]) -> bytes:
-    r"""Return the text of the first of some reports of one error, with a line for each other call.
+    """Return the text of the first of some reports of one error, with a line for each other call.
 
     Example:
         >>> error = b"\\nValueError: 1\\n  where:  here\\n          raised on rank %d, call %d"
@@ -264,7 +264,7 @@ def summary_of(
 
 
 def with_end(text: bytes) -> bytes:
-    r"""Return the text, its last line with its end.
+    """Return the text, its last line with its end.
 
     Example:
         >>> with_end(b"one"), with_end(b"")

@@ -4,10 +4,10 @@ Several launchers, each on its host, make one job; they do not talk to each othe
 module nor what it imports loads torch or numpy.
 
 When a rank fails, the others are stopped within five seconds; in the first two they may end by
-themselves. The end of stderr of the rank that failed first, which may be one whose process took
-longer to end, is shown once more, last. Whatever the ranks have started ends with them. The ranks
-have the launcher's standard input. What they write is shown as it comes, in whole lines. A
-traceback waits up to three seconds; equal ones of ranks that failed are shown once.
+themselves. The end of stderr of the rank that failed first, though its process may have ended
+later, is shown once more, last. Whatever the ranks have started ends with them. The ranks have the
+launcher's standard input. What they write is shown as it comes, in whole lines. A traceback waits
+up to three seconds; equal tracebacks of ranks that failed are shown once.
 
 The job's exit code is 0 if all ranks succeeded; that of the rank that failed first, 128 + N if
 signal N ended it; 128 + N if the launcher was asked to end by signal N.

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class BuildingCommunicator(Protocol):
-    """The communicator that a verb is built for."""
+    """Communicator that a verb is built for."""
 
     wire: str
     rank: int
@@ -78,7 +78,7 @@ _TURNS = {
     for kind, info in [(kind, torch.iinfo(kind)) for kind in IN_ORDER.values()]
 }
 """By how much to shift a number so that its sign alone is left, and all bits but the sign. As
-tensors, which take half as long on small ones as numbers do."""
+tensors, which take half as long on small tensors as numbers do."""
 
 _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     ReduceOp.SUM: torch.Tensor.add_,
@@ -134,7 +134,7 @@ def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: 
 
 
 def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Reduce flat tensors, first to last, into a new one; narrow floats by way of float32."""
+    """Return the reduction of flat tensors, first to last; narrow floats by way of float32."""
     dtype = parts[0].dtype
     device = parts[0].device
     if dtype is torch.bool:
@@ -166,7 +166,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Flat floats, turned where they lie into whole numbers in their order; NaN is ``op``'s end."""
+    """Turn flat floats in place into whole numbers in their order, NaN at ``op``'s end."""
     bits = x.view(IN_ORDER[x.dtype])
     info = torch.iinfo(bits.dtype)
     end = info.max if op == ReduceOp.MAX else info.min
@@ -191,7 +191,8 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
-    """Divide numbers of 64 bits, read as signed ones, without their sign: no dtype is wider."""
+    """Divide 64-bit numbers in place, read as signed, but without their sign."""
+    # No dtype is wider, in which to divide.
     halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
     quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
     rest = bits - quotient * num  # from 0 to 2 * num
@@ -199,9 +200,10 @@ def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
 
 
 def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Wrapping sums and bits do not know the sign; the order does, so its bit is flipped."""
+    """Return the reduction of unsigned flat tensors, read as signed."""
     dtype = parts[0].dtype
     signed = SIGNED[dtype]
+    # Wrapping sums and bits do not know the sign; the order does, so its bit is flipped.
     flip = torch.iinfo(signed).min if op in _ORDERED else 0
     step = ReduceOp.SUM if op == ReduceOp.AVG else op
     total = reduced([part.view(signed).bitwise_xor(flip) for part in parts], step)
@@ -212,7 +214,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """An all-reduce of an op or dtype that the wire cannot reduce: gathered, then reduced here."""
+    """All-reduce an op or dtype that the wire cannot reduce: gather, then reduce here."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     check_reducible(wire.wire, op, tensor.dtype)
@@ -222,7 +224,7 @@ def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) 
 
 
 def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """An all-reduce to the mean: the sum, divided where it lies."""
+    """All-reduce to the mean: sum, and divide where the sum lies."""
     (tensor,) = prepared.outputs
     check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
     summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
@@ -232,15 +234,12 @@ def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> O
 def all_reduce_widened(
     wire: BuildingCommunicator, prepared: PreparedCall, dtype: torch.dtype
 ) -> Operation:
-    """An all-reduce in another dtype, which holds all values of the tensor's; rounded once.
-
-    Where that is one of whole numbers, floats are compared there in their order, and NaN is kept.
-    A copy is sent, so that a call that fails leaves the caller's floats as they were.
-    """
+    """All-reduce in another dtype, which holds all values of the tensor's; round once."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
+    # A copy is sent, so that a call that fails leaves the caller's floats as they were.
     if dtype in IN_ORDER.values() and tensor.dtype.is_floating_point:
-        (sent,), then = in_order(op, [tensor])
+        (sent,), then = in_order(op, [tensor])  # NaN is kept
     else:
         copy = tensor.to(dtype, copy=True)
         sent, then = [copy], partial(write, tensor, copy)
@@ -250,9 +249,10 @@ def all_reduce_widened(
 def in_order(
     op: ReduceKind, tensors: Tensors
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
-    """Return a copy of floats as whole numbers in their order, and what writes it back as floats.
+    """Return a copy of floats as whole numbers in their order, and what writes it back.
 
-    Both are as a shortcut's ``prepare`` takes and gives them; ``tensors`` has a single tensor.
+    Args:
+        tensors: a single tensor: arguments and result are those of a shortcut's ``prepare``.
     """
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype
@@ -291,7 +291,7 @@ def reduce_scatter_by_exchange(
 def all_to_all_by_packing(
     wire: BuildingCommunicator, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
 ) -> Operation:
-    """An all-to-all over consecutive parts of two scratch tensors."""
+    """Exchange consecutive parts of one flat tensor, and write what came into ``outputs``."""
     together = packed(inputs)
     sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
     whole = together.new_empty(sum(sizes[1]))
@@ -303,20 +303,20 @@ def all_to_all_by_packing(
 
 
 def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """One all-reduce after the other."""
+    """Do one all-reduce after the other."""
     op = prepared.op
     return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
 def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """An all-reduce, in a copy on all members but the root."""
+    """Do an all-reduce, in a copy on all members but the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if wire.rank == prepared.root else tensor.clone()]
     return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
 def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """An all-gather, of which the root alone keeps the result."""
+    """Do an all-gather, of which the root alone keeps the result."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
@@ -324,7 +324,7 @@ def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """A broadcast of everything, of which each member keeps its part."""
+    """Do a broadcast of everything, of which each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
     is_root = wire.rank == root
@@ -334,7 +334,7 @@ def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """One all-gather where sizes are equal, else one broadcast from each member."""
+    """Do one all-gather where sizes are equal, else one broadcast from each member."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     if all(output.numel() == tensor.numel() for output in outputs):
         return gather(wire, prepared)
@@ -348,13 +348,13 @@ def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Opera
 
 
 def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """That of a list, of equal blocks."""
+    """Do the reduce-scatter of a list, of equal blocks."""
     parts = blocks(prepared.inputs[0], wire.size)
     return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
 def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """An all-reduce of all inputs one after the other, of which each member keeps its own."""
+    """Do an all-reduce of all inputs in a row, of which each member keeps its own."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: wire.rank])
@@ -363,7 +363,7 @@ def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> O
 
 
 def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """One message to and from each other member."""
+    """Send one message to each other member, and receive one message from it."""
     outputs, inputs = prepared.outputs, prepared.inputs
     write(outputs[wire.rank], inputs[wire.rank])
     others = [peer for peer in range(wire.size) if peer != wire.rank]
@@ -374,7 +374,7 @@ def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """That of lists, of consecutive parts."""
+    """Do the all-to-all of lists, of consecutive parts."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)

@@ -56,7 +56,7 @@ _Profile = tuple[str, ...]
 def public_support(
     wire: Wire, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
 ) -> str:
-    """How ``wire`` serves a public verb: ``"native"``, ``"built"`` or ``""``; as ``Wire.support``.
+    """Return ``"native"``, ``"built"`` or ``""`` for a public verb, as ``Wire.support`` does.
 
     Example:
         >>> gloo = find_wire("gloo")
@@ -72,29 +72,27 @@ def public_support(
         op, is_plain = ReduceOp.SUM, False
     if device_type not in wire.device_types:
         return ""
-    served = {wire.support(one, device_type, dtype, op) for one in VERBS[verb].wire_verbs}
+    served = {wire.support(way, device_type, dtype, op) for way in VERBS[verb].wire_verbs}
     if "" in served:
         return ""
     return "native" if is_plain and served == {"native"} else "built"
 
 
 def available_wires() -> list[Wire]:
-    """The wires that work on this machine, those that plug-ins have registered too."""
+    """Return the wires that work on this machine, those that plug-ins have registered too."""
     adopt_torch_backends()
     wires = [wire for name in wire_names() if (wire := find_wire(name)) is not None]
     return [wire for wire in wires if wire.is_available()]
 
 
 def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
-    """The whole table, as plain values for JSON.
+    """Return the table as plain values: wire, device type, public verb, op, state, dtypes.
 
     Args:
         wires: which; by default those available here.
-
-    Returns:
-        wire -> device type -> public verb -> op (``""`` where there is none) -> ``"native"`` and
-        ``"built"``, each a list of dtypes. What is in neither is refused.
     """
+    # An op is ``""`` where there is none; a state ``"native"`` or ``"built"``, and what is in
+    # neither is refused.
     table: dict[str, Any] = {}
     for wire in available_wires() if wires is None else wires:
         for device_type in _in_order(wire.device_types):
@@ -111,7 +109,7 @@ def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
 
 
 def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
-    """Name dtypes shortly: whole groups by their names.
+    """Return a short text of dtypes: whole groups by their names.
 
     Example:
         >>> dtypes_text([torch.bool, *DTYPE_GROUPS["floating"], torch.int8])
@@ -130,9 +128,10 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
 def overview_grid(
     wires: Sequence[Wire], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """A row for each verb, a column for each wire; the first row is the head.
+    """Return a row for each verb, with a column for each wire, below a head.
 
-    PREMUL_SUM, built for every wire, does not count; ``device_types`` None means all.
+    Args:
+        device_types: None means all.
     """
     columns: list[tuple[str, list[str]]] = []
     for wire in wires:
@@ -150,9 +149,10 @@ def overview_grid(
 def table_grid(
     wires: Sequence[Wire], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """The whole table, with equal rows joined; the first row is the head.
+    """Return the whole table below a head, with equal rows joined.
 
-    Wire, devices, verbs stand in the first row that they hold for; ``device_types`` None means all.
+    Args:
+        device_types: None means all.
     """
     grid: list[tuple[str, ...]] = [
         ("wire", "devices", "verbs", "op", "native", "built", "refused"),
@@ -170,6 +170,7 @@ def table_grid(
             for where in dict.fromkeys(devices for _, devices in keys):
                 verbs = ", ".join(verb for verb, devices in keys if devices == where)
                 place = (wire.name, ", ".join(where), verbs)
+                # Wire, devices, verbs stand in the first row that they hold for.
                 for ops, states in _joined(dict(profile)):
                     texts = (dtypes_text(_with(state, states)) for state in ("native", "built", ""))
                     grid.append((*place, ", ".join(ops), *(text or "-" for text in texts)))
@@ -198,7 +199,7 @@ def _markdown(grid: Sequence[Sequence[str]]) -> str:
 
 
 def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile]]:
-    """For each op ("" where there is none) the state of every dtype, in the order of ``DTYPES``."""
+    """Return for each op ("" for none) the state of every dtype, in the order of ``DTYPES``."""
     named = {op.name: op for op in OPS} if VERBS[verb].reduces else {"": None}
     return [
         (name, tuple(public_support(wire, verb, device_type, dtype, op) for dtype in DTYPES))
@@ -207,11 +208,12 @@ def _states(wire: Wire, verb: str, device_type: str) -> list[tuple[str, _Profile
 
 
 def _with(state: str, states: _Profile) -> list[torch.dtype]:
-    return [dtype for dtype, one in zip(DTYPES, states, strict=True) if one == state]
+    return [dtype for dtype, other in zip(DTYPES, states, strict=True) if other == state]
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """The support of a verb on the whole; refusals of an op by a dtype do not count."""
+    """Return the support of a verb on the whole; refusals of an op by a dtype do not count."""
+    # PREMUL_SUM is built for every wire.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
         return "native, in part built"
@@ -219,7 +221,7 @@ def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
 
 
 def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
-    """The values with the keys that share each, in order."""
+    """Return the values with the keys that share each, in order."""
     keys_of: dict[_Value, list[_Key]] = {}
     for key, value in table.items():
         keys_of.setdefault(value, []).append(key)
@@ -228,8 +230,8 @@ def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
 
 def _in_order(device_types: Iterable[str], wanted: Collection[str] | None = None) -> list[str]:
     usual = ("cpu", "cuda")
-    there = {one for one in device_types if wanted is None or one in wanted}
-    return [one for one in usual if one in there] + sorted(there.difference(usual))
+    there = {kind for kind in device_types if wanted is None or kind in wanted}
+    return [kind for kind in usual if kind in there] + sorted(there.difference(usual))
 
 
 if __name__ == "__main__":

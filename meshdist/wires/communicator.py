@@ -1,4 +1,4 @@
-"""One group's connection over one wire: how a call is started, and what the wire says of itself.
+"""Connection of a group over one wire: how a call is started, and what the wire says of itself.
 
 Tensors that reach a wire are contiguous torch tensors of a device type it serves, without
 gradients, checked by the verbs above; roots and peers count inside the group; only numbers of
@@ -11,10 +11,10 @@ What a verb of a communicator does:
 * reduce: that on the root; the other members' tensors stay as they are.
 * reduce_scatter: each member's output is its own block of the reduction of all inputs, or of those
   in its place of the lists, whose sizes may differ (reduce_scatter_list).
-* broadcast: every member gets the root's. gather, scatter: the root gets one from each, gives one
-  to each, all of equal size; the lists of the other members are empty.
-* all_gather: every output holds all inputs one after the other; all_gather_list: member j's comes
-  into the j-th output, of any size.
+* broadcast: every member gets the root's. gather, scatter: the root gets a tensor from each, gives
+  a tensor to each, all of equal size; the lists of the other members are empty.
+* all_gather: every output holds all inputs in a row; all_gather_list: member j's comes into the
+  j-th output, of any size.
 * all_to_all, all_to_all_single: the j-th input, or part, goes to member j; any sizes.
 * barrier: finished on a member when every member has started it.
 * send: finished when the tensor may be written again. recv: from the root, or from any member.
@@ -52,28 +52,27 @@ Explain: TypeAlias = Callable[[WireFailure, int | None], BaseException]
 
 
 class Communicator(ABC):
-    """One group's connection over one wire.
+    """Connection of a group over one wire, which starts calls."""
 
-    ``start`` starts an operation at once and returns it; nothing is kept of the tensors once it is
-    finished. Operations of one communicator are started in program order by one thread at a time;
-    where it ``wants_senders``, another thread may start receives meanwhile.
-    """
+    # ``start`` starts an operation at once and returns it; nothing is kept of the tensors once it
+    # is finished. Operations of one communicator are started in program order by one thread at a
+    # time; where it ``wants_senders``, another thread may start receives meanwhile.
 
     ways: ClassVar[Mapping[str, str]]
-    """Of each verb that the wire does itself, its method: of the verb's name behind an underscore,
-    unless the class says otherwise. All but the rows of ``built_verbs`` are there."""
+    """The method of each verb that the wire does itself: its name behind an underscore, unless the
+    class says otherwise. All but the rows of ``built_verbs`` are there."""
 
     wants_senders: ClassVar[bool] = False
-    """Return whether a receive should name its sender, where members note what they send."""
+    """Whether a receive should name its sender, where members note what they send."""
 
     on_stream: ClassVar[bool] = False
-    """Return whether its verbs are enqueued on a device, so that only streams wait for them."""
+    """Whether its verbs are enqueued on a device, so that only streams wait for them."""
 
     posts_at_once = False
-    """Return whether starting a receive neither waits nor needs the terms' number."""
+    """Whether starting a receive neither waits nor needs the terms' number."""
 
     shows_calls: ClassVar[bool] = False
-    """Return whether ``is_awaited`` can tell; else a header table does, where there is one."""
+    """Whether ``is_awaited`` can tell; else a header table does, where there is any."""
 
     averages_at_once: ClassVar[bool] = False
     """Whether an average costs no more than a sum; else a division over all of the result."""
@@ -91,24 +90,22 @@ class Communicator(ABC):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Whether a verb that works is ``"native"``, or ``"built"`` from others; for ``Wire``."""
+        """Return ``"native"`` for a verb that the wire does itself, else ``"built"``."""
         return "native" if verb in cls.ways else "built"
 
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        """Whether it does this with tensors without gaps in any order, as they lie in memory.
-
-        Elements correspond by their places in the shape; a wire that answers yes must be right
-        where members' layouts differ, too.
+        """Return whether it takes tensors without gaps in any order, as they lie in memory.
 
         Args:
             verb: a method of this class whose tensors correspond element by element on all members.
             tensors: whose dtypes, like ``op``, are equal on all members.
-            op: of a reduction.
         """
+        # Elements correspond by their places in the shape; a wire that returns True must be right
+        # where members' layouts differ, too.
         return False
 
     def start(self, prepared: PreparedCall) -> Operation:
-        """Start a call in this wire's own way, or in one built from its others."""
+        """Start a call in this wire's own way, or by others of its verbs."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
@@ -123,11 +120,11 @@ class Communicator(ABC):
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
         """Abort communicators of this class, all of them also where one raises."""
-        for one in communicators:
+        for communicator in communicators:
             try:
-                one.abort()
+                communicator.abort()
             except Exception:
-                _log.exception("a communicator on wire %s could not be aborted", one.wire)
+                _log.exception("a communicator on wire %s could not be aborted", communicator.wire)
 
     @abstractmethod
     def close(self) -> None:
@@ -141,34 +138,31 @@ class Communicator(ABC):
         return False
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
-        """New bytes of this member's own, in memory that all members map; equal on all of them.
-
-        Collective. Ordinary memory where the wire shares none.
-        """
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        """Return new bytes of this member's own, in memory that all members map; collective."""
+        return torch.empty(num_bytes, dtype=torch.uint8)  # where the wire shares none
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
-        """Sends and receives started inside wait for each other in no order, whatever theirs is.
+        """Let sends and receives that are started inside wait for each other in no order.
 
-        Nothing is to be done where starting one never waits. ``explain`` makes the error of a
-        batch that fails as a whole.
+        Args:
+            explain: makes the error of a batch that fails as a whole.
         """
-        return nullcontext()
+        return nullcontext()  # where starting a message never waits
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        """Return when ``condition()``, as an operation's ``finish`` does; raises WireFailure."""
+        """Return when ``condition()``, as an operation's ``finish`` does; raise WireFailure."""
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
-        """Connect now, not at the first verb; collective, and WireFailure if it fails."""
+        """Connect now, not at the first verb; collective; raise WireFailure if it fails."""
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Whether a member has come to the next collective, ``verb`` if the wire can tell."""
+        """Return whether a member has come to the next collective, ``verb`` if that is known."""
         return False
 
     def take_error(self) -> MeshdistError | None:
-        """The error of a call that has failed while nobody waited for it; None from then on."""
+        """Return, once, the error of a call that failed while nobody waited for it; or None."""
         return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
@@ -177,8 +171,9 @@ class Communicator(ABC):
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        """The group's fast path over the native core's ``entry``; None where there is none.
+        """Return the group's fast path over the native core's ``entry``; None where there is none.
 
-        ``works``: what calls that are started make their Work of, as ``FastPath`` takes it.
+        Args:
+            works: what calls that are started make their Work of, as ``FastPath`` takes it.
         """
         return None

@@ -42,11 +42,10 @@ _here = threading.local()
 
 
 class Deferral:
-    """The futures of verbs that one piece of code has started, in the order in which it asked.
+    """Futures of verbs that one piece of code has started, in the order in which it asked."""
 
-    On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
-    the thread that starts the verbs, which is one order as well.
-    """
+    # On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
+    # the thread that starts the verbs, which is one order as well.
 
     def __init__(self) -> None:
         self._futures: deque[torch.futures.Future[Any]] = deque()
@@ -57,7 +56,7 @@ class Deferral:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Futures that this thread asks for in this context are deferred."""
+        """Defer the futures that this thread asks for in this context."""
         before = find_deferral()
         _here.deferral = self
         try:
@@ -67,13 +66,10 @@ class Deferral:
             _here.deferral = before
 
     def settle(self) -> Exception | None:
-        """Wait for all futures, and so run their callbacks, here; return the first error.
-
-        Futures that the callbacks ask for come behind the others.
-        """
+        """Wait for all futures, and so run their callbacks, here; return the first error."""
         first: Exception | None = None
         with self.entered():
-            while self._futures:
+            while self._futures:  # those that the callbacks ask for come behind the others
                 try:
                     self._futures.popleft().wait()
                 except Exception as error:  # of a verb; its callbacks have run, and may expect it
@@ -82,7 +78,7 @@ class Deferral:
 
 
 def find_deferral() -> Deferral | None:
-    """The deferral that this thread has entered, or None."""
+    """Return the ``Deferral`` that this thread has entered, or None."""
     found: Any = getattr(_here, "deferral", None)
     return found  # type: ignore[no-any-return]
 
@@ -93,8 +89,6 @@ _log = logging.getLogger("meshdist.futures")
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
     """A Future that its own methods complete, where they can.
 
-    Its callbacks run in the thread that completes it, in the order added.
-
     Args:
         pull: waits until it is completed, in this thread or another; raises nothing that belongs
             into the future.
@@ -102,9 +96,6 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         devices: the CUDA devices of the tensors in its value.
         hand_back: hands the arrays in its value back to their library, in each thread that has
             waited; torch's Future lets torch's streams follow, and no others.
-
-    Attributes:
-        completing: taken, for good, by the thread that completes it, where several may come to.
     """
 
     def __init__(
@@ -119,6 +110,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._poll = poll
         self._devices = tuple(devices)
         self._hand_back = hand_back
+        # Taken, for good, by the thread that completes it, where several may come to.
         self.completing = threading.Lock()
         self._guard = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
@@ -139,11 +131,12 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         return value
 
     def value(self) -> Any:
-        """The same as ``wait()``."""
+        """Return the same as ``wait()``."""
         return self.wait()
 
     def then(self, callback: Callable[[Any], Any]) -> WorkFuture:
-        """A Future of ``callback(this)``, called once when this one is completed."""
+        """Return a Future of ``callback(this)``, called once when this is completed."""
+        # Callbacks run in the thread that completes a future, in the order added.
         child = WorkFuture(self._pull, self._poll, self._devices, self._hand_back)
 
         def run() -> None:
@@ -220,11 +213,10 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
 
 class Watcher:
-    """A thread that completes what it watches; it starts with the first thing to watch.
+    """A thread that completes what it watches; it starts with the first thing to watch."""
 
-    It polls every half to five milliseconds while there is something, and sleeps otherwise. A wait
-    in Python does not depend on it and is not held up by the pause.
-    """
+    # It polls every half to five milliseconds while there is something, and sleeps otherwise. A
+    # wait in Python does not depend on it and is not held up by the pause.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -265,30 +257,30 @@ class Watcher:
                     pause = _SHORTEST_S
                     watched += self._new
                     self._new = []
-            still = [one for one in watched if not self._try_to_complete(*one)]
+            still = [pair for pair in watched if not self._try_to_complete(*pair)]
             pause = _SHORTEST_S if len(still) < len(watched) else min(2 * pause, _LONGEST_S)
             watched = still
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Complete it where that is possible; whether it needs no more watching."""
+        """Complete it where that is possible; return whether it needs no more watching."""
         try:
             if not poll():
                 return False
             complete()
-        except BaseException:  # one that ends the program, raised in a callback, ends no thread
+        except BaseException:  # SystemExit in a callback, for example, ends no thread
             _log.exception("a future could not be completed")
         return True
 
 
 @cache
 def get_watcher() -> Watcher:
-    """The watcher of this process."""
+    """Return the watcher of this process."""
     return Watcher()
 
 
 def _forget_watcher() -> None:
-    """In a forked child: the thread has not followed, and may have held the lock."""
+    """Forget the watcher in a forked child, whose thread is not there and may hold the lock."""
     if get_watcher.cache_info().currsize:
         atexit.unregister(get_watcher().end)
     get_watcher.cache_clear()
@@ -304,10 +296,8 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """In this context what torch.futures collects of WorkFutures is completed by need, as they are.
-
-    torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
-    """
+    """Let what torch.futures collects of WorkFutures be completed by need in this context."""
+    # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     global _num_collecting
     with _collecting:
         _num_collecting += 1
@@ -328,7 +318,7 @@ def _collect_all(futures: Sequence[Any]) -> Any:
 
 
 class _Collection(WorkFuture):
-    """Futures as one: its value is their list, or the first error among them, as torch has it."""
+    """Several futures as one future: its value is their list, or the first error among them."""
 
     def __init__(self, futures: list[Any]) -> None:
         devices: set[torch.device] = set()

@@ -25,7 +25,7 @@ _LONGEST_PAUSE_S = 0.001
 
 @dataclass(eq=False, slots=True)
 class SelfTransfer(Operation):
-    """One send or receive of a rank to itself; done once its counterpart was started."""
+    """A send or receive of a rank to itself; done once its counterpart was started."""
 
     mailbox: Mailbox
     tensor: torch.Tensor
@@ -43,15 +43,11 @@ class SelfTransfer(Operation):
 
 
 class Mailbox:
-    """Pairs sends and receives of one rank to itself, by tag, in the order they were started.
+    """Pairs of sends and receives of one rank to itself, by tag, in the order they were started."""
 
-    Starting the second of a pair copies the data. A send that is waited for before its receive has
-    started is buffered, so that it is done: no other rank could start the receive. Where sizes or
-    dtypes of a pair differ, the second is refused and the first stays as it was.
-
-    Args:
-        rank: the member that it belongs to.
-    """
+    # Starting the second of a pair copies the data. A send that is waited for before its receive
+    # has started is buffered, so that it is done: no other rank could start the receive. Where
+    # sizes or dtypes of a pair differ, the second is refused and the first stays as it was.
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -130,12 +126,7 @@ class TagNumbers:
         self._numbering = threading.Lock()
 
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
-        """The number of ``tag``.
-
-        Raises:
-            WireAborted, WireTimeout: it has not got one.
-            RuntimeError: the store is lost.
-        """
+        """Return the number of ``tag``, which the first member that asks draws in the store."""
         number = self._numbers.get(tag)
         if number is not None:
             return number

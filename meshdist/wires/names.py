@@ -79,13 +79,13 @@ class Backend(str):
 
 
 def usable_defaults() -> set[str]:
-    """The names of the default wires that work here."""
+    """Return the names of the default wires that work here."""
     wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
     return {wire.name for wire in wires if wire.is_available()}
 
 
 def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
-    """The best usable wire of each device type; ``usable`` None means those that work here."""
+    """Return the best of the usable wires for each device type; by default of those here."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])
@@ -100,9 +100,6 @@ def parse_backends(backend: str | None) -> dict[str, str]:
         backend: a wire's name, for all device types that it serves, or that of a backend that a
             plug-in has registered with torch; pairs such as "cpu:gloo,cuda:nccl"; or None, for
             the default wire of each device type.
-
-    Raises:
-        ArgumentError: a malformed pair, or a device type twice.
 
     Example:
         >>> parse_backends("cpu:gloo,cuda:NCCL")
@@ -151,13 +148,8 @@ def _device_types(name: str) -> list[str]:
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return the wire for each device type in a group of ``world`` that names these ``backends``.
-
-    Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
-
-    Raises:
-        BackendError: no such wire, or none on this machine.
-    """
+    """Return the wire of each device type in a group of ``world`` that names ``backends``."""
+    # Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):
         if not is_simulated or find_wire(name) is None:

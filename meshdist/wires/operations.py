@@ -1,4 +1,4 @@
-"""Operations in flight: what a wire has started, several as one, queues; and how a wire fails.
+"""Operations in flight: what a wire has started, chains of them, queues; and how a wire fails.
 
 The channel, or ``Work``, turns a failure into an error that explains.
 """
@@ -55,7 +55,7 @@ class WireTimeout(WireFailure):
 
     @classmethod
     def after(cls, timeout: timedelta) -> WireTimeout:
-        """Of an operation that may take ``timeout``."""
+        """Return the failure of an operation that may take ``timeout``."""
         return cls(f"not finished after {timeout.total_seconds():g} s")
 
 
@@ -86,7 +86,7 @@ class Interrupted(WireFailure):
 
 
 def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
-    """The failure of a collective that this member gives up: the wire's, or Interrupted."""
+    """Return the failure of a collective that this member gives up: the wire's, or Interrupted."""
     return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
@@ -107,7 +107,7 @@ class MessageMisfit(WireFailure):
 
 
 class MembersDisagree(WireFailure):
-    """A wire that compares calls found that members have started different ones.
+    """A wire that compares calls found that members have started different calls.
 
     Args:
         text: what differs.
@@ -115,7 +115,7 @@ class MembersDisagree(WireFailure):
             where the peer's is known as well; else how many of its kind there were.
         message: for a message whether it is a send, the peer and the tag.
         other_number: what the peer's verb gave as ``number``.
-        late: where data were sent since, the first call that may differ, and the last one here.
+        late: where data were sent since, the first call that may differ, and the last call here.
     """
 
     def __init__(
@@ -134,11 +134,10 @@ class MembersDisagree(WireFailure):
 
 
 class Operation(ABC):
-    """An operation that a communicator has started, or done already.
+    """An operation that a communicator has started, or done already."""
 
-    A helper thread may finish one while the program's starts or finishes others; never two threads
-    the same one.
-    """
+    # A helper thread may finish an operation while the program's starts or finishes others; never
+    # two threads the same operation.
 
     __slots__ = ()
 
@@ -151,38 +150,36 @@ class Operation(ABC):
 
     @property
     def on_stream(self) -> bool:
-        """Return whether ``finish`` lets the current stream wait for it, and not the host.
-
-        It is done once ``poll`` says so, and may be finished again, on another stream.
-        """
+        """Return whether ``finish`` lets the current stream wait for it, and not the host."""
+        # It is done once ``poll`` says so, and may be finished again, on another stream.
         return False
 
     @property
     def adds_to_stream(self) -> bool:
-        """Whether ``finish``, the first time, enqueues what other streams have to wait for."""
+        """Return whether the first ``finish`` enqueues what other streams have to wait for."""
         return True
 
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
-        """Wait until it is done; raises WireTimeout, WireAborted or another WireFailure."""
+        """Wait until it is done; raise WireTimeout, WireAborted or another WireFailure."""
 
     @abstractmethod
     def poll(self) -> bool:
         """Let it go on, without waiting; return whether it is done, or has failed."""
 
     def is_ready(self) -> bool:
-        """As ``poll``; on simulated ranks no other rank runs meanwhile."""
+        """Return ``poll()``; on simulated ranks no other rank runs meanwhile."""
         return self.poll()
 
     def has_ended(self) -> bool:
-        """As ``poll``, but asks no device, which may capture a graph; raises its failure."""
+        """Return ``poll()``, but ask no device, which may capture a graph; raise its failure."""
         return self.poll()
 
     def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
         """Let it be late after ``timeout`` from now, where no caller waits on the host."""
 
     def source(self) -> int:
-        """The member that a finished receive came from; raises BackendError for anything else."""
+        """Return the member that a finished receive came from; raise for anything else."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
@@ -203,12 +200,13 @@ class Done(Operation):
 
 
 DONE = Done()
-"""Of every verb that was done as it was started, and is no receive."""
+"""The operation of every verb that was done as it was started, and is no receive."""
 
 
 @dataclass(eq=False, slots=True)
 class Chain(Operation):
-    """Several operations that end as one; ``then`` copies the result back once all are finished."""
+    """Several operations that end together; ``then`` copies the result back once all are
+    finished."""
 
     parts: Sequence[Operation]
     then: Callable[[], None] | None = None
@@ -245,7 +243,7 @@ class Chain(Operation):
 
 
 def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
-    """``started`` with ``then`` behind it, which is done at once where ``started`` is done."""
+    """Return ``started`` with ``then`` behind it, done at once where ``started`` is done."""
     if then is None:
         return started
     if started is DONE:
@@ -261,18 +259,13 @@ class Deferred(Operation):
     Args:
         start: starts it if that has happened; any thread may call it at any time.
         wait_for: waits for a condition, as ``Communicator.wait_for`` of what carries it.
-
-    Attributes:
-        started: the operation, once it has started.
-        failure: why it never will.
-        is_cancelled: whether its caller has given it up.
     """
 
     start: Callable[[], None]
     wait_for: Callable[[Callable[[], bool], timedelta], None]
     started: Operation | None = None
-    failure: Exception | None = None
-    is_cancelled: bool = False
+    failure: Exception | None = None  # why it never will start
+    is_cancelled: bool = False  # whether its caller has given it up
 
     def finish(self, timeout: timedelta) -> None:
         deadline = Deadline(timeout)
@@ -298,7 +291,7 @@ class Deferred(Operation):
         return self.started.source()
 
     def _try_to_start(self) -> bool:
-        """Start it if it can be; whether it has started, or never will."""
+        """Start it if it can be; return whether it has started, or never will."""
         if self.started is None and self.failure is None:
             self.start()
         return self.started is not None or self.failure is not None
@@ -310,13 +303,10 @@ _SLICE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class QueuedOperation(Operation):
-    """An operation in the queue; ``_failed``, at a failure, gives the error to raise.
-
-    Without an event it is run by the thread that finishes it.
-    """
+    """An operation in the queue, or, without an event, run by the thread that finishes it."""
 
     _act: Callable[[], None] | None
-    _failed: Callable[[BaseException], BaseException] | None = None
+    _failed: Callable[[BaseException], BaseException] | None = None  # gives the error to raise
     _is_over: threading.Event | None = None
     _failure: BaseException | None = None
 
@@ -333,7 +323,7 @@ class QueuedOperation(Operation):
         return self._is_over is None or self._is_over.is_set()
 
     def run(self) -> None:
-        """Do it; called once."""
+        """Do the operation; called once."""
         act, failed, self._act, self._failed = self._act, self._failed, None, None
         assert act is not None
         try:
@@ -347,7 +337,7 @@ class QueuedOperation(Operation):
 
 
 class WorkerQueue:
-    """Does operations in turn in one thread; ``release`` frees it if it has to end and does not."""
+    """A thread that does operations in turn; ``release`` frees it if it has to end and does not."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release

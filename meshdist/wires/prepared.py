@@ -64,14 +64,14 @@ EXCHANGE_TAG = (1 << 30) - 1
 """The tag of messages that belong to an all-to-all; no program's message bears it."""
 
 Written: TypeAlias = tuple[Any, torch.Tensor, torch.Tensor]
-"""An array that a verb writes: the caller's, a tensor on its memory, and the one that travels."""
+"""An array that a verb writes: the caller's, a tensor on its memory, and what travels."""
 
 writing = partial(_InferenceMode, True)
 """torch.inference_mode without its Python: parameters and inference tensors can be written."""
 
 
 def find_layout(tensor: torch.Tensor) -> Layout | None:
-    """The layout of a tensor; None where its memory has gaps, or elements share a place.
+    """Return the layout of a tensor; None where its memory has gaps, or elements share a place.
 
     Example:
         >>> find_layout(torch.empty(2, 1, 3).transpose(0, 2))
@@ -91,27 +91,27 @@ def find_layout(tensor: torch.Tensor) -> Layout | None:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that has a layout, as one dim in the order of memory."""
+    """Return the elements of a tensor that has a layout, as one dim in the order of memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def parts(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    """Views of consecutive parts of a contiguous tensor, flat; sizes in elements."""
+    """Return flat views of consecutive parts of a contiguous tensor; sizes in elements."""
     return list(tensor.view(-1).split_with_sizes(list(sizes)))
 
 
 def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
-    """Views of consecutive parts of ``whole``, each of as many elements as one of ``tensors``."""
+    """Return views of consecutive parts of ``whole``, each as large as one of ``tensors``."""
     return parts(whole, [tensor.numel() for tensor in tensors])
 
 
 def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
-    """Views of equal parts of a contiguous tensor, flat."""
+    """Return flat views of equal parts of a contiguous tensor."""
     return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
 
 
 def packed(tensors: Tensors) -> torch.Tensor:
-    """A new flat tensor that holds all of them."""
+    """Return a new flat tensor that holds all tensors."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -135,7 +135,7 @@ def write_blocks(outputs: Tensors, whole: torch.Tensor) -> None:
 
 
 def cuts(count: int, num_parts: int) -> list[int]:
-    """The sizes of ``num_parts`` parts of ``count`` elements, which differ by one at most.
+    """Return sizes of ``num_parts`` parts of ``count`` elements, which differ by 1 at most.
 
     Example:
         >>> cuts(7, 3)
@@ -146,23 +146,22 @@ def cuts(count: int, num_parts: int) -> list[int]:
 
 
 class PreparedCall:
-    """One call, ready to be run by a channel and started by a wire.
-
-    Tensors have no gradient, and are contiguous; those of an elementwise verb have no gaps, where
-    the wire takes them so. A verb in place has its tensors as inputs and as outputs.
+    """Call that is ready to be run by a channel and started by a wire.
 
     Args:
         verb: its public name; "" for a call of a wire's own.
         way: the verb of a communicator that carries it.
-        inputs: what this member brings: one tensor, one for each member, or some that travel
+        inputs: what this member brings: one tensor, a tensor for each member, or some that travel
             together.
         outputs: what this member's result is written into, likewise.
         noted: the tensor, or list of tensors, whose dtype and size members compare.
         op: what the wire reduces by.
         root: the place of its source or destination; of a message, of its other side (None: any).
         sizes: how many elements go to and come from each member, where members may differ in that.
-        tag: of a message.
     """
+
+    # Tensors have no gradient, and are contiguous; those of an elementwise verb have no gaps, where
+    # the wire takes them so. A verb in place has its tensors as inputs and as outputs.
 
     # Of most calls these are as they stand in the class, which costs a call nothing.
     verb: str = ""
@@ -187,7 +186,7 @@ class PreparedCall:
     result: Sequence[Any] | None = None
     """The arrays that its Work returns, where these are more than what is written."""
     factor: Factor | None = None
-    """Of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
+    """The factor of PREMUL_SUM, by which ``outputs`` are multiplied as the call starts."""
     noted_op: ReduceKind | None = None
     """The reduction that members compare."""
     then: Callable[[], None] | None = None
@@ -198,23 +197,23 @@ class PreparedCall:
     shows_all: bool = True
     """Whether way and tensors show a wire all of the call that must be equal on all members."""
     is_message: bool = False
-    """Return whether it is a send or a receive that is compared and noted as such."""
+    """Whether it is a send or a receive that is compared and noted as such."""
 
     # A channel fills these in.
     call: Call | None = None
     """The call that members compare; None for a call of a wire's own."""
     timeout: timedelta = _NO_TIME
     waits: bool = False
-    """Return whether its caller waits for it at once."""
+    """Whether its caller waits for it at once."""
     sequence: int = 0
     """Its number among the group's collectives, or a message's in the recorder."""
     number: int | None = None
-    """Under which the recorder has noted it; None for a call of a wire's own."""
+    """The number under which the recorder has noted it; None for a call of a wire's own."""
     recorder: Recorder | None = None
     operation: Operation = DONE
     """The operation that the wire has started."""
     is_elsewhere: bool = False
-    """Return whether something that it writes travels as another tensor than the caller's array."""
+    """Whether something that it writes travels as another tensor than the caller's array."""
 
     def __init__(
         self,
@@ -238,7 +237,7 @@ class PreparedCall:
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> PreparedCall:
-        """Itself, as a call of a wire's own that is waited for, and not noted."""
+        """Make it a call of a wire's own that is waited for, and not noted; return it."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -252,7 +251,7 @@ class PreparedCall:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> PreparedCall:
-        """The same call carried otherwise; a wire that compares calls by itself compares this."""
+        """Return the same call carried otherwise; wires that compare calls compare ``self``'s."""
         other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
         other.shows_all, other.call = False, self.call
         other.timeout, other.waits = self.timeout, self.waits
@@ -260,16 +259,14 @@ class PreparedCall:
         return other
 
     def later(self) -> PreparedCall:
-        """Itself, where its caller does not wait for it at once."""
+        """Note that its caller does not wait for it at once; return it."""
         self.waits = False
         return self
 
     def begin_here(self) -> None:
-        """Let autograd know what is written, and multiply by the factor.
-
-        A backward that counts on what an array held before then raises, where else it would be
-        wrong.
-        """
+        """Let autograd know what is written, and multiply by the factor."""
+        # A backward that counts on what an array held before then raises, where else it would be
+        # wrong.
         for array, data, travelling in self.written:
             increment_version((data,))  # torch.autograd.graph's takes twice as long
             if array is not travelling:
@@ -286,7 +283,7 @@ class PreparedCall:
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
-        """The function that copies a result to the caller's arrays; None where it lies there."""
+        """Return the function that copies a result to the caller's arrays, if it lies elsewhere."""
         if not self.is_elsewhere:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
@@ -302,11 +299,11 @@ class PreparedCall:
         return copy_back
 
     def find_hand_back(self) -> Callable[[], None] | None:
-        """The function that hands the arrays back to their library, where that is not torch."""
+        """Return the function that gives arrays to their library again, where that is not torch."""
         return find_hand_back(self.foreign)
 
     def finish_here(self) -> None:
-        """Copy the result to the caller's arrays, and hand them back."""
+        """Copy the result to the caller's arrays, and give these to their library again."""
         if copy_back := self.find_copy_back():
             copy_back()
         if self.foreign and (hand_back := self.find_hand_back()):
@@ -330,6 +327,6 @@ class _Overwritten(torch.autograd.Function):
 
 
 def _forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
-    """Where ``verb`` destroys a value that autograd counts on, let the tensor's backward raise."""
+    """Let the tensor's backward raise where ``verb`` destroys a value that autograd counts on."""
     if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
         _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]

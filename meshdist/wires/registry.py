@@ -47,9 +47,7 @@ class Opening:
             that use a store in threads of theirs.
         ranks: the members' global ranks, in group order.
         rank: this member's place in ``ranks``.
-        device_type: the device type of the tensors that it will carry.
-        timeout: bounds the opening, and each operation that names none.
-        is_one_host: whether all members run on one host.
+        timeout: bounds the opening, and each operation that names no timeout.
         options: the wire's own options, or None.
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
@@ -72,7 +70,7 @@ class Opening:
     look: Callable[[], None] | None = None
 
     def below(self, prefix: str, **changes: Any) -> Opening:
-        """This opening, with other keys, which begin with ``prefix``, and with ``changes``."""
+        """Return this opening with other keys, below ``prefix``, and with ``changes``."""
         return replace(
             self,
             store=PrefixStore(prefix, self.store),
@@ -82,21 +80,17 @@ class Opening:
 
 
 class Needs(NamedTuple):
-    """How many descriptors and threads one member's part of a group takes while it opens."""
+    """Descriptors and threads that one member's part of a group takes while it opens."""
 
     descriptors: int
     threads: int
 
 
 def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
-    """Let this process open the groups that need so much, by name; return why it cannot, or "".
-
-    Its soft limit of open files is raised where it is too low; threads are those of ``num_local``
-    ranks, which share a control group.
-
-    Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
-    be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
-    """
+    """Let this process open the groups that need so much, by name; return why it cannot, or ""."""
+    # Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
+    # be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
+    # Threads are those of ``num_local`` ranks, which share a control group.
     descriptors, threads = (sum(of[i] for of in needs.values()) for i in (0, 1))
     if not descriptors and not threads:
         return ""
@@ -108,7 +102,7 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
 
 
 class Wire(ABC):
-    """One way to move bytes."""
+    """A way to move bytes between the members of a group."""
 
     name: str
     device_types: frozenset[str]
@@ -120,7 +114,7 @@ class Wire(ABC):
     across_hosts = ""
     """The wire to take in its place for a group that spans hosts, where the program named none."""
     compares_calls = False
-    """Return whether it compares every call with the other members' by itself."""
+    """Whether it compares every call with the other members' by itself."""
     descriptors_per_peer = 0
     """How many files and sockets an opening takes for each other member."""
     num_threads = 0
@@ -129,17 +123,11 @@ class Wire(ABC):
     def support(
         self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """How the wire serves one of a communicator's verbs.
+        """Return ``"native"``, ``"built"`` from others or in another dtype, or ``""`` for a verb.
 
         Args:
-            verb: the name of a method of ``Communicator``.
-            device_type: of the tensors.
-            dtype: of the tensors.
+            verb: a verb of a communicator.
             op: for a verb that reduces; None is SUM.
-
-        Returns:
-            ``"native"``: by the wire's own means; ``"built"``: from others of its verbs, or in
-            another dtype; ``""``: not at all.
         """
         op = ReduceOp.SUM if op is None else op
         if device_type not in self.device_types:
@@ -153,28 +141,28 @@ class Wire(ABC):
         """Return whether this machine can use the wire now."""
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Why this machine cannot use the wire, and the fix."""
+        """Return why this machine cannot use the wire, and the fix."""
         return f"the wire {self.name!r} says so", "ask whoever registered it"
 
     def needs(self, opening: Opening) -> Needs:
-        """How many descriptors and threads ``open`` takes."""
+        """Return how many descriptors and threads ``open`` takes."""
         return Needs((len(opening.ranks) - 1) * self.descriptors_per_peer, self.num_threads)
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
-        """Open a communicator, together with all other members; raises WireFailure."""
+        """Open a communicator, together with all other members; raise WireFailure."""
 
 
 _wires: dict[str, Wire] = {}
 
 
 def register_wire(wire: Wire) -> None:
-    """Add ``wire`` under its name, replacing an older one of that name."""
+    """Add ``wire`` under its name, replacing an older wire of that name."""
     _wires[wire.name] = wire
 
 
 def wire_names() -> tuple[str, ...]:
-    """The names of all registered wires, sorted."""
+    """Return the names of all registered wires, sorted."""
     return tuple(sorted(_wires))
 
 
@@ -184,7 +172,7 @@ def find_wire(name: str) -> Wire | None:
 
 
 def get_wire(name: str) -> Wire:
-    """Return the wire called ``name``; raises BackendError, listing what there is."""
+    """Return the wire called ``name``; raise BackendError, listing what there is."""
     name = name.lower()
     wire = find_wire(name)
     if wire is not None and wire.is_available():

@@ -52,11 +52,11 @@ _OVER_ALL = frozenset({"gather", "scatter", "send", "recv"})
 
 
 class HierarchicalCommunicator(Communicator):
-    """One member's part of a group that spans hosts.
+    """Part of one member in a group that spans hosts.
 
     Args:
         inside: shared memory with the members of this host; None where there are no others.
-        across: Gloo among the owners at this member's place, one for each host; None if it is none.
+        across: Gloo among the owners at this member's place, of each host; None for no owner.
         over_all: Gloo among all members.
     """
 
@@ -86,7 +86,7 @@ class HierarchicalCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Native where shared memory reduces it; what goes over Gloo alone is what Gloo does."""
+        """Return shared memory's support of reductions, and Gloo's of what goes over Gloo alone."""
         if verb in REDUCING_VERBS:
             return ShmCommunicator.support(verb, "cpu", dtype, op)
         if verb in _OVER_ALL:
@@ -137,7 +137,7 @@ class HierarchicalCommunicator(Communicator):
             level.abort()
 
     def _perform(self, prepared: PreparedCall) -> None:
-        """Do a collective, unless an earlier one has failed."""
+        """Do a collective, unless an earlier collective has failed."""
         if self._is_aborted:
             raise WireAborted("aborted before")
         if self._failure:
@@ -147,7 +147,7 @@ class HierarchicalCommunicator(Communicator):
             STAGED[prepared.way](stages, prepared)
 
     def _failed(self, prepared: PreparedCall, failure: BaseException) -> BaseException:
-        """Free those that wait in a collective that failed; the failure as this group tells it."""
+        """Free those that wait in a failed collective; return the failure as the group tells it."""
         if self._failure or not isinstance(failure, WireFailure):
             return failure
         self._failure = text = str(failure)
@@ -180,11 +180,11 @@ class HierarchicalWire(Wire):
         return ShmWire().is_available()
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Why shared memory is not available, and the fix."""
+        """Return why shared memory is not available, and the fix."""
         return ShmWire().why_unavailable()
 
     def needs(self, opening: Opening) -> Needs:
-        """Those of shared memory here, of Gloo with a member of each other host, and with all."""
+        """Return what shared memory here takes, and Gloo with each host and with all members."""
         if opening.is_one_host:
             return get_wire("shm").needs(opening)
         num_here = opening.hosts.count(opening.hosts[opening.rank])
@@ -192,11 +192,8 @@ class HierarchicalWire(Wire):
         return Needs(num_peers, 4)
 
     def open(self, opening: Opening) -> Communicator:
-        """Open all levels; a group on one host gets shared memory's communicator.
-
-        Raises WireRefused on every member where one host has no memory to share.
-        """
-        if opening.is_one_host:
+        """Open all levels; raise WireRefused on every member where a host shares no memory."""
+        if opening.is_one_host:  # shared memory's own communicator serves it
             return get_wire("shm").open(opening)
         if len(opening.hosts) != len(opening.ranks):
             raise WireRefused("nobody knows on which hosts its ranks run")
@@ -227,7 +224,7 @@ class HierarchicalWire(Wire):
 def _among(
     opening: Opening, part: str, members: tuple[int, ...], *, is_one_host: bool = False
 ) -> Opening:
-    """The opening of a communicator among some of the members."""
+    """Return the opening of a communicator among some of the members."""
     return opening.below(
         part,
         ranks=tuple(opening.ranks[k] for k in members),
@@ -239,7 +236,7 @@ def _among(
 
 
 def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -> None:
-    """Return when all hosts can share memory; raises on every member where one cannot."""
+    """Return when all hosts can share memory; raise on every member where a host cannot."""
     if places.local == 0:
         store.set(f"host {places.host} says", refusal or "yes")
     keys = [f"host {host} says" for host in range(len(places.members))]
@@ -250,7 +247,7 @@ def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -
 
 
 def _reduces(prepared: PreparedCall) -> bool:
-    """Whether shared memory reduces it as it is; what it lacks is gathered, and rounded once."""
+    """Return whether shared memory reduces it as it is; else it is gathered, and rounded once."""
     op, dtypes = prepared.op, {output.dtype for output in prepared.outputs}
     assert op is not None
     support = ShmCommunicator.support(prepared.way, "cpu", prepared.outputs[0].dtype, op)
@@ -258,7 +255,7 @@ def _reduces(prepared: PreparedCall) -> bool:
 
 
 def _without(tensors: Tensors, members: Sequence[int]) -> list[torch.Tensor]:
-    """``tensors``, with nothing in place of those of some members."""
+    """Return ``tensors``, with nothing in place of those of some members."""
     nothing = tensors[0].new_empty(0)
     return [nothing if k in members else tensor for k, tensor in enumerate(tensors)]
 

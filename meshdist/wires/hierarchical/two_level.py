@@ -1,7 +1,7 @@
 """Collectives of a group that spans hosts, stage by stage: inside hosts, across them, inside.
 
 A tensor is cut into as many parts as every host has members at least: each part has an owner on
-every host, and its owners exchange it among themselves. A small one goes whole, by one owner.
+every host, and its owners exchange it among themselves. A small tensor goes whole, by one owner.
 Everything here waits, and writes into the tensors that it is given.
 """
 
@@ -65,7 +65,7 @@ class HostPlaces:
 
     @property
     def num_owners(self) -> int:
-        """How many members every host has at least: so many can exchange parts across hosts."""
+        """The number of members that each host has at least: so many exchange across hosts."""
         return min(map(len, self.members))
 
     @property
@@ -74,14 +74,14 @@ class HostPlaces:
         return tuple(member for members in self.members for member in members)
 
     def find(self, member: int) -> tuple[int, int]:
-        """The host of ``member``, and its place among those of that host."""
+        """Return the host of ``member``, and its place among those of that host."""
         for host, members in enumerate(self.members):
             if member in members:
                 return host, members.index(member)
         raise ValueError(f"there is no member {member}")
 
     def pile(self, owner: int) -> tuple[tuple[int, ...], ...]:
-        """For each host the members whose results pass through the owners at place ``owner``.
+        """Return for each host the members whose results pass through the owners at a place.
 
         Example:
             >>> HostPlaces.of((0, 0, 0, 1, 1), 0).pile(0)
@@ -92,7 +92,7 @@ class HostPlaces:
 
 _WHOLE_BYTES = 2 * 1024 * 1024
 """Smaller tensors go whole: an all-reduce of 1 MiB on two hosts of two ranks then takes 0.6 of
-the time, one of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
+the time, and of 8 MiB in parts 0.7 (ranks of one machine over loopback)."""
 
 _ROUNDED = 1 << 18
 """So many narrow floats cross in two rounds; of fewer, a round costs more than bytes."""
@@ -102,12 +102,11 @@ _LEAST = timedelta(milliseconds=1)
 
 @dataclass(eq=False)
 class Stages:
-    """One collective, on one level after the other, within its time.
+    """A collective on its way over one level after the other, within its time.
 
     Args:
-        places: where the members are.
         inside: the communicator of this host's members; None where there are no others.
-        across: that of the owners at this member's place, one for each host; None if it is none.
+        across: that of the owners at this member's place, of each host; None for no owner.
         timeout: for all stages together.
     """
 
@@ -121,19 +120,19 @@ class Stages:
         self._deadline = Deadline(timeout)
 
     def inside(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """A collective of this host's members; nothing where there is one."""
+        """Do a collective among this host's members, if there are several."""
         if self._inside is not None:
             self._do(self._inside, PreparedCall("", way, inputs, outputs, **more))
 
     def across(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """A collective of the owners at this member's place."""
+        """Do a collective among the owners at this member's place."""
         assert self._across is not None
         self._do(self._across, PreparedCall("", way, inputs, outputs, **more))
 
     def exchange_reducing(
         self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
     ) -> None:
-        """A reduce-scatter of consecutive parts of ``tensor`` among the owners at this place."""
+        """Reduce-scatter consecutive parts of ``tensor`` among the owners at this place."""
         assert self._across is not None
         call = PreparedCall("", "reduce_scatter_list", (), (), op=op)
         call.as_own(max(self._deadline.left, _LEAST))
@@ -141,15 +140,13 @@ class Stages:
         started.finish(call.timeout)
 
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
-        """Reduce ``part`` among the owners here into ``result``, which is its memory or narrower.
-
-        A large part crosses in float32, and comes back rounded: 6 bytes an element, not 8.
-        """
+        """Reduce ``part`` among the owners here into ``result``, its own memory or narrower."""
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
             self.across("all_reduce", [part], [part], op=_step(op))
             self.average(part, op)
             _round_into(result, part)
             return
+        # A large part crosses in float32, and comes back rounded: 6 bytes an element, not 8.
         sizes, host = cuts(part.numel(), len(self.places.members)), self.places.host
         results, mine = parts(result, sizes), part.new_empty(sizes[host])
         self.exchange_reducing(mine, part, sizes, _step(op))
@@ -166,17 +163,17 @@ class Stages:
             self.inside("all_gather_list", [mine[self.places.local]], mine)
 
     def num_parts(self, whole: torch.Tensor) -> int:
-        """In how many parts a tensor is exchanged."""
+        """Return in how many parts a tensor is exchanged across hosts."""
         num_bytes = whole.numel() * whole.element_size()
         return 1 if num_bytes < _WHOLE_BYTES else self.places.num_owners
 
     def parts(self, whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-        """A part of a flat tensor for each of the owners here, and nothing for the others."""
+        """Return a part of a flat tensor for each owner here, and nothing for each other member."""
         others = len(self.places.here) - num_parts
         return list(whole.split(cuts(whole.numel(), num_parts) + [0] * others))
 
     def average(self, total: torch.Tensor, op: ReduceKind) -> None:
-        """Make a mean of the sum over all members, where ``op`` is one."""
+        """Divide the sum over all members in place, where ``op`` is a mean."""
         if op == ReduceOp.AVG:
             divide(total, self.size)
 
@@ -205,7 +202,7 @@ def all_reduce(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce tensors of one dtype as one."""
+    """Reduce tensors of one dtype as one tensor."""
     tensors = prepared.outputs
     whole = tensors[0] if len(tensors) == 1 else packed(tensors)
     _all_reduce(stages, whole, _op(prepared))
@@ -273,7 +270,7 @@ def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
 def _all_gather(
     stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
 ) -> None:
-    """Gather into ``outputs``; ``together`` is what they are consecutive parts of, if anything."""
+    """Gather into ``outputs``, which may be consecutive parts of ``together``."""
     places, order = stages.places, stages.places.by_host
     in_order = [outputs[member] for member in order]
     is_in_place = together is not None and list(order) == sorted(order)
@@ -329,7 +326,7 @@ def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_to_all(stages: Stages, prepared: PreparedCall) -> None:
-    """An all-to-all among this host's members alone."""
+    """Exchange among this host's members alone."""
     outputs, inputs = prepared.outputs, prepared.inputs
     if len(outputs) == 1:
         outputs[0].view(-1).copy_(inputs[0].view(-1))
@@ -368,7 +365,7 @@ def _op(prepared: PreparedCall) -> ReduceKind:
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """``tensor``, flat; a wider copy of narrow floats, which are rounded once, in the end."""
+    """Return ``tensor``, flat; of narrow floats a wider copy, to be rounded once, in the end."""
     facts = DTYPES[tensor.dtype]
     is_exact = facts.is_whole or facts.wide is None or op in (ReduceOp.MIN, ReduceOp.MAX)
     return tensor.view(-1) if is_exact else tensor.view(-1).to(facts.wide)
@@ -381,7 +378,7 @@ def _round_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _step(op: ReduceKind) -> ReduceKind:
-    """The op of every level: means are sums, divided in the end."""
+    """Return the op of every level: means are sums, divided in the end."""
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
 

@@ -1,8 +1,13 @@
 """Which members have come to a collective, so that all may go into MPI's blocking call together.
 
 MPI's blocking calls are faster than what is started and tested, but cannot be ended. On one host a
-member enters one when all others have arrived at it, with equal headers, and wait for it: then
-nothing can hold it up.
+member enters such a call when all others have arrived at it, with equal headers, and wait for it:
+then nothing can hold it up.
+
+Each member counts its collectives, and writes for each whether it waits for it or goes on, and
+whether all parts that it gives and takes are of one size, so that MPI's alltoall will do. A member
+that gives up waiting writes so first, and looks once more: if all have come meanwhile it stays,
+since the others may have entered MPI's blocking call by then.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _NUMBER_SHIFT = 3
 
 
 class Turnout(IntEnum):
-    """How the members come to a collective."""
+    """Manner in which the members come to a collective."""
 
     APART = 0
     """Some do not wait for it: no member may go into MPI's blocking call."""
@@ -49,19 +54,13 @@ class Turnout(IntEnum):
 class Arrivals:
     """The collectives that members of a group on one host have come to, in memory that all read.
 
-    Each member counts its collectives, and writes for each whether it waits for it or goes on, and
-    whether all parts that it gives and takes are of one size, so that MPI's alltoall will do. One
-    that gives up waiting writes so first, and looks once more: if all have come meanwhile it stays,
-    since the others may have entered MPI's blocking call by then.
-
     Args:
         link: how to wait.
         mine: this member's words; the others can only read them.
-        others: the other members' words.
     """
 
     num_words: ClassVar = _WINDOW + 2
-    """One for each collective in the window, how many there were, and for how many milliseconds
+    """A word for each collective in the window, how many there were, and for how many milliseconds
     this member may stay in MPI's blocking call: 0 where it is in none."""
 
     link: MpiConnection
@@ -70,7 +69,7 @@ class Arrivals:
     _interruption: BaseException | None = field(default=None, init=False)
 
     def for_core(self) -> Any:
-        """The core's object that does what ``enter`` does while the others come soon."""
+        """Return the core's object that does what ``enter`` does while the others come soon."""
         return core.ArrivalWords(
             core.Words(self.mine),
             [core.Words(theirs) for theirs in self.others],
@@ -85,16 +84,13 @@ class Arrivals:
         )
 
     def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Turnout:
-        """Come to the next collective, and wait for the others.
-
-        Where it returns that all wait the caller must go into MPI's call at once: what a signal's
-        handler raises in between leaves the others there.
+        """Come to the next collective and, if ``waits``, wait until the others have come.
 
         Args:
-            waits: whether this member waits for it. One that does not returns at once.
-            timeout: how long it may take until the others have come.
             is_even: whether all parts that this member gives and takes are of one size.
         """
+        # Where this returns that all wait, the caller must go into MPI's call at once: what a
+        # signal's handler raises in between leaves the others there.
         number = self.mine[_WINDOW] = self.mine[_WINDOW] + 1
         if not number % _CHECK_EVERY:
             self._wait_for_the_slowest(number, timeout)
@@ -108,20 +104,15 @@ class Arrivals:
             return self.leave(error)
 
     def wait_for_all(self, timeout: timedelta) -> Turnout:
-        """Go on with ``enter``, for a native caller that has written that it waits.
-
-        Where a signal's handler raises before the first line runs, the caller must ``leave``.
-        """
+        """Go on with ``enter`` for a native caller, which leaves where a handler raises before."""
         try:
             return self._wait_for_all(self.mine[_WINDOW], timeout)
         except BaseException as error:
             return self.leave(error)
 
     def leave(self, error: BaseException) -> Turnout:
-        """Give up waiting, and raise ``error``; or stay, and keep it for ``end``.
-
-        Where all have come by now the others may be inside MPI's call, which takes this one, too.
-        """
+        """Give up waiting, and raise ``error``; or stay, and keep it for ``end``."""
+        # Where all have come by now the others may be inside MPI's call, which takes this one, too.
         number = self.mine[_WINDOW]
         is_even = bool(self.mine[number % _WINDOW] & _EVEN)
         self._write(number, _LEAVES, is_even)
@@ -138,7 +129,7 @@ class Arrivals:
         return self._turnout(number)
 
     def stay_inside(self, call: Callable[..., Any], arguments: Any, timeout: timedelta) -> None:
-        """Make MPI's blocking call, which may take as long as the timeout, as others can see."""
+        """Make MPI's blocking call, and show the others meanwhile how long it may take."""
         self.mine[_INSIDE] = milliseconds(timeout)
         try:
             call(*arguments)
@@ -146,12 +137,12 @@ class Arrivals:
             self.mine[_INSIDE] = 0
 
     def find_stay(self) -> tuple[int, float] | None:
-        """Number and timeout in seconds of this member's blocking collective; None in none."""
+        """Return number and timeout in seconds of this member's blocking collective, or None."""
         number, limit_ms = self.mine[_WINDOW], self.mine[_INSIDE]
         return (number, limit_ms / 1000) if limit_ms else None
 
     def end(self) -> None:
-        """After MPI's call: raise what interrupted the wait before it."""
+        """Raise, behind MPI's call, what interrupted the wait before it."""
         interruption, self._interruption = self._interruption, None
         if interruption is not None:
             raise interruption
@@ -179,7 +170,7 @@ class Arrivals:
         return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
-        """Whether all others are there, else let MPI go on; raises where one has given up."""
+        """Return whether all others are there, else let MPI go on; raise where any has left."""
         for place, theirs in enumerate(self.others):
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:
@@ -207,13 +198,13 @@ class Arrivals:
 
 
 def milliseconds(timeout: timedelta) -> int:
-    """A timeout as a word has it: at least 1."""
+    """Return a timeout as a word has it: at least 1 ms."""
     return max(1, int(timeout.total_seconds() * 1000))
 
 
 @cache
 def words_of_process() -> SharedWords | None:
-    """The shared words of this process for all its groups over MPI; None where it can have none."""
+    """Return this process's shared words for its groups over MPI; None where it can have none."""
     return make_shared_words()
 
 

@@ -1,7 +1,7 @@
 """MPI, by mpi4py: the ranks that mpiexec has started.
 
 A collective is one call of MPI's, in its blocking form where all members wait for it (see
-``Arrivals``), and else in the nonblocking one, which goes on while it is polled. What MPI does not
+``Arrivals``), and else in its nonblocking form, which goes on while it is polled. What MPI does not
 reduce itself is done in another dtype (``datatypes``).
 """
 
@@ -51,7 +51,7 @@ _EVEN = Turnout.EVEN
 
 
 class MpiCommunicator(Communicator):
-    """One member's part of a group over MPI; ``arrivals`` is None where members cannot be seen."""
+    """Part of one member in a group over MPI; ``arrivals`` is None where members cannot be seen."""
 
     wants_senders = True
     posts_at_once = True
@@ -192,7 +192,7 @@ class MpiCommunicator(Communicator):
 
     def _all_to_all(self, prepared: PreparedCall) -> Operation:
         # A member may have much for one and little for another, which sees that little alone. So
-        # each pair decides for itself whether its part goes with the others.
+        # each pair of members decides for itself whether its part goes with the others.
         outputs, inputs = prepared.outputs, prepared.inputs
         most = self._most_for_one(inputs[0])
         large = [
@@ -305,13 +305,13 @@ class MpiCommunicator(Communicator):
     def _copy_back(
         self, plan: MpiReduction, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
-        """The function that writes a reduction into ``output``, and gives back its memory."""
+        """Return the function that writes a reduction into ``output``, and frees its memory."""
 
         def copy_back() -> None:
             plan.decode(result, output, self.size)
             if plan.wide is not None and plan.in_order is None:
-                for one in used or (result,):
-                    self.scratch.give(one)
+                for tensor in used or (result,):
+                    self.scratch.give(tensor)
 
         return copy_back
 
@@ -331,9 +331,12 @@ class MpiCommunicator(Communicator):
         *buffers: Any,
         is_even: bool = False,
     ) -> Operation:
-        """Do the collective that mpi4py calls ``name``, or start it, and keep the tensors that it
-        uses; ``then`` copies back. ``is_even``: all parts of an exchange of this member's are of
-        one size.
+        """Do the collective that mpi4py calls ``name``, or start it.
+
+        Args:
+            kept: the tensors that it uses, kept while it runs.
+            then: copies the result back.
+            is_even: whether all parts of this member's exchange are of one size.
         """
         if self._is_cuda and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
@@ -373,7 +376,11 @@ class MpiCommunicator(Communicator):
     def _message(
         self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any
     ) -> Operation:
-        """Start a message; ``taken`` is what a receive's operation needs besides."""
+        """Start a message over MPI.
+
+        Args:
+            taken: what a receive's operation needs besides.
+        """
         link = self._link
         if self._is_cuda:
             _synchronize(tensor)
@@ -387,7 +394,7 @@ class MpiCommunicator(Communicator):
         return link.start(MpiOperation(link, request, tensor, None, *taken))
 
     def _tag(self, tag: int) -> int:
-        """MPI's tag for a program's: the same, but for those that this MPI has not."""
+        """Return MPI's tag for a program's: the same, but for those that this MPI has not."""
         largest = self._largest_tag
         if tag <= largest - _MOST_NUMBERED_TAGS:
             return tag
@@ -401,7 +408,7 @@ class MpiCommunicator(Communicator):
         return largest - number
 
     def _most_for_one(self, x: torch.Tensor) -> int:
-        """How many elements one member may have for another in an exchange of all."""
+        """Return how many elements one member may have for another in an exchange of all."""
         return self._buffers.most // (self.size * x.itemsize)
 
 
@@ -415,7 +422,7 @@ class MpiWire(Wire):
     def support(
         self, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
     ) -> str:
-        """As for any wire; CUDA tensors are staged, unless a library says that it takes them."""
+        """Return the support as of any wire; CUDA tensors are "built", since they may be staged."""
         found = super().support(verb, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
@@ -424,11 +431,11 @@ class MpiWire(Wire):
         return find_mpi_problem() is None
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Why this machine cannot use the wire, and the fix."""
+        """Return why this machine cannot use the wire, and the fix."""
         return find_mpi_problem() or super().why_unavailable()
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group among its members alone; the first one of all starts MPI."""
+        """Open the group among its members alone; the first group of a process starts MPI."""
         link, arrivals = open_link(opening)
         if opening.device_type == "cpu" or is_cuda_aware(link.MPI):
             return MpiCommunicator(opening, link, arrivals)
@@ -437,7 +444,7 @@ class MpiWire(Wire):
 
 
 def _of_one_size(cut: tuple[Any, Any, Any]) -> tuple[Any, int, Any]:
-    """Parts of one size, as MPI's alltoall takes them, which counts for one member."""
+    """Return parts of one size as MPI's alltoall takes them, which counts for one member."""
     memory, (counts, _), kind = cut
     return memory, counts[0], kind
 

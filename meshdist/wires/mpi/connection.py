@@ -85,7 +85,7 @@ class MpiOperation(Operation):
         return Operation.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
-        """Let MPI go on, unless another thread does so just now; whether it is done with this."""
+        """Let MPI go on, unless another thread does so just now; return whether this is done."""
         if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
@@ -95,7 +95,7 @@ class MpiOperation(Operation):
         return self.is_done
 
     def test_quietly(self) -> bool:
-        """As ``test``; also where it has failed, as ``finish`` will raise."""
+        """Return ``test()``; True also where it has failed, as ``finish`` will raise."""
         try:
             return self.test()
         except self.link.MPI.Exception:
@@ -104,19 +104,10 @@ class MpiOperation(Operation):
 
 @dataclass(eq=False)
 class MpiConnection:
-    """One member's part in a group.
+    """Part of one member in a group over MPI, with its operations in flight.
 
     Args:
-        MPI: mpi4py's module.
-        comm: MPI's communicator.
-        opening: the group.
-        cards: the members' processes.
         end: gives back what the group has taken besides.
-
-    Attributes:
-        spin_s: how long to spin for another member, before the thread yields or sleeps.
-        in_flight: the operations that Python has started.
-        flights: the core's object that has those of the fast path; None where there is no such.
     """
 
     MPI: Any
@@ -126,6 +117,7 @@ class MpiConnection:
     end: Callable[[], None]
     is_aborted: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
+    # Those that Python has started; the core has those of the fast path, if there is any.
     in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
     flights: MpiFlights | None = field(default=None, init=False)
     keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -133,6 +125,7 @@ class MpiConnection:
     _process_id: int = field(default_factory=os.getpid, init=False)
 
     def __post_init__(self) -> None:
+        # How long to spin for another member, before the thread yields or sleeps.
         self.spin_s = 0.0 if self.opening.num_local > num_cores() else _SPIN_S
         _links.add(self)
 
@@ -142,7 +135,7 @@ class MpiConnection:
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
-        """The members whose processes have ended, as far as can be seen."""
+        """Return the members whose processes have ended, as far as can be seen."""
         return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
 
     def start(self, operation: MpiOperation) -> MpiOperation:
@@ -181,18 +174,13 @@ class MpiConnection:
             if link.flights is not None and link.flights.progress():
                 return
             with link.keeping:
-                operation = next((one for one in link.in_flight if not one.is_done), None)
+                operation = next((it for it in link.in_flight if not it.is_done), None)
             if operation is not None:
                 operation.test_quietly()
                 return
 
     def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
-        """Return when ``is_done()``, which lets MPI go on: spin first, then yield, then sleep.
-
-        Raises:
-            WireAborted, WireTimeout: as their names say.
-            MemberLost: a member has ended.
-        """
+        """Return when ``is_done()``, which lets MPI go on: spin first, then yield, then sleep."""
         begin = time.perf_counter()
         while not is_done():
             if time.perf_counter() - begin >= self.spin_s:
@@ -219,7 +207,7 @@ class MpiConnection:
             self.opening.store.set(left_key(self.opening.rank), "")
 
     def say_why(self, number: int, reason: BaseException) -> None:
-        """Tell the other members why this one waits no longer for the collective ``number``."""
+        """Tell the other members why this member waits no longer for the collective ``number``."""
         text = " ".join(f"{reason}".split()) or type(reason).__name__
         if not isinstance(reason, WireFailure):
             text = f"{type(reason).__name__} {reason}".strip()
@@ -227,7 +215,7 @@ class MpiConnection:
             self.opening.store.set(_why_key(self.opening.rank, number), text)
 
     def find_why(self, member: int, number: int) -> str:
-        """The reason that ``say_why`` has told on another member."""
+        """Return the reason that ``say_why`` has told on another member."""
         text, key = "", _why_key(member, number)
         with suppress(RuntimeError):
             if self.opening.store.check([key]):
@@ -244,7 +232,7 @@ class MpiConnection:
         self.leave()
         self.end()
         with self.keeping:
-            unfinished = [one for one in self.in_flight if not one.test_quietly()]
+            unfinished = [it for it in self.in_flight if not it.test_quietly()]
             self.in_flight.clear()
         if self.flights is not None and self.flights.close():
             self._has_stranded = True
@@ -266,7 +254,7 @@ class MpiConnection:
             )
 
     def failure(self, error: Any, num_bytes: int | None = None) -> WireFailure:
-        """The failure for an error from MPI in a receive of ``num_bytes``, or elsewhere (None)."""
+        """Return the failure for MPI's error, in a receive of ``num_bytes`` or elsewhere (None)."""
         if num_bytes is not None and error.Get_error_class() == self.MPI.ERR_TRUNCATE:
             return MessageMisfit(
                 f"a longer message came where {num_bytes} bytes were to be received"
@@ -275,7 +263,7 @@ class MpiConnection:
         return WireAborted(text) if self.is_aborted else WireFailure(text)
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
-        """``is_done()``; raises where it never will be."""
+        """Return ``is_done()``; raise where it never will be true."""
         if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
             raise WireFailure("the communicator was closed")
         if is_done():
@@ -285,7 +273,7 @@ class MpiConnection:
         return False
 
     def _looks(self, is_done: Callable[[], bool]) -> Callable[[], None]:
-        """A function to call often: it checks now and then whether a member is lost, and raises."""
+        """Return a function to call often, which checks now and then whether a member is lost."""
         next_look, num_looks = time.perf_counter() + _LOOK_S, 0
 
         def look() -> None:
@@ -319,7 +307,7 @@ _abandoned: list[Any] = []
 
 
 def _all_links() -> tuple[MpiConnection, ...]:
-    """The links of this process, closed ones too; none while another thread opens one."""
+    """Return this process's connections, also closed; none while another thread opens a group."""
     try:
         return tuple(_links)
     except RuntimeError:
@@ -327,7 +315,7 @@ def _all_links() -> tuple[MpiConnection, ...]:
 
 
 def left_key(member: int) -> str:
-    """The key that a member sets in the store when it takes no further part."""
+    """Return the key that a member sets in the store when it takes no further part."""
     return f"left/{member}"
 
 
@@ -336,7 +324,7 @@ def _why_key(member: int, number: int) -> str:
 
 
 def report_dead_ranks_at_the_end() -> None:
-    """Make this rank print which ranks have died when mpiexec ends it for that."""
+    """Let this rank print which ranks have died when mpiexec ends it for that."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _report)

@@ -52,10 +52,10 @@ _PIECE = 1 << 30
 
 
 class MpiBuffers:
-    """The arguments of MPI's calls for tensors, ``most`` elements each; None asks the library."""
+    """Maker of the arguments of MPI's calls for tensors, of at most ``most`` elements each."""
 
     def __init__(self, MPI: Any, most: int | None = None) -> None:
-        if most is None:
+        if most is None:  # as the library counts
             most = _MOST if MPI.Get_version() >= (4, 0) else _MOST_BEFORE_4
         self.most = most
         self._MPI = MPI
@@ -64,12 +64,12 @@ class MpiBuffers:
         self.large_type = lru_cache(256)(self._new_large_type)
 
     def numbers(self, x: torch.Tensor, kind: Any, num_blocks: int = 1) -> tuple[Any, int, Any]:
-        """The elements of ``x``, of MPI's datatype ``kind``, to be reduced; counted by blocks."""
+        """Return the elements of ``x``, of datatype ``kind``, to be reduced; counted by blocks."""
         count = x.numel()
         return self._at(x.data_ptr(), count * x.itemsize), count // num_blocks, kind
 
     def moved(self, x: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
-        """The bytes of ``x``, to be moved; counted by blocks."""
+        """Return the bytes of ``x``, to be moved; counted by blocks."""
         num_bytes = x.numel() * x.itemsize
         memory, count = self._at(x.data_ptr(), num_bytes), num_bytes // num_blocks
         if num_bytes <= self.most:
@@ -77,7 +77,7 @@ class MpiBuffers:
         return memory, 1, self.large_type(count)
 
     def cut(self, x: torch.Tensor, sizes: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Consecutive parts of ``x``, of so many elements each; all together within ``most``."""
+        """Return consecutive parts of ``x``, of so many elements each, as bytes to be moved."""
         item = x.itemsize
         counts = [size * item for size in sizes]
         starts, end = [], 0
@@ -96,7 +96,7 @@ class MpiBuffers:
 
 
 def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """One flat tensor of all, and what gives its memory back; a view where they lie in a row."""
+    """Return one flat tensor of all, a view where they lie in a row, and what frees its memory."""
     whole = _in_a_row(tensors)
     if whole is not None:
         return whole, None
@@ -106,7 +106,7 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
 
 
 def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """One flat tensor for all, and what takes it apart; a view where they lie in a row."""
+    """Return one flat tensor for all, a view where they lie in a row, and what takes it apart."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -120,7 +120,7 @@ def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwar
 
 
 def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
-    """One view of tensors that lie one after the other in one block of memory."""
+    """Return one view of tensors that lie in a row in one block of memory; None of any others."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
     end = start
@@ -141,7 +141,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class MpiReduction:
-    """How one reduction of one dtype is done.
+    """Way to do one reduction of one dtype.
 
     Args:
         op: the reduction that MPI does.
@@ -163,7 +163,7 @@ class MpiReduction:
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """The flat array that MPI reduces for ``x``: its own memory, new, or of ``scratch``."""
+        """Return the flat array that MPI reduces for ``x``: its own memory or another."""
         x = x.detach().view(-1)
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
@@ -191,7 +191,7 @@ class MpiReduction:
 
 @cache
 def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
-    """How to reduce ``dtype`` with ``op``; raises DtypeError where that has no meaning."""
+    """Return the way to reduce ``dtype`` with ``op``; raise DtypeError where there is none."""
     check_reducible(wire, op, dtype)
     if dtype is torch.bool:
         return MpiReduction(ON_BOOL[op])
@@ -211,7 +211,8 @@ _sums_of_two = {dtype: MpiReduction(ReduceOp.SUM, ours=dtype) for dtype in _HALV
 
 
 def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
-    """How a group of ``size`` reduces; to hash an op takes longer than to add a few numbers."""
+    """Return the way in which a group of ``size`` reduces."""
+    # To hash an op takes longer than to add a few numbers.
     if op is not ReduceOp.SUM:
         return find_plan("mpi", op, dtype)
     plan = _sums_of_two.get(dtype) if size == 2 and core is not None else None
@@ -223,7 +224,7 @@ def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
 
 @cache
 def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
-    """MPI's datatypes for the dtypes that it adds up itself."""
+    """Return MPI's datatypes for the dtypes that it adds up itself."""
     kinds = [dtype for dtype in DTYPES if find_plan("mpi", ReduceOp.SUM, dtype).is_plain]
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 
@@ -231,9 +232,7 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
 def native_reductions(
     MPI: Any, size: int
 ) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[Any, ...]]]]:
-    """The reductions that the native core does, SUM first: op, number, and for each dtype the
-    handles of MPI's type and op, and how the numbers are recoded, if they are.
-    """
+    """Return the reductions that the core does, SUM first: op, number, and entries by dtype."""
     found = []
     for op in PLAIN_OPS:
         kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]
@@ -243,7 +242,7 @@ def native_reductions(
 
 
 def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, ...]:
-    """The entry of a dtype in ``native_reductions``; () where Python reduces it."""
+    """Return MPI's handles of type and op, and the recoding, if any; () where Python reduces."""
     travelling = plan.in_order or plan.wide or dtype
     handles = mpi_type(MPI, travelling).handle, op_of(MPI, plan).handle
     if plan.is_plain:
@@ -260,26 +259,24 @@ def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, 
 
 
 def op_of(MPI: Any, plan: MpiReduction) -> Any:
-    """The reduction of a plan, as MPI takes it."""
+    """Return the reduction of a plan as MPI takes it."""
     return _mpi_op(MPI, plan.op) if plan.ours is None else _sum_of_two(MPI, plan.ours)
 
 
 @cache
 def _sum_of_two(MPI: Any, dtype: torch.dtype) -> Any:
-    """A reduction that adds 16-bit floats; for two members, since it rounds each sum.
-
-    It runs no Python code: a signal's handler that raised inside would end the whole job.
-    """
+    """Return a reduction that adds 16-bit floats, of two members only: it rounds each sum."""
+    # It runs no Python code: a signal's handler that raised inside would end the whole job.
     return MPI.Op.Create(partial(core.add_to, core.DTYPES[dtype_name(dtype)]), commute=True)
 
 
 @cache
 def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
-    """MPI's datatype for a dtype in which it computes, or of 16-bit floats that it only moves."""
+    """Return MPI's datatype for a dtype that it computes in, or for 16-bit floats that it moves."""
     return MPI.UINT16_T if dtype in _HALVES else getattr(MPI, DTYPES[dtype].mpi)
 
 
 @cache
 def _mpi_op(MPI: Any, op: ReduceKind) -> Any:
-    """MPI's reduction for that of a plan."""
+    """Return MPI's reduction for that of a plan."""
     return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op.name)

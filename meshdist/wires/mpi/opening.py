@@ -57,7 +57,7 @@ def watch(arrivals: Arrivals, explain: Explain) -> None:
 
 
 def forget(arrivals: Arrivals) -> None:
-    """Look no more after a group, which ends."""
+    """Stop looking after a group, which ends."""
     _watched.pop(arrivals, None)
 
 
@@ -70,10 +70,13 @@ def _look_after_all() -> None:
     since: dict[Arrivals, tuple[int, Deadline]] = {}
     while True:
         time.sleep(_PERIOD_S)
-        inside = {one: stay for one in tuple(_watched) if (stay := one.find_stay()) is not None}
+        stays = {group: group.find_stay() for group in tuple(_watched)}
+        inside = {group: stay for group, stay in stays.items() if stay is not None}
         since = {
-            one: since[one] if one in since and since[one][0] == number else (number, Deadline(s))
-            for one, (number, s) in inside.items()
+            group: since[group]
+            if group in since and since[group][0] == number
+            else (number, Deadline(seconds))
+            for group, (number, seconds) in inside.items()
         }
         for arrivals, (_, deadline) in since.items():
             if deadline.is_over:
@@ -81,7 +84,7 @@ def _look_after_all() -> None:
 
 
 def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
-    """Explain why the call is not finished, and end the process, unless it is by now."""
+    """Explain why the call is not finished, and end the process, unless it has ended by now."""
     explain = _watched.get(arrivals)
     if explain is None:
         return
@@ -138,7 +141,7 @@ _openings = itertools.count()
 
 
 class _Region:
-    """This member's region of its process's shared words, for the group that opens."""
+    """Region of this process's shared words, for this member of a group that opens."""
 
     def __init__(self, opening: Opening) -> None:
         self.words: memoryview | None = None
@@ -165,7 +168,7 @@ class _Region:
             self._shared_words.release(self._key)
 
     def release_after_all(self) -> None:
-        """Give them back once every member has closed the group: till then one may read them."""
+        """Give the region back once every member has closed the group: any may read it before."""
         keys = [left_key(member) for member in range(len(self._opening.ranks))]
         try:
             is_over = self._opening.store.check(keys)
@@ -183,12 +186,7 @@ _closed: set[_Region] = set()
 
 
 def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
-    """Open a group among its members alone; arrivals are None where they cannot be seen.
-
-    Raises:
-        BackendError: a member cannot use MPI, or they are not in one world of MPI; all raise it.
-        WireTimeout: a member did not come.
-    """
+    """Open a group among its members alone; arrivals are None where they cannot be seen."""
     mine: dict[str, Any] = {"card": my_card().to_json()}
     region = _Region(opening)
     try:
@@ -217,12 +215,12 @@ def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
         raise
     everyone = MPI.COMM_WORLD
     all_ranks = everyone.Get_group()
-    group = all_ranks.Incl([one["rank"] for one in members])
-    cards = [one["card"] for one in members]
+    group = all_ranks.Incl([member["rank"] for member in members])
+    cards = [member["card"] for member in members]
     with limited(opening, lambda: cards):
         comm = everyone.Create_group(group, members[0]["tag"])
-    for one in (group, all_ranks):
-        one.Free()
+    group.Free()
+    all_ranks.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     link = MpiConnection(MPI, comm, opening, cards, region.release_after_all)
     report_dead_ranks_at_the_end()
@@ -238,7 +236,7 @@ def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
 
 
 def _started(opening: Opening) -> Any:
-    """``mpi4py.MPI``, started: with all ranks of its world, of which some may be stopped."""
+    """Return ``mpi4py.MPI``, started together with all ranks of its world, within the timeout."""
     if load_mpi().Is_initialized():
         return start_mpi()
     store, keys = opening.store, [f"mpi starts/{member}" for member in range(len(opening.ranks))]
@@ -255,7 +253,7 @@ def _started(opening: Opening) -> Any:
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries of all members, after each has written its own."""
+    """Return the entries of all members, after each has written its own."""
     store = opening.store
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
@@ -268,7 +266,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_member(value: Any) -> dict[str, Any]:
-    """A member's entry, parsed; raises where it is something else."""
+    """Return a member's entry, parsed; raise where it is something else."""
     found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])
@@ -283,10 +281,10 @@ def parse_member(value: Any) -> dict[str, Any]:
 
 
 def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
-    for one in members:
-        if "problem" in one:
-            raise BackendError(**one["problem"])
-    places, sizes = {one["rank"] for one in members}, {one["size"] for one in members}
+    for member in members:
+        if "problem" in member:
+            raise BackendError(**member["problem"])
+    places, sizes = {member["rank"] for member in members}, {member["size"] for member in members}
     are_in_one = len(sizes) == 1 and all(0 <= place < min(sizes) for place in places)
     if len(places) < len(members) or not are_in_one:
         raise BackendError(
@@ -302,13 +300,13 @@ def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
 def _words_of_others(
     opening: Opening, members: Sequence[dict[str, Any]]
 ) -> list[memoryview] | None:
-    """Where the other members write when they arrive; None where that cannot be seen."""
+    """Return the words that the other members write as they arrive; None where any is not seen."""
     found = []
-    for member, one in enumerate(members):
-        if member == opening.rank:
+    for place, member in enumerate(members):
+        if place == opening.rank:
             continue
-        view = find_view(one["words"]["address"]) if "words" in one else None
-        words = None if view is None else view.find(one["words"]["key"], Arrivals.num_words)
+        view = find_view(member["words"]["address"]) if "words" in member else None
+        words = None if view is None else view.find(member["words"]["key"], Arrivals.num_words)
         if words is None:
             return None
         found.append(words)
@@ -326,8 +324,12 @@ def make_fast_path(
     most_bytes: int,
     works: tuple[Any, ...],
 ) -> FastPath | None:
-    """The fast path of a group; None where MPI's functions are not found. Tags count up to
-    ``largest_tag``, and bytes of a call to ``most_bytes``; ``works`` is for calls that are started.
+    """Return the fast path of a group; None where MPI's functions are not found.
+
+    Args:
+        largest_tag: the largest tag that it takes.
+        most_bytes: the most that a call may move.
+        works: for calls that are started.
     """
     MPI, failing = link.MPI, link.MPI.Exception
     functions = _find_functions(MPI, link.comm)
@@ -362,7 +364,7 @@ def make_fast_path(
 
 
 def _find_functions(MPI: Any, comm: Any) -> Any:
-    """MPI's own functions, for the native core; None where one is not found."""
+    """Return MPI's own functions, for the native core; None where any is not found."""
     addresses = find_functions(MPI, *core.MPI_FUNCTIONS)
     if not addresses or not hasattr(MPI.Request, "fromhandle"):  # mpi4py has it from version 4 on
         return None

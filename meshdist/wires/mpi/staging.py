@@ -40,7 +40,7 @@ class _Queued(Operation):
     started: Operation | None = field(default=None, init=False)
 
     def run(self) -> None:
-        """Start it; for the queue's thread."""
+        """Start the operation, on the queue's thread."""
         self.started = self.begin()
 
     def finish(self, timeout: timedelta) -> None:
@@ -62,7 +62,7 @@ class _Queued(Operation):
 
 
 class StagedCommunicator(Communicator):
-    """The verbs of ``host``, for tensors on a device; ``is_over`` once it was aborted or closed."""
+    """The verbs of ``host`` for tensors on a device; ``is_over`` once it was aborted or closed."""
 
     ways: ClassVar[Mapping[str, str]] = {}  # all are the host's
     wants_senders = True
@@ -154,19 +154,19 @@ class StagedCommunicator(Communicator):
 
 
 def _places(tensors: Tensors) -> list[torch.Tensor]:
-    """Host memory for each, pinned where they lie on a GPU."""
+    """Return host memory for each tensor, pinned where it lies on a GPU."""
     return [torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in tensors]
 
 
 def _down(tensors: Tensors) -> list[torch.Tensor]:
-    """Copies in host memory, complete when ``_events(tensors)`` are reached."""
+    """Return copies in host memory, complete when ``_events(tensors)`` are reached."""
     copies = _places(tensors)
     _copy(copies, tensors)
     return copies
 
 
 def _copy(outputs: Tensors, sources: Tensors) -> None:
-    """Queue copies of each on the current streams."""
+    """Queue a copy of each source into its output, on the current streams."""
     with writing():
         for output, source in zip(outputs, sources, strict=True):
             output.copy_(source, non_blocking=True)
@@ -175,12 +175,12 @@ def _copy(outputs: Tensors, sources: Tensors) -> None:
 
 
 def _events(tensors: Tensors) -> list[torch.cuda.Event]:
-    """The events that are reached when all that was queued for them so far is complete."""
+    """Return the events that are reached when all that was queued for the tensors is complete."""
     return [_event(device) for device in {x.device for x in tensors if x.is_cuda}]
 
 
 def _event(device: torch.device | int) -> torch.cuda.Event:
-    """An event at the end of a device's current stream; to wait for it takes no core."""
+    """Return an event at the end of a device's current stream; to wait for it takes no core."""
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
     return event

@@ -52,19 +52,19 @@ if _core is not None:
 
 _SUM = ReduceOp.SUM
 _KIB = 1024
-# Per member there are four slots, and per pair of members two rings. With two members larger ones
+# Per member there are four slots, and per pair of members two rings. With two members larger sizes
 # measured faster: what is written anew has left the cores' own caches by then (messages of 4 MiB
-# took 148 us through 2 MiB, 177 through 1). Many members get smaller ones, so that their slots
+# took 148 us through 2 MiB, 177 through 1). Many members get smaller sizes, so that their slots
 # together stay in the shared cache, and a group takes no more than some MiB.
 _MEMORY = ((2, 512 * _KIB, 2048 * _KIB), (4, 256 * _KIB, 256 * _KIB), (None, 128 * _KIB, 64 * _KIB))
 _ALIGNMENT = 4096
 
 Places = Sequence[tuple[int, int]]
-"""Of each buffer its address, and how many elements it has."""
+"""The address of each buffer, and how many elements it has."""
 
 
 class ShmCommunicator(Communicator):
-    """One member's part of a group in shared memory, over the native communicator ``core``."""
+    """Part of one member in a group in shared memory, over the native communicator ``core``."""
 
     ways: ClassVar[Mapping[str, str]] = dict.fromkeys(WIRE_VERBS, "start")
     averages_at_once = True
@@ -79,7 +79,7 @@ class ShmCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Everything is native but what the core cannot reduce."""
+        """Return "native" for all but what the core cannot reduce, or cannot do."""
         if _core is None:
             return ""
         if verb in REDUCING_VERBS and (dtype, op.value) not in REDUCTION_CODES:
@@ -215,7 +215,7 @@ class ShmWire(Wire):
         return _core is not None
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Why this machine cannot use the wire, and the fix."""
+        """Return why this machine cannot use the wire, and the fix."""
         folder = Path(__file__).parents[3]
         if (folder / "CMakeLists.txt").exists():
             return (
@@ -228,7 +228,7 @@ class ShmWire(Wire):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raises WireRefused on every member where one cannot."""
+        """Open the group's memory; raise WireRefused on every member where any cannot."""
         if not opening.is_one_host:
             raise WireRefused("its ranks run on several hosts")
         core = _share(
@@ -243,14 +243,14 @@ class ShmWire(Wire):
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:
-    """New memory for a group of ``size``; returns its open file."""
+    """Make memory for a group of ``size``; return its open file."""
     slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
     _check_room(_core.segment_bytes(size, slot, ring))
     return int(_core.create_segment(size, slot, ring, is_crowded))
 
 
 def _make_memory(num_bytes: int) -> int:
-    """New memory for buffers; returns its open file."""
+    """Make memory for buffers; return its open file."""
     _check_room(num_bytes)
     return int(_core.create_memory(num_bytes))
 
@@ -263,7 +263,7 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _attach_memory(shared: Shared) -> Any:
-    """Memory for buffers, which needs no handles of processes."""
+    """Return memory for buffers, which needs no handles of processes."""
     for handle in shared.processes:
         if handle >= 0:
             os.close(handle)
@@ -271,7 +271,7 @@ def _attach_memory(shared: Shared) -> Any:
 
 
 def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
-    """The result of ``attach`` on memory that all members share; ``make`` opens it on the first."""
+    """Return ``attach`` of memory that all members share; the first member's is from ``make``."""
     made: list[Any] = []
 
     def attach_and_close(shared: Shared) -> None:
@@ -294,16 +294,16 @@ _BYTES = (DTYPE_CODES.get(torch.uint8, 0), 0)
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """The core's reductions: op, its number, and its codes for each dtype."""
+    """Return the core's reductions: op, its number, and its codes for each dtype."""
     found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
     for op in PLAIN_OPS:
         codes = {dtype: REDUCTION_CODES.get((dtype, op.value)) for dtype in DTYPE_CODES}
-        found.append((op, op.value, {one: pair for one, pair in codes.items() if pair}))
+        found.append((op, op.value, {dtype: pair for dtype, pair in codes.items() if pair}))
     return found
 
 
 def _core_verbs() -> dict[str, tuple[int, Form, Form]]:
-    """Of each collective the core's number, and the forms in which the core takes tensors."""
+    """Return each collective's number in the core, and the forms in which it takes tensors."""
     found = {}
     for way, verb in WIRE_VERBS.items():
         name, forms = way.removesuffix("_single"), [verb.takes, verb.gives]
@@ -323,10 +323,8 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
 def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int, int, Places]:
-    """Where tensors lie: the address of one, and how much of it travels; or the places of many.
-
-    Each element counts as ``scale`` of what travels, as one or as its bytes.
-    """
+    """Return the address of one tensor, and how much of it travels; or the places of several."""
+    # Each element counts as ``scale`` of what travels: as 1, or as its bytes.
     if form is _ONE:
         tensor = tensors[0]
         return tensor.data_ptr(), tensor.numel() * scale, ()
@@ -341,7 +339,7 @@ def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int
 
 
 def _layouts(tensors: Tensors) -> Sequence[Layout]:
-    """How each lies, in units of what travels; () where all are in row-major order."""
+    """Return how each lies, in units of what travels; () where all are in row-major order."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return ()
     return [_layout(tensor) for tensor in tensors]
@@ -366,7 +364,11 @@ def failure_of(
     number: int | None = None,
     message: tuple[bool, int, int] | None = None,
 ) -> WireFailure:
-    """The failure that a status of the core's means; a ``message`` is (is_send, peer, tag)."""
+    """Return the failure that a status of the core's means.
+
+    Args:
+        message: whether it is a send, the peer and the tag.
+    """
     known = _core.STATUSES
     cause = failure.status if status == known["ABORTED"] else status
     text = failure.text
@@ -392,13 +394,13 @@ def failure_of(
 
 
 def _gone(failure: Any) -> list[int]:
-    """The members that have ended or closed their part."""
+    """Return the members that have ended or closed their part."""
     pairs = zip(failure.has_exited, failure.was_closed, strict=True)
     return [member for member, seen in enumerate(pairs) if any(seen)]
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """The member that has gone, and how; of a message its other side, if that has."""
+    """Return the loss of the member that has gone; of a message its other side, if that has."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]

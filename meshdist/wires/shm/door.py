@@ -1,8 +1,8 @@
-"""Where the members of a group come in, and strangers do not.
+"""The entrance to a group's shared memory, for its members and no other process.
 
 Any process of the host can find a Unix socket and connect to it. So the first member makes a
 secret, which the others read in the store, and each sends it in its first message. A connection
-that says anything else is dropped, and one that says nothing keeps no member waiting. A process of
+that says anything else is dropped, and a silent connection keeps no member waiting. A process of
 another user is told so, since it may be a member. This does not keep out a process of this user
 that can read the store.
 """
@@ -23,7 +23,7 @@ from functools import partial
 from ...runtime.deadlines import Deadline, Grace, wait_until
 
 __all__ = [
-    "STRANGER",
+    "OF_ANOTHER_USER",
     "Door",
     "close_all",
     "enter",
@@ -95,7 +95,7 @@ def send_part(
 def receive_part(
     connection: socket.socket, num_bytes: int, most_files: int
 ) -> tuple[bytes, list[int], bool]:
-    """Receive one message: at most so many bytes and files, and whether all files have come."""
+    """Receive one message; return its bytes, its files, and whether all files have come."""
     # Not socket.recv_fds, which lets programs that are started inherit them.
     room = socket.CMSG_SPACE(most_files * _FILE_BYTES)
     data, more, flags, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
@@ -113,7 +113,7 @@ def close_all(files: list[int]) -> None:
 
 
 def _try_to_send(connection: socket.socket, data: bytes, files: Sequence[int]) -> bool:
-    """Send files; or return False while too many files of this user are under way."""
+    """Send files; return False while too many files of this user are under way."""
     try:
         connection.sendmsg(
             [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -125,8 +125,8 @@ def _try_to_send(connection: socket.socket, data: bytes, files: Sequence[int]) -
     return True
 
 
-STRANGER = -1
-"""The number that a process of another user is sent: it may be a member."""
+OF_ANOTHER_USER = -1
+"""The number that is sent to a process of another user, which may be a member."""
 
 _SECRET_BYTES = 16
 _GREETING = struct.Struct(f"!{_SECRET_BYTES}sI")  # the secret, and the member's place
@@ -135,21 +135,13 @@ _SILENT_S = 1.0  # so long each of them may do so where others wait for its plac
 
 
 class Door:
-    """The first member's socket, which is no file, and the connections that have not spoken yet.
-
-    Args:
-        size: how many members the group has.
-
-    Attributes:
-        address: where it is, and the secret: a text for ``enter``.
-        awaited: the places of the members that have not come yet.
-    """
+    """The first member's socket, which is no file, and the connections that have not spoken yet."""
 
     def __init__(self, size: int) -> None:
         name = f"meshdist-{secrets.token_hex(16)}"
         self._secret = secrets.token_bytes(_SECRET_BYTES)
-        self.address = f"{name} {self._secret.hex()}"
-        self.awaited = set(range(1, size))
+        self.address = f"{name} {self._secret.hex()}"  # for ``enter``
+        self.awaited = set(range(1, size))  # the places of members that have not come yet
         self._silent: dict[socket.socket, Deadline] = {}  # the oldest comes first
         self._listener = socket.socket(socket.AF_UNIX)
         try:
@@ -161,41 +153,37 @@ class Door:
 
     def close(self) -> None:
         """Let no more in, and drop the connections that have not spoken."""
-        for one in (self._listener, *self._silent):
-            one.close()
+        for connection in (self._listener, *self._silent):
+            connection.close()
         self._silent.clear()
 
     def watched(self) -> list[socket.socket]:
-        """The sockets to ``look`` at when they have something to read."""
+        """Return the sockets to ``look`` at when they have something to read."""
         is_full = (
             len(self._silent) >= _MOST_SILENT and not next(iter(self._silent.values())).is_over
         )
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
-    def look(self, one: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """The next arrival: a member's place, its connection and its process's handle; or None.
-
-        Raises:
-            OSError: no file number is left for a member.
-        """
-        if one is self._listener:
+    def look(self, connection: socket.socket) -> tuple[int, socket.socket, int] | None:
+        """Return what came: a member's place, its connection, its process's handle; or None."""
+        if connection is self._listener:
             self._accept()
-        if self._silent.pop(one, None) is None:
+        if self._silent.pop(connection, None) is None:
             return None
         try:
-            data, files, is_whole = receive_part(one, _GREETING.size, 1)
+            data, files, is_whole = receive_part(connection, _GREETING.size, 1)
         except OSError:
             data, files, is_whole = b"", [], True
         secret, place = _GREETING.unpack(data.ljust(_GREETING.size, b"\0"))
         is_member = hmac.compare_digest(secret, self._secret) and place in self.awaited
         if not is_member or not is_whole or len(files) != 1:
             close_all(files)
-            one.close()
+            connection.close()
             if is_member and not is_whole:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             return None
         self.awaited.remove(place)
-        return place, one, files[0]
+        return place, connection, files[0]
 
     def _accept(self) -> None:
         if len(self._silent) >= _MOST_SILENT:
@@ -209,7 +197,7 @@ class Door:
             raise
         if _peer_user(connection) != os.getuid():
             with connection, suppress(OSError):
-                send(connection, STRANGER, [], Grace(0.0))
+                send(connection, OF_ANOTHER_USER, [], Grace(0.0))
             return
         connection.setblocking(False)
         self._silent[connection] = Grace(_SILENT_S)
@@ -223,7 +211,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Show the door the secret and this process's handle; False if it is another user's."""
+    """Show the door the secret and this process's handle; return False if it is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
@@ -241,14 +229,14 @@ def enter(
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """The user whose process is at the other end."""
+    """Return the user whose process is at the other end."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])
 
 
 def _try_to_connect(connection: socket.socket, name: str) -> bool:
-    """Connect; or return False while too many others wait to be accepted."""
+    """Connect; return False while too many others wait to be accepted."""
     try:
         connection.connect(f"\0{name}")
     except BlockingIOError:

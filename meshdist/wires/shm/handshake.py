@@ -3,8 +3,8 @@
 The first member makes the memory and a Unix socket without a file (``door``), and writes the
 socket's address to the store. Each member connects and sends a handle to its own process (a pidfd).
 When all have connected, each gets the memory and all handles, and confirms that it has mapped them.
-A member that fails writes its reason to the store, where the first one stays, and disconnects: so
-in the end all members share, or all raise the same reason.
+A member that fails writes its reason to the store, where the first reason stays, and disconnects:
+so in the end all members share, or all raise the same reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import Store
 from ...error_text import ranks_text
 from ...runtime.deadlines import Deadline, Grace, wait_until
 from ..operations import WireFailure, WireRefused, WireTimeout
-from .door import STRANGER, Door, close_all, enter, limit, receive, send
+from .door import OF_ANOTHER_USER, Door, close_all, enter, limit, receive, send
 
 __all__ = ["Shared", "share"]
 
@@ -43,7 +43,7 @@ class Shared:
 
 
 class _Trouble(Exception):
-    """Why nothing is shared: one of ``_KINDS``, and a text."""
+    """Reason why nothing is shared: one of ``_KINDS``, and a text."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -67,12 +67,6 @@ def share(
         make_memory: makes the memory and returns its open file; called on the first member.
         attach: begins to use it; called on every member. Raises OSError, MemoryError or
             RuntimeError where it cannot.
-        timeout_s: how long to wait for the others.
-
-    Raises:
-        WireRefused: a member cannot; all raise it.
-        WireTimeout: a member did not come.
-        WireFailure: a member has left, or the store is lost.
     """
     try:
         with ExitStack() as stack:  # what is still open is closed when the reason is known to all
@@ -92,7 +86,7 @@ def share(
 
 @dataclass
 class _Member:
-    """One member's way to the memory; the arguments are those of ``share``, and what it opens."""
+    """Way of one member to the memory; the arguments are those of ``share``, and what it opens."""
 
     store: Store
     rank: int
@@ -104,7 +98,7 @@ class _Member:
     next_look: Deadline = field(default_factory=lambda: Grace(_SLICE_S))  # into the store
 
     def lead(self) -> None:
-        """As the first member: make the memory, and hand it to the others."""
+        """Make the memory, as the first member, and give it to the others."""
         held: list[int] = []
         self.stack.callback(close_all, held)
         try:
@@ -123,12 +117,12 @@ class _Member:
         handles = {0: own}
         connections: dict[socket.socket, int] = {}
         while door.awaited:
-            for one in self._ready([*door.watched(), *connections], door.awaited):
-                if one in connections:  # no member sends anything before all have come
-                    rank = self.ranks[connections[one]]
+            for socket_ in self._ready([*door.watched(), *connections], door.awaited):
+                if socket_ in connections:  # no member sends anything before all have come
+                    rank = self.ranks[connections[socket_]]
                     raise _Trouble("left", f"rank {rank} left while memory was shared")
                 with _as_trouble(self.ranks[0], "a member"):
-                    came = door.look(one)
+                    came = door.look(socket_)
                 if came is not None:
                     member, connection, handle = came
                     self.stack.enter_context(connection)
@@ -150,12 +144,12 @@ class _Member:
         """Wait until every other member has confirmed that it uses the memory."""
         left = dict(connections)
         while left:
-            for one in self._ready(left, set(left.values())):
-                with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(one)]}"):
-                    receive(one, self.deadline)
+            for socket_ in self._ready(left, set(left.values())):
+                with _as_trouble(self.ranks[0], f"rank {self.ranks[left.pop(socket_)]}"):
+                    receive(socket_, self.deadline)
 
     def follow(self) -> None:
-        """As any other member: get the memory from the first."""
+        """Get the memory from the first member."""
         address = self._await_address()
         with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
             connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -163,12 +157,12 @@ class _Member:
             own = _own_handle()
             self.stack.callback(os.close, own)
             is_of_this_user = enter(connection, address, self.rank, own, self.deadline)
-            answer, files = STRANGER, list[int]()
+            answer, files = OF_ANOTHER_USER, list[int]()
             if is_of_this_user:
                 answer, files = receive(connection, self.deadline, 1 + len(self.ranks))
             if len(files) != 1 + len(self.ranks):
                 close_all(files)
-                if answer == STRANGER:
+                if answer == OF_ANOTHER_USER:
                     raise PermissionError(f"rank {self.ranks[0]} runs as another user")
                 raise OSError(f"rank {self.ranks[0]} has sent {len(files)} files")
             memory, *handles = files
@@ -181,16 +175,12 @@ class _Member:
     def _ready(
         self, sockets: Iterable[socket.socket], awaited: Iterable[int]
     ) -> list[socket.socket]:
-        """Those of ``sockets`` that have something to read, or are closed; after a moment none.
-
-        Raises:
-            _Trouble: another member has written its own to the store, or ``awaited`` are late.
-        """
+        """Return those of ``sockets`` that can be read or are closed; after a moment none."""
         with selectors.PollSelector() as selector:
-            for one in sockets:
-                selector.register(one, selectors.EVENT_READ)
+            for socket_ in sockets:
+                selector.register(socket_, selectors.EVENT_READ)
             ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(_SLICE_S)]
-        if self.next_look.is_over:
+        if self.next_look.is_over:  # another member may have written its trouble to the store
             self.next_look = Grace(_SLICE_S)
             if self.store.check([_TROUBLE]):
                 raise _Trouble(*_read_trouble(self.store.get(_TROUBLE)))
@@ -225,13 +215,13 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
 
 
 def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
-    """The trouble that all members report: the first in the store."""
+    """Return the trouble that all members report: the first in the store."""
     mine = json.dumps([trouble.kind, str(trouble)])
     return _read_trouble(store.compare_set(_TROUBLE, "", mine))
 
 
 def _read_trouble(found: bytes) -> tuple[str, str]:
-    """The kind and the text of a trouble in the store."""
+    """Return the kind and the text of a trouble in the store."""
     with suppress(ValueError, TypeError, RecursionError):
         kind, text = json.loads(found)
         if kind in _KINDS:

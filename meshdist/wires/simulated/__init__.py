@@ -1,1 +1,1 @@
-"""The wire of simulated ranks: one process, its ranks one at a time."""
+"""The wire of simulated ranks: one process, of whose ranks exactly one runs."""

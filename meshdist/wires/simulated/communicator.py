@@ -1,4 +1,4 @@
-"""The wire of simulated ranks: one process, its ranks one at a time.
+"""The wire of simulated ranks: one process, of whose ranks exactly one runs.
 
 Since all members lie in one process, every call is compared with the others' before any data
 moves, and a rank that waits for what cannot come fails at once. Timeouts are accepted and never end
@@ -32,13 +32,11 @@ DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 
 
 class SimulatedCommunicator(Communicator):
-    """A group of simulated ranks, as one of them sees it.
+    """A group of simulated ranks, as one rank of them sees it."""
 
-    Every verb moves its data natively, and is done when its last member has started it. A send is
-    done at once: the message is copied, so that programs which are right where sends are eager do
-    not deadlock here, and messages of one sender under one tag arrive in the order sent. An abort
-    by one member aborts all of them.
-    """
+    # Every verb moves its data natively, and is done when its last member has started it. A send
+    # is done at once: the message is copied, so that programs which are right where sends are eager
+    # do not deadlock here, and messages of one sender under one tag arrive in the order sent.
 
     ways = dict.fromkeys(WIRE_VERBS, "_collective") | {"send": "_send", "recv": "_recv"}
     averages_at_once = True
@@ -54,7 +52,7 @@ class SimulatedCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Native, but for reductions of what torch cannot add."""
+        """Return "native", or "" for reductions of what torch cannot add."""
         if verb in REDUCING_VERBS and find_lack(op, dtype) is not None:
             return ""
         return super().support(verb, device_type, dtype, op)
@@ -133,7 +131,7 @@ class SimulatedCommunicator(Communicator):
             raise WireFailure("the communicator was closed")
 
     def _noted(self, prepared: PreparedCall) -> Note:
-        """The call's note, with the number and the name that it has in the meeting."""
+        """Return the call's note, with the number and the name that it has in the meeting."""
         recorder = prepared.recorder
         assert recorder is not None  # a wire's own calls are those of other wires
         note = recorder.find_note(prepared.number)
@@ -141,7 +139,7 @@ class SimulatedCommunicator(Communicator):
         return Note(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
-        """Elements to or from each member: of one tensor for each, or of one for all."""
+        """Return the elements to or from each member; a single tensor counts for each."""
         counts = tuple(tensor.numel() for tensor in tensors)
         return counts * self.size if len(counts) == 1 else counts
 
@@ -154,7 +152,7 @@ class SimulatedWire(Wire):
     communicator_kind = SimulatedCommunicator
 
     def is_available(self) -> bool:
-        """True: it needs nothing but torch."""
+        """Return True: it needs nothing but torch."""
         return True
 
     def open(self, opening: Opening) -> Communicator:

@@ -4,7 +4,7 @@ Calls are compared as they come; the last member of a collective moves its data.
 its receive, or a receive for its message.
 
 ``_writes`` reads all that a verb needs, then says what is to be written where; ``move`` writes.
-Results are the same bits on every member, since all of them are given one and the same result.
+Results are the same bits on every member, since all of them are given the same result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
-"""A tensor of one member's, and what is to be written into it."""
+"""Tensors of members, each with what is to be written into it."""
 
 
 @dataclass
@@ -53,9 +53,8 @@ class MemberData:
     """The members' parts in one collective, in group order.
 
     Args:
-        inputs: what each member brings: one tensor, or one for each member, or a list.
+        inputs: what each member brings: a tensor, a tensor for each member, or a list.
         outputs: what each member's results are written into.
-        op: the reduction, of verbs that reduce.
         root: the member that a rooted verb starts from or leads to.
     """
 
@@ -103,15 +102,13 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 
 def _writes(verb: WireVerb, round_: MemberData) -> Writes:
-    """The data that a verb writes into each output, by its forms.
-
-    All members' tensors stand in columns; a member gets one column, all, or a part of one:
-
-        scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)          member 2: x2
-        all_gather of a, b, c                  column (a b c) as one           all: abc
-        all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)         all: both
-        reduce_scatter of a, b, c              column (a+b+c)                  member 2: its third
-    """
+    """Return the data that a verb writes into each output, by its forms."""
+    # All members' tensors stand in columns; a member gets one column, all, or a part of one:
+    #
+    #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
+    #     all_gather of a, b, c                  column (a b c) as one       all: abc
+    #     all_reduce_list of [a d] [b e] [c f]   columns (a+b+c) (d+e+f)     all: both
+    #     reduce_scatter of a, b, c              column (a+b+c)              member 2: its third
     outputs, root, takes = round_.outputs, round_.root, verb.takes
     if takes is verb.gives is Form.NONE:
         return []
@@ -173,28 +170,25 @@ class PendingCall(Operation):
 
     @abstractmethod
     def describe(self) -> str:
-        """The operation in words, with what it waits for."""
+        """Return the operation in words, with what it waits for."""
 
     def end(self, failure: Exception | None = None) -> None:
-        """The operation is done, or has failed; forget its tensors."""
+        """Note that the operation is done, or has failed."""
         self.failure = failure
         self.is_done = True
 
 
 @dataclass(eq=False)
 class PendingCollective(PendingCall):
-    """One member's part in a collective, carried by the verb ``way`` of a communicator.
-
-    ``op`` is what that reduces by: the call's own may be done in several steps.
-    """
+    """Part of one member in a collective, carried by the verb ``way`` of a communicator."""
 
     way: str
     inputs: Tensors
     outputs: Tensors
-    op: ReduceKind | None
+    op: ReduceKind | None  # of ``way``: the call's own may be done in several steps
 
     def describe(self) -> str:
-        """The call in words, with the members that it waits for."""
+        """Return the call in words, with the members that it waits for."""
         note, meeting = self.note, self.meeting
         there = meeting.rounds[note.sequence]
         missing: dict[int, list[int]] = {}
@@ -209,7 +203,7 @@ class PendingCollective(PendingCall):
         )
 
     def end(self, failure: Exception | None = None) -> None:
-        """The collective is done, or has failed; forget its tensors."""
+        """Note that the collective is done, or has failed; forget its tensors."""
         self.failure, self.inputs, self.outputs = failure, (), ()
         self.is_done = True
 
@@ -227,11 +221,11 @@ class PendingReceive(PendingCall):
         return super().source() if self._source is None else self._source
 
     def takes(self, message: SentMessage) -> bool:
-        """Return whether a message is meant."""
+        """Return whether a message is meant for this receive."""
         return self.tag == message.tag and self.peer in (None, message.source)
 
     def accept(self, message: SentMessage) -> None:
-        """Take a message; one that does not fit is an error of the whole group."""
+        """Take a message; where it does not fit, fail the whole group."""
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
         self._source = message.source
@@ -254,7 +248,7 @@ class PendingReceive(PendingCall):
             self.meeting.fail(failure)
 
     def describe(self) -> str:
-        """The receive in words, and the messages that came instead."""
+        """Return the receive in words, and the messages that came instead."""
         note, meeting = self.note, self.meeting
         lines = [f"{note.called} over {meeting.title}, called at {note.where}"]
         lines += [
@@ -266,7 +260,7 @@ class PendingReceive(PendingCall):
         return "\n".join(lines)
 
     def end(self, failure: Exception | None = None) -> None:
-        """The message is there, or the receive has failed; forget its tensor."""
+        """Note that the message is there, or that the receive has failed; forget its tensor."""
         super().end(failure)
         self.tensor = None
 
@@ -294,10 +288,10 @@ class Meeting:
         self.receives: list[list[PendingReceive]] = [[] for _ in ranks]
         self.is_aborted = False
         self.failure: Exception | None = None
-        """Of members that disagreed; whatever is started after that fails with it."""
+        """The disagreement of members, if any; whatever is started after it fails with it."""
 
     def enter(self, started: PendingCollective) -> None:
-        """Add a member's call to its round; the last one moves the data."""
+        """Add a member's call to its round; the last call moves the data."""
         number = started.note.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
@@ -323,10 +317,10 @@ class Meeting:
     def _find_disagreement(
         self, started: PendingCollective, there: Mapping[int, PendingCollective]
     ) -> AgreementError | None:
-        """Compare the newest call with all that are there."""
+        """Return the error where the newest call differs from those of its round, or None."""
         first = next(iter(there.values()))
         fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
-        notes = {member: one.note for member, one in there.items()}
+        notes = {member: call.note for member, call in there.items()}
         if fits and not any(map(_sizes, notes.values())):
             return None
         mismatch: str | None = None
@@ -363,7 +357,7 @@ class Meeting:
         self.messages[to].append(message)
 
     def receive(self, receive: PendingReceive) -> None:
-        """Take the first message that is meant, or wait for it."""
+        """Give a receive the first message that is meant for it, or let it wait."""
         waiting = self.messages[receive.member]
         for place, message in enumerate(waiting):
             if receive.takes(message):
@@ -372,18 +366,18 @@ class Meeting:
         self.receives[receive.member].append(receive)
 
     def fail(self, failure: AgreementError) -> None:
-        """Members disagree: fail everything that is not done, and all that follows."""
+        """Fail all that is not done and all that follows, since members disagree."""
         self.failure = failure
         self._end(failure)
 
     def abort(self) -> None:
-        """Fail everything that is not done, and all that follows."""
+        """Fail all that is not done and all that follows, since a member has aborted."""
         self.is_aborted = True
         self._end(WireAborted("the communicator was aborted"))
 
     def _end(self, failure: Exception) -> None:
         pending: list[PendingCall] = [
-            one for there in self.rounds.values() for one in there.values()
+            call for there in self.rounds.values() for call in there.values()
         ]
         pending.extend(receive for waiting in self.receives for receive in waiting)
         for step in pending:
@@ -395,7 +389,7 @@ class Meeting:
 
 
 def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) -> str | None:
-    """The sizes in which the new call of ``member`` differs from another one; None if none do."""
+    """Return words for sizes in which ``member``'s new call differs from another's, or None."""
     sizes = {other: note.sizes or _even_sizes(note) for other, note in notes.items()}
     for other in sorted(notes):
         for source, target in ((member, other), (other, member)):
@@ -408,13 +402,13 @@ def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) 
 
 
 def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
-    """As much to and from each member as the call's one tensor has."""
+    """Return as much to and from each member as the call's one tensor has."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Do it; returns its failure, which every member raises, not only the one that runs here."""
+    """Do it; return its failure, which every member raises, not only the member that runs here."""
     try:
         action()
     except Exception as failure:

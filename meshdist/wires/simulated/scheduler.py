@@ -35,11 +35,8 @@ __all__ = [
 T = TypeVar("T")
 
 
-class RankReleased(BaseException):
-    """Ends a simulated rank after another one failed.
-
-    Not an ``Exception``, so that ``except Exception`` in the program lets it through.
-    """
+class RankReleased(BaseException):  # which ``except Exception`` in the program lets through
+    """Exception that ends a simulated rank after another has failed."""
 
 
 class Waiting(Protocol):
@@ -49,14 +46,14 @@ class Waiting(Protocol):
         """Return whether the rank can run again; quick, and without effect."""
 
     def describe(self) -> str:
-        """The wait in words: completes the sentence "rank 0 waits in"."""
+        """Return the wait in words that complete the sentence "rank 0 waits in"."""
 
 
 _MOST_VAIN_POLLS = 100_000
 
 
 class Rank:
-    """One simulated rank: a thread, and what it waits for while it does not run."""
+    """Simulated rank: a thread, and what it waits for while it does not run."""
 
     def __init__(self, index: int, scheduler: Scheduler[Any]) -> None:
         self.index = index
@@ -92,7 +89,7 @@ class Rank:
             raise RankReleased
 
     def wait(self, waiting: Waiting) -> None:
-        """Let others run until ``waiting`` is ready; raises DeadlockError if it never will be."""
+        """Let others run until ``waiting`` is ready; raise DeadlockError if it never will be."""
         self.check_here()
         self.num_vain_polls = 0
         if waiting.is_ready():
@@ -106,15 +103,11 @@ class Rank:
             self.complete_watched()
 
     def poll(self, awaited: Waiting) -> None:
-        """Let others run, and go on in any case: this rank has polled ``awaited`` in vain.
-
-        A rank that polls in vain without end does wait: then this waits, too, so that a deadlock is
-        found.
-        """
+        """Let others run, and go on in any case, since ``awaited`` was polled in vain."""
         if self._is_polling:
             return
         self.num_vain_polls += 1
-        if self.num_vain_polls > _MOST_VAIN_POLLS:
+        if self.num_vain_polls > _MOST_VAIN_POLLS:  # it does wait: so a deadlock is found
             self.wait(awaited)
         else:
             self.check_here()
@@ -126,7 +119,7 @@ class Rank:
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
-        """Complete what can be, here and now; no other rank runs while this one polls."""
+        """Make the watched calls that are due; no other rank runs while this rank polls."""
         if not self._watched or self._is_polling:
             return
         due: list[Callable[[], None]] = []
@@ -154,7 +147,7 @@ def find_rank_here() -> Rank | None:
 
 
 class Scheduler(Generic[T]):
-    """Runs ``size`` ranks, exactly one at a time."""
+    """Runner of ``size`` ranks, of which exactly one runs at any time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -169,20 +162,15 @@ class Scheduler(Generic[T]):
         self._is_all_over = False
         self._asked: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self.is_profiled = torch.autograd._profiler_enabled()
-        """Return whether a profiler of torch's watches the caller's thread, and no rank's."""
+        """Whether a profiler of torch's watches the caller's thread, and no rank's."""
 
     def run(
         self, body: Callable[[int], T], interrupted: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """Call ``body(rank)`` on every rank and return the results by rank.
+        """Call ``body(rank)`` on every rank; return results by rank, or raise the first failure.
 
         Args:
-            body: the program.
             interrupted: called at Ctrl-C, while the ranks are where they were.
-
-        Raises:
-            The first exception of a rank itself, with the rank as its attribute ``rank``, after
-            all other ranks were released.
         """
         callers = ProcessState()
         threads = [
@@ -220,7 +208,7 @@ class Scheduler(Generic[T]):
             self._has_begun = True
             self._resume(self.ranks[0])
             # In slices: a nested simulation waits here on a rank's thread, which an
-            # interruption of the outer one reaches between two slices only.
+            # interruption of the outer simulation reaches between two slices only.
             while not self._serve(0.5):
                 pass
         except BaseException as error:
@@ -235,7 +223,7 @@ class Scheduler(Generic[T]):
                 thread.join()
 
     def call_outside(self, function: Callable[[], object]) -> None:
-        """Let the caller's thread call ``function``, and wait for that; for the rank that runs."""
+        """Let the caller's thread call ``function``, and wait for that on the rank that runs."""
         is_done = threading.Event()
         self._asked.put(function)
         self._asked.put(is_done.set)
@@ -249,7 +237,7 @@ class Scheduler(Generic[T]):
         return self._is_all_over
 
     def _stop(self, started: list[threading.Thread]) -> None:
-        """End all ranks from the caller's thread, the running one at its next line."""
+        """End all ranks from the caller's thread, the rank that runs at its next line."""
         for rank in self.ranks[len(started) :]:
             rank.is_over = True
         if not started:
@@ -269,7 +257,7 @@ class Scheduler(Generic[T]):
                     self._resume(self._choose(self._running.index))
 
     def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        """A rank's thread, from the start to its end."""
+        """Run a rank's thread from its start to its end."""
         try:
             rank.may_run.acquire()
             if not rank.is_released:
@@ -289,7 +277,7 @@ class Scheduler(Generic[T]):
         seed_as(rank.index)
         try:
             # A context of its own, and the backward on this thread on every device: the engine's
-            # device threads serve all ranks, and one that waits in a verb would stop them all.
+            # device threads serve all ranks, and a rank that waits in a verb would stop them all.
             with torch.autograd.set_multithreading_enabled(False):
                 self._results[rank.index] = contextvars.Context().run(body, rank.index)
             rank.ending = "returned"
@@ -301,7 +289,7 @@ class Scheduler(Generic[T]):
                 self._failure = (rank, error)
 
     def switch_from(self, rank: Rank) -> None:
-        """Let the next rank that can run do so; returns when ``rank`` runs again."""
+        """Let the next rank that can run do so; return when ``rank`` runs again."""
         with self._switching:
             _let_pending_exceptions_out()
             chosen = self._choose(rank.index)
@@ -326,7 +314,7 @@ class Scheduler(Generic[T]):
             rank.may_run.release()
 
     def _choose(self, after: int) -> Rank | None:
-        """The next rank that can run; None when all are over. A deadlock interrupts all."""
+        """Return the next rank that can run, None when all are over; a deadlock interrupts all."""
         for step in range(1, self.size + 1):
             rank = self.ranks[(after + step) % self.size]
             if not rank.is_over and (
@@ -349,7 +337,7 @@ class Scheduler(Generic[T]):
         return stuck[0]
 
     def _report(self) -> str:
-        """The wait of each rank, ranks that wait for the same joined."""
+        """Return the wait of each rank in words, ranks that wait for the same joined."""
         return grouped_text(
             (
                 rank.index,
@@ -359,7 +347,7 @@ class Scheduler(Generic[T]):
         )
 
     def _release_all(self) -> None:
-        """Let every rank end at its next wait; a deadlock is raised first, where there is one."""
+        """Let every rank end at its next wait; a deadlock is raised first, if there is any."""
         for rank in self.ranks:
             if not rank.is_over and not rank.is_released:
                 rank.is_released = True
@@ -368,11 +356,11 @@ class Scheduler(Generic[T]):
 
 
 def _let_pending_exceptions_out() -> None:
-    """An exception sent to this thread is raised in this call, before anything changes."""
+    """Let an exception that was sent to this thread be raised here, before anything changes."""
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
-    """Attach the rank to ``error``; its traceback then begins at the program's own lines."""
+    """Attach the rank to ``error``, and let its traceback begin at the program's own lines."""
     text = f"raised on simulated rank {rank} of {size}"
     error.rank = rank  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11):

@@ -30,14 +30,13 @@ class CallWait:
 
 
 class SimulatedStore(Store):
-    """The store of simulated ranks: waiting on it lets other ranks run.
+    """The store of simulated ranks: waiting on it lets other ranks run."""
 
-    Has every method that torch documents for stores, with HashStore's meaning, and serves
-    torch's PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives
-    stores written in Python no place for those). Time-outs never expire; a key that no rank can
-    set any more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds
-    the C++ half only.
-    """
+    # Has every method that torch documents for stores, with HashStore's meaning, and serves torch's
+    # PrefixStore (which reaches all of them but ``list_keys`` and the queues: torch gives stores
+    # written in Python no place for those). Time-outs never expire; a key that no rank can set any
+    # more is a DeadlockError. Keep a reference while a PrefixStore is in use: it holds the C++ half
+    # only.
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +53,8 @@ class SimulatedStore(Store):
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``, 0 at first, and return the sum.
-
-        Adding 0 reads it: the other ranks have run before.
-        """
-        if amount == 0:
+        """Add to the number under ``key``, 0 at first, and return the sum."""
+        if amount == 0:  # a program that only reads may be polling
             before = self._values.get(key)
             self._poll(lambda: self._values.get(key) != before, f"store.add({key!r}, 0)")
         present = self._values.get(key, b"0")
@@ -91,26 +87,23 @@ class SimulatedStore(Store):
         self._wait(lambda: self._has(keys) or is_in_vain(), f"store.wait({list(keys)!r})")
 
     def peek(self, key: str) -> bytes | None:
-        """The value of ``key``, None where it is not set; no other rank runs meanwhile."""
+        """Return the value of ``key``, None where it is not set, while no other rank runs."""
         return self._values.get(key)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected`` (or is absent and that is empty).
-
-        Returns:  what the key holds afterwards; ``expected`` where it is absent still.
-        """
-        wanted = _to_bytes(expected)
+        """Set ``key`` to ``desired`` if it holds ``expected``; return the value it then has."""
+        wanted = _to_bytes(expected)  # an absent key equals an empty value
         call = f"store.compare_set({key!r})"
         if self._poll(lambda: self._values.get(key, b"") == wanted, call):
             self._values[key] = _to_bytes(desired)
         return self._values.get(key, wanted)
 
     def delete_key(self, key: str) -> bool:
-        """Forget ``key``; whether it was there."""
+        """Forget ``key``; return whether it was there."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many keys are set."""
+        """Return how many keys are set."""
         return len(self._values)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -129,7 +122,7 @@ class SimulatedStore(Store):
             self.set(key, value)
 
     def list_keys(self) -> list[str]:
-        """All keys that are set, in the order in which they came."""
+        """Return all keys that are set, in the order in which they came."""
         return list(self._values)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
@@ -137,22 +130,22 @@ class SimulatedStore(Store):
         self._queues.setdefault(key, deque()).append(_to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of the queue ``key``; wait for one if ``block``."""
+        """Take the first value of the queue ``key``, waiting for it if ``block``."""
         act = self._wait if block else self._poll
         if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
             raise QueueEmptyError(f"queue {key!r} is empty")
         return self._queues[key].popleft()
 
     def queue_len(self, key: str) -> int:
-        """How many values the queue ``key`` holds."""
+        """Return how many values the queue ``key`` holds."""
         return len(self._queues.get(key, ()))
 
     def has_extended_api(self) -> bool:
-        """True: append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are there."""
         return True
 
     def clone(self) -> SimulatedStore:
-        """This store itself: a rank that waits on it blocks no other."""
+        """Return this store itself: a rank that waits on it blocks no other."""
         return self
 
     # The names under which torch's PrefixStore looks for them.
@@ -163,7 +156,7 @@ class SimulatedStore(Store):
         self._wait(lambda: self._has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Wait until ``is_ready()``, while other ranks run; returns True."""
+        """Wait until ``is_ready()``, while other ranks run; return True."""
         if is_ready():
             return True
         rank = find_rank_here()
