@@ -82,7 +82,7 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
 
 
 def like(tensor: torch.Tensor, original: Array) -> Array:
-    """Return ``tensor`` in the library of ``original``, sharing its memory: ``as_tensor`` undone.
+    """Return ``tensor`` in the library of ``original``, sharing its memory.
 
     Example:
         >>> import numpy as np
@@ -150,7 +150,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``tensors``, each apart from every tensor of ``outputs``."""
+    """Return ``tensors``, copied where what arrives in any of ``outputs`` would change them."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)

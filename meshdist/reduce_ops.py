@@ -213,7 +213,7 @@ def multiply(tensor: torch.Tensor, factor: Factor) -> None:
 
 
 def _wrapped(factor: Any, dtype: torch.dtype) -> int:
-    """Return a whole factor within the range of ``dtype``, with the same product."""
+    """Return ``factor`` wrapped into the range of ``dtype``, where it gives the same product."""
     limits = torch.iinfo(dtype)
     return (int(factor) - limits.min) % (1 << limits.bits) + limits.min
 

@@ -58,7 +58,7 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
 
 
 def say(talk: Any, message: dict[str, Any]) -> None:
-    """Send one message."""
+    """Send one message, as a line of JSON."""
     talk.write(json.dumps(message) + "\n")
     talk.flush()
 

@@ -286,7 +286,8 @@ class BoundedStore(Store):
         return self._address
 
     def let_server_end(self) -> None:
-        """Close the watch behind the requests under way: a server that ends waits for that."""
+        """Close this client's watch behind the requests under way: an ending server waits for
+        it."""
         if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))
@@ -312,8 +313,7 @@ class BoundedStore(Store):
     # -- the requests ------------------------------------------------------------------------------
 
     def ask(self, request: Callable[[Store], T]) -> T:
-        """Return the answer to ``request``, a function of the raw store; raise StoreError if none
-        comes."""
+        """Return what ``request`` returns for the raw store; raise StoreError if nothing comes."""
         raw = self._check_usable()
         self._check_served()
         if self._thread is None:

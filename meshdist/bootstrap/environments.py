@@ -189,7 +189,7 @@ def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
-    """Return LOCAL_RANK, this process's number on its host; raises where missing or wrong."""
+    """Return LOCAL_RANK, this process's number on its host; raise where it is missing or wrong."""
     reader = _Reader(environment)
     number = reader.number("LOCAL_RANK")
     if not reader.is_sound:

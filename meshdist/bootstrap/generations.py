@@ -195,8 +195,7 @@ class Attempt:
             raise
 
     def _claim(self, keys: Store, generation: int) -> int | None:
-        """Return the rank under which this process's card stands now; None if the generation is
-        closed."""
+        """Claim a rank by this process's card; return the rank, or None in a closed generation."""
         about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
         about["is_server"] = self.handle.is_served_here
         text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
@@ -273,6 +272,7 @@ class Attempt:
         hosts = tuple(state["hosts"])
         below = f"{self.prefix}/{generation}/world"
         server = state["server"]
+        local_rank = self.local_rank if state["is_numbered"] else None
         self.handle.client = f"rank {rank} of {self.size}"
         if server is not None:
             self.handle.server = SERVER.format(server)
@@ -287,15 +287,10 @@ class Attempt:
             self.handle,
             server,
             hosts,
-            self._number_on_host(hosts, rank, state["is_numbered"]),
+            hosts[:rank].count(hosts[rank]) if local_rank is None else local_rank,
             frozenset(state["wires"]),
             self.origin,
         )
-
-    def _number_on_host(self, hosts: tuple[int, ...], rank: int, is_numbered: bool) -> int:
-        if is_numbered and self.local_rank is not None:
-            return self.local_rank
-        return hosts[:rank].count(hosts[rank])
 
     def _fail(self, keys: Store, generation: int, failure: dict[str, Any], size: int) -> None:
         """Close the generation as failed, and raise, unless another rank has closed it."""
@@ -315,7 +310,7 @@ class Attempt:
 
     def _complete(self, keys: Store) -> dict[str, Any]:
         """Return the outcome of a generation in which every rank has left its card."""
-        seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _seen)
+        seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _parse_card)
         cards = [card for card, _ in seen]
         values = [value for _, value in seen]
         if any(is_alive(card) is False for card in cards):
@@ -402,8 +397,8 @@ def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
     )
 
 
-def _seen(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
-    """Return a rank's card, and the other facts that stand beside it."""
+def _parse_card(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
+    """Parse what a rank wrote as it came: its card, and the other facts beside it."""
     return ProcessCard.from_json(value), {
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
         "wires": [str(wire) for wire in value["wires"]],

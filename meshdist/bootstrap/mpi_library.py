@@ -243,7 +243,7 @@ def is_cuda_aware(MPI: Any) -> bool:
 
 
 def find_functions(MPI: Any, *names: str) -> list[int]:
-    """Return the addresses of the C functions that mpi4py calls so; [] if any name is unknown."""
+    """Return the addresses of MPI's C functions of these names; [] if any name is unknown."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(MPI.__file__)
         found = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]

@@ -62,8 +62,7 @@ _HAS_LEFT = getattr(select, "POLLRDHUP", 0)  # unlike POLLIN, not for requests
 
 
 class ServerWatch:
-    """A connection to the server of ``store``, if it has any, that only shows when the server
-    ends."""
+    """A connection to the server of ``store`` that carries no requests and ends with the server."""
 
     def __init__(self, store: Store) -> None:
         self.connection: socket.socket | None = None
@@ -194,7 +193,7 @@ class KeyAlarm:
             return True
 
     def poll(self, key: str | None = None) -> bool | None:
-        """Return whether the alarm, set for ``key`` if it was not, has rung; None while a wait has
+        """Set the alarm for ``key``, if given; return whether it has rung, None where a wait has
         it."""
         if not self.turn.acquire(blocking=False):
             return None

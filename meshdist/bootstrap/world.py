@@ -258,7 +258,7 @@ _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=Non
 
 
 def places_of_worlds() -> tuple[ContextVar[World | None], list[World | None]]:
-    """Return where the world in force stands: that of the context, or else that of the process."""
+    """Return the context variable and the process's slot that hold the world in force."""
     return _of_context, _of_process
 
 
@@ -268,7 +268,7 @@ def find_world() -> World | None:
 
 
 def get_world() -> World:
-    """Return the world in force; raises NotInitializedError where there is none."""
+    """Return the world in force; raise NotInitializedError where there is none."""
     world = _of_context.get() or _of_process[0]
     if world is None or world.is_closed:
         raise _no_world()
@@ -304,8 +304,7 @@ def _is_past_first_touch() -> bool:
 
 
 def find_unjoined_place() -> tuple[int, int] | None:
-    """Return rank and size of a process that has not joined yet; None where it has, or none is
-    told."""
+    """Return the rank and size that this process will have; None once it joined, or if unknown."""
     if find_world() is not None or _is_past_first_touch():
         return None
     if torch_distributed.is_initialized():

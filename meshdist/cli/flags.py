@@ -159,7 +159,7 @@ def _with_underscores(name: str) -> str:
 
 
 class _HabitHint(argparse.Action):
-    """Ends the command with what to type instead of the flag."""
+    """Action of a foreign flag: end the command with what to type instead."""
 
     def __call__(
         self,

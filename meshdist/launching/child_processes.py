@@ -157,7 +157,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Note ranks that were killed before, and have threads that have not seen it yet."""
+        """Note first the ends of children that were killed before, and are not quite gone yet."""
         dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
         grace = Grace(_ANSWER_S)
         for rank in dying:

@@ -158,7 +158,7 @@ def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
 
 
 def _find_own_call(report: Report) -> re.Match[bytes] | None:
-    """Return where an error that a group raises together names this rank's own call."""
+    """Return the match of this rank's own call in an error that its group raises together."""
     *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
     return found
 
@@ -171,7 +171,7 @@ def _are_of_one_error(report: Report, other: Report) -> bool:
 
 
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return the reports in lists of equal reports, or of one error, in the order given.
+    """Return lists of reports that are equal, or of one error, in the order given.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]

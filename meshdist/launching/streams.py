@@ -123,7 +123,7 @@ class Output:
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
         """Open the destination of the stream ``kind``, "stdout" or "stderr", of one rank."""
         redirects, tee = (
-            bool(_of_rank(choice, local_rank) & _BITS[kind])
+            (choice if isinstance(choice, int) else choice.get(local_rank, 0)) & _BITS[kind] > 0
             for choice in (self.redirects, self.tee)
         )
         is_shown = (
@@ -162,10 +162,6 @@ class Output:
                 expected="a folder in which files can be made",
                 fix="name another --log-dir",
             ) from None
-
-
-def _of_rank(choice: int | Mapping[int, int], local_rank: int) -> int:
-    return choice if isinstance(choice, int) else choice.get(local_rank, 0)
 
 
 LOOK_S = 0.05
@@ -277,7 +273,7 @@ class Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Show, and write down, what there is to read; return False at the end."""
+        """Pass on what there is to read, to the console and the file; return False at the end."""
         try:
             data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -321,7 +317,8 @@ class Stream:
         if not data or self._screen is None:
             return
         if self._prefix:
-            data = b"".join(self._prefix + line for line in _lines_of(data))
+            lines = filter(None, _BEHIND_A_LINE.split(data))
+            data = b"".join(self._prefix + line for line in lines)
         self._console.show(self, self._screen, data)
 
     @property
@@ -330,11 +327,11 @@ class Stream:
         return self._screen is not None
 
     def is_holding(self) -> bool:
-        """Return whether something waits to be shown because it may go on."""
+        """Return whether a line without an end, or a traceback, waits to be shown."""
         return bool((self._partial and not self._prefix) or self.report)
 
     def show_late_line(self) -> None:
-        """Show a line whose end is long in coming, as in a prompt."""
+        """Show a line whose end has not come for some time, such as a prompt."""
         if self._partial and not self._prefix and time.monotonic() - self._latest >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
@@ -347,8 +344,7 @@ class Stream:
 
     def show_report(self) -> None:
         """Show the traceback that waits, and let what follows it pass."""
-        data, self.report = self.report, b""
-        self._show(data)
+        self._show(self.take_report())
 
     def take_report(self) -> bytes:
         """Return the traceback that waits; it is not shown then."""
@@ -374,15 +370,10 @@ class Stream:
             self._file = None
 
     def ends_with(self, text: bytes) -> bool:
-        """Return whether nothing has come behind ``text``, which is not held any more."""
+        """Return whether ``text`` is the last that came, and no traceback waits."""
         return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
         """Return the last lines that are whole."""
         is_whole = len(self._kept) <= _KEPT_BYTES
         return self._kept if is_whole else self._kept.partition(b"\n")[2]
-
-
-def _lines_of(data: bytes) -> list[bytes]:
-    """Return the lines of ``data`` with their ends; the last may have none."""
-    return [line for line in _BEHIND_A_LINE.split(data) if line]

@@ -52,7 +52,7 @@ class BoundedCall:
             self._has_ended.set()
 
     def wait(self, timeout: timedelta, check: Callable[[], object] | None = None) -> Any:
-        """Return the call's result or raise its error; raise TimeoutError where it goes on.
+        """Return the call's result or raise its error; raise TimeoutError if it takes longer.
 
         Args:
             check: called now and then, to raise where waiting is in vain.
@@ -132,9 +132,9 @@ class _Threads:
             self._idle.put(None)
 
     def _make(self, call: list[Callable[[], object]]) -> None:
-        """Make the call in a list, so that what it holds may go before others know of its end."""
+        """Take the call out of its list, make it, and count it as returned."""
         try:
-            call.pop()()
+            call.pop()()  # what it holds may go before others know of its end
         finally:
             with self._has_returned:
                 self._num_busy -= 1

@@ -128,7 +128,7 @@ class Deadline:
         return self._now() >= self._end
 
     def slice_s(self, longest_s: float) -> float:
-        """Return for how long to block before the next look at it: at most ``longest_s``."""
+        """Return the seconds to block before the next look: at most ``longest_s``."""
         return longest_s if clock.is_paused() else min(longest_s, self.left_s)
 
     @staticmethod
@@ -153,7 +153,7 @@ def first_look_s(num_members: int) -> float:
 
 
 class Looks:
-    """Looks for missing members, ever more seldom the longer a member waits and a look takes.
+    """Schedule of looks for missing members, rarer the longer a member waits and a look takes.
 
     Example: the first of few looks after 1, 1.5, 2.3, 3.4, ... seconds, 11 times in a minute and a
     half; the second, ``place`` 2, from 4 s on, the third from 16: they replace a first that ends.
@@ -207,7 +207,7 @@ _LINGER_S = 1.0
 
 
 def _do_nothing() -> None:
-    """The call of a timer that is over."""
+    """Do nothing, in place of the call of a timer that is over."""
 
 
 class Timer:
@@ -224,7 +224,7 @@ class Timer:
         self._thread.add(self)
 
     def cancel(self) -> bool:
-        """Make no call; return False, once the call is over, where it was made already."""
+        """Make no call and return True; return False, once the call is over, where it was made."""
         if self._thread.remove(self):
             self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
             return True

@@ -40,12 +40,12 @@ _notes = SeedNotes()
 
 
 def seed_notes() -> SeedNotes:
-    """Return the notes of the rank that runs now."""
+    """Return the notes of how the generators of the rank that runs now were seeded."""
     return _notes
 
 
 def swap_seed_notes(notes: SeedNotes) -> None:
-    """Let ``notes`` be those of the rank that runs now."""
+    """Let ``notes`` be the seed notes of the rank that runs now."""
     global _notes
     _notes = notes
 

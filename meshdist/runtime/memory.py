@@ -36,7 +36,8 @@ class _Pool:
         self._changing = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Return bytes that come back with their last reference; None without such memory."""
+        """Return bytes that come back to the pool with their last reference; None if there are
+        none."""
         with self._changing:
             self._collect()
             most = _MOST_WASTE * num_bytes

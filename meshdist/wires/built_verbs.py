@@ -178,7 +178,7 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Turn bits of floats into places in the order, or back: behind a sign, which counts down."""
+    """Turn bits of floats, in place, into numbers in the floats' order, or back."""
     with writing():
         for some in bits.unsafe_split(_PIECE):
             _flip(some)
@@ -186,6 +186,7 @@ def flip(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _flip(bits: torch.Tensor) -> torch.Tensor:
+    # Behind a sign the other bits of a float count down.
     to_sign, magnitude = _TURNS[bits.dtype]
     return bits.bitwise_xor_((bits >> to_sign).bitwise_and_(magnitude))
 

@@ -166,7 +166,7 @@ class Communicator(ABC):
         return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
-        """Take what makes the error of a call that can neither end nor raise."""
+        """Keep ``explain`` for a call that can neither end nor raise."""
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]

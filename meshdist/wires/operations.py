@@ -176,7 +176,7 @@ class Operation(ABC):
         return self.poll()
 
     def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
-        """Let it be late after ``timeout`` from now, where no caller waits on the host."""
+        """Let the operation count as late after ``timeout``, where no caller waits on the host."""
 
     def source(self) -> int:
         """Return the member that a finished receive came from; raise for anything else."""
@@ -291,7 +291,7 @@ class Deferred(Operation):
         return self.started.source()
 
     def _try_to_start(self) -> bool:
-        """Start it if it can be; return whether it has started, or never will."""
+        """Start the operation if it can be; return whether it has started, or never will."""
         if self.started is None and self.failure is None:
             self.start()
         return self.started is not None or self.failure is not None

@@ -197,7 +197,10 @@ class _Debugger(pdb.Pdb):
         sys.settrace(trace)
         self.message(greeting)
         self.interaction(frame, None)
-        _keep_assignments(frame)
+        # Before Python 3.13 the dictionary of a frame's local variables is a copy, which Python
+        # itself writes back only from a call of a trace function.
+        if sys.version_info < (3, 13):
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
         sys.settrace(trace)
         if self.quitting:
             raise bdb.BdbQuit
@@ -213,17 +216,9 @@ class _Debugger(pdb.Pdb):
         return self._follows and super().stop_here(frame)
 
     def set_continue(self) -> None:
-        """Go on; with breakpoints left, traced."""
+        """Let the program go on, traced if any breakpoints are left."""
         super().set_continue()
         self._steps = bool(self.breaks)
-
-
-def _keep_assignments(frame: FrameType) -> None:
-    """Write what was assigned to local variables of ``frame`` back to it."""
-    # Before Python 3.13 their dictionary is a copy, which Python itself writes back only from a
-    # call of a trace function.
-    if sys.version_info < (3, 13):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -232,7 +227,7 @@ def _is_terminal(stream: Any) -> bool:
     return False
 
 
-class _Console:
+class _DebuggerConsole:
     """A terminal, or what stands in for it, as the two streams of a debugger.
 
     Args:
@@ -267,13 +262,13 @@ class _Console:
             sys.stdout.flush()
 
 
-def _find_console() -> _Console:
+def _find_console() -> _DebuggerConsole:
     """Return this process's standard input, its terminal, or that of a process above it."""
     if _is_input(0):
-        return _Console(0, is_own=False)
+        return _DebuggerConsole(0, is_own=False)
     for path in ["/dev/tty", *_terminals_above()]:
         try:
-            return _Console(os.open(path, os.O_RDWR | os.O_NOCTTY), is_own=True)
+            return _DebuggerConsole(os.open(path, os.O_RDWR | os.O_NOCTTY), is_own=True)
         except OSError:
             continue
     raise WorldError(

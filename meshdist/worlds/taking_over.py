@@ -31,7 +31,8 @@ def take_over(
     Args:
         timeout: stands in place of that of ``terms``: None where the program has named none.
     """
-    default = timeout is not None and _is_default(world, timeout)
+    defaults = {get_wire(name).default_timeout for name in world.backends.values()}
+    is_default = world.timeout is None and defaults == {timeout}
     kept = world.timeout or "the wire's default"
     rank, world_size, store = terms.rank, terms.world_size, terms.store
     init_method, group_name = terms.init_method, terms.group_name
@@ -40,7 +41,7 @@ def take_over(
         ("backend", *_compared_backends(world, backends)),
         ("rank", rank in (-1, world.rank), rank, world.rank),
         ("world_size", world_size in (-1, world.size), world_size, world.size),
-        ("timeout", timeout in (None, world.timeout) or default, timeout, kept),
+        ("timeout", timeout in (None, world.timeout) or is_default, timeout, kept),
         ("init_method", _is_from(world, init_method), repr(init_method), world.origin),
         ("store", store is None, type(store).__name__, world.origin),
         ("group_name", not group_name, repr(group_name), "no name"),
@@ -68,11 +69,6 @@ def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tupl
     named = {kind: get_wire(name).name for kind, name in backends.items()}
     is_equal = all(world.backends.get(kind) == name for kind, name in named.items())
     return is_equal, backends_text(named), there
-
-
-def _is_default(world: World, timeout: timedelta) -> bool:
-    defaults = {get_wire(name).default_timeout for name in world.backends.values()}
-    return world.timeout is None and defaults == {timeout}
 
 
 def _is_from(world: World, init_method: str | None) -> bool:

@@ -372,7 +372,7 @@ def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def _round_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write the result back where it lies in a wider copy of ``tensor``."""
+    """Copy the result into ``tensor`` where it lies in a wider copy of it."""
     if whole.dtype is not tensor.dtype:
         write(tensor, whole)
 

@@ -104,7 +104,8 @@ class Arrivals:
             return self.leave(error)
 
     def wait_for_all(self, timeout: timedelta) -> Turnout:
-        """Go on with ``enter`` for a native caller, which leaves where a handler raises before."""
+        """Wait for the others, for a native caller that has come to the collective and said so."""
+        # Where a signal's handler raises before the first line runs, the caller must ``leave``.
         try:
             return self._wait_for_all(self.mine[_WINDOW], timeout)
         except BaseException as error:
@@ -184,7 +185,7 @@ class Arrivals:
         return True
 
     def _wait_for_the_slowest(self, number: int, timeout: timedelta) -> None:
-        """Return when no member can still look for a word that is about to be overwritten."""
+        """Wait until no member can still look for a word that is about to be overwritten."""
         past = number - _WINDOW // 2
         if past > 0:
 

@@ -394,7 +394,7 @@ class MpiCommunicator(Communicator):
         return link.start(MpiOperation(link, request, tensor, None, *taken))
 
     def _tag(self, tag: int) -> int:
-        """Return MPI's tag for a program's: the same, but for those that this MPI has not."""
+        """Return MPI's tag for a program's: the same, or a small number for a tag too large."""
         largest = self._largest_tag
         if tag <= largest - _MOST_NUMBERED_TAGS:
             return tag

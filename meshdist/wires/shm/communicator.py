@@ -271,7 +271,7 @@ def _attach_memory(shared: Shared) -> Any:
 
 
 def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
-    """Return ``attach`` of memory that all members share; the first member's is from ``make``."""
+    """Return ``attach`` of memory that all members share, opened by ``make`` on the first."""
     made: list[Any] = []
 
     def attach_and_close(shared: Shared) -> None:
@@ -400,7 +400,7 @@ def _gone(failure: Any) -> list[int]:
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """Return the loss of the member that has gone; of a message its other side, if that has."""
+    """Return the failure for a member that has gone; of a message its other side, if that has."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]

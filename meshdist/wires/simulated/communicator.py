@@ -117,7 +117,7 @@ class SimulatedCommunicator(Communicator):
         self._meeting.abort()
 
     def close(self) -> None:
-        """End this member's part; a later call by it is refused."""
+        """End this member's part, so that a later call by it is refused."""
         self._is_closed = True
 
     def _check_usable(self) -> None:

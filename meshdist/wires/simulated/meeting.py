@@ -402,13 +402,13 @@ def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) 
 
 
 def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
-    """Return as much to and from each member as the call's one tensor has."""
+    """Return the sizes of a call whose members all give and take one tensor's elements."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Do it; return its failure, which every member raises, not only the member that runs here."""
+    """Run ``action``; return its failure, which every member is to raise."""
     try:
         action()
     except Exception as failure:
