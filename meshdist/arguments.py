@@ -10,15 +10,6 @@ from typing import Any
 
 from .errors import ArgumentError, KindError, ShapeError
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "check_timeout",
-    "find_whole_numbers",
-    "get_number",
-    "get_shape",
-    "get_whole_number",
-]
-
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """torch's, for every wire but NCCL."""
 

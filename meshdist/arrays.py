@@ -26,17 +26,6 @@ from torch.utils.dlpack import from_dlpack
 from .dtypes import DTYPES, QUANTIZED, dtype_name
 from .errors import ArgumentError, DtypeError, KindError
 
-__all__ = [
-    "Array",
-    "apart",
-    "apart_from_all",
-    "as_tensor",
-    "describe",
-    "find_hand_back",
-    "like",
-    "shape_text",
-]
-
 Array: TypeAlias = Any
 """A torch tensor, a NumPy array or a CuPy array."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DTYPES", "IN_ORDER", "PLAIN_DTYPES", "QUANTIZED", "SIGNED", "DtypeFacts", "dtype_name"]
-
 
 def dtype_name(dtype: object) -> str:
     """Return the name of a dtype of torch or NumPy: ``float32``."""

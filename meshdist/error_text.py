@@ -13,14 +13,6 @@ from typing import TypeVar
 
 __all__ = [
     "ExplainedError",
-    "explain",
-    "fields_among",
-    "first_line",
-    "first_texts",
-    "grouped_text",
-    "ranks_by_text",
-    "ranks_text",
-    "without_frames",
 ]
 
 E = TypeVar("E", bound=BaseException)

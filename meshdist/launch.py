@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from .cli.flags import Parser, add_launch_arguments, launch, report_usage_error
 from .error_text import explain
 
-__all__ = ["main"]
-
 _PROGRAM = "python -m meshdist.launch"
 _USAGE = f"{_PROGRAM} [--nproc-per-node N] [options] script.py ...   (or: -m module ...)"
 _EPILOG = """\

@@ -15,19 +15,8 @@ from .dtypes import DTYPES, SIGNED, dtype_name
 from .errors import ArgumentError, KindError
 
 __all__ = [
-    "ON_BOOL",
-    "PLAIN_OPS",
-    "REDUCIBLE",
-    "Factor",
-    "ReduceKind",
     "ReduceOp",
-    "Reduction",
-    "find_factor_refusal",
-    "find_refusal",
-    "is_whole_mean",
-    "multiply",
     "reduce_op",
-    "split_premul",
 ]
 
 ReduceKind: TypeAlias = TorchReduceOp.RedOpType

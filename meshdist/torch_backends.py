@@ -11,6 +11,4 @@ from __future__ import annotations
 
 from .torch_process_groups.offering import offer
 
-__all__ = ["offer"]
-
 offer()

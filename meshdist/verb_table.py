@@ -10,22 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = [
-    "FOR_EACH",
-    "OBJECT_VERBS",
-    "REDUCING_VERBS",
-    "ROOTED_VERBS",
-    "SENDING_VERBS",
-    "VERBS",
-    "WIRE_VERBS",
-    "Form",
-    "Parameter",
-    "Role",
-    "TorchMethod",
-    "Verb",
-    "WireVerb",
-]
-
 
 class Form(Enum):
     """The tensors that one member brings to a verb of a communicator, or gets of it."""

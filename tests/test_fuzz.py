@@ -38,7 +38,7 @@ from meshdist.bootstrap.world import World, world_here
 from meshdist.checking import debug_levels
 from meshdist.cli import bench, flags as cli_arguments, main as cli, run
 from meshdist.errors import MeshdistError
-from meshdist.launching.launcher import LaunchError
+from meshdist.launching.rank_environment import LaunchError
 from meshdist.mesh.layout import Layout
 from meshdist.runtime.hosts import ProcessCard, my_card
 from meshdist.runtime.whole_numbers import find_whole_number

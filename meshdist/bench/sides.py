@@ -15,8 +15,6 @@ from typing import Any
 
 from .. import verb_table
 
-__all__ = ["DTYPES", "SIDES", "VERBS", "Library"]
-
 VERBS = (
     "all_reduce",
     "reduce",

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .sides import Library
 
-__all__ = ["ADDRESS", "main", "say", "serve"]
-
 ADDRESS = "MESHDIST_BENCH_SOCKET"
 """The environment variable that has the path of the measuring process's socket, and a secret."""
 

@@ -33,17 +33,6 @@ from ..runtime.hosts import ProcessCard, name_locker
 from .server_watch import AlarmLost, KeyAlarm, ServerWatch, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
-__all__ = [
-    "BoundedStore",
-    "await_key",
-    "find_value",
-    "parse_value",
-    "read_json",
-    "read_jsons",
-    "read_number",
-    "within",
-]
-
 T = TypeVar("T")
 
 _ANSWER_S = 5.0

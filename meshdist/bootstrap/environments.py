@@ -16,17 +16,6 @@ from dataclasses import dataclass
 from ..errors import RendezvousError
 from ..runtime.whole_numbers import find_whole_number
 
-__all__ = [
-    "MOST_RANKS",
-    "Surroundings",
-    "find_local_size",
-    "find_place",
-    "first_host",
-    "read_local_rank",
-    "read_surroundings",
-    "ways_to_start",
-]
-
 MOST_RANKS = 1 << 20
 """In one world: a greater size is a mistake, and would take minutes and memory to try."""
 

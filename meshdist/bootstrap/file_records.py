@@ -29,8 +29,6 @@ from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import ProcessCard, is_alive, my_card, name_locker
 
-__all__ = ["Entry", "enter", "leave", "parse"]
-
 _MARK = "meshdist rendezvous"
 _LEAVE = timedelta(seconds=5)
 """How long a leaving member waits for the lock; then the file stays as it is."""

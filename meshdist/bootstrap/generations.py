@@ -42,8 +42,6 @@ from .bounded_store import (
 from .head_counts import head_count_of
 from .stores import PrefixStore, Store
 
-__all__ = ["SERVER", "Attempt", "Rendezvous", "lost_while_joining"]
-
 SERVER = "rank {}, which serves the store,"
 """The name in messages of a rank whose process serves the store."""
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["HeadCount", "head_count_of"]
-
 _MOST = 60  # bits that any store can add
 
 

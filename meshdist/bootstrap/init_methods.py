@@ -49,7 +49,10 @@ from .stores import (
     serve_store,
 )
 
-__all__ = ["Terms", "meet", "register_rendezvous_handler", "rendezvous"]
+__all__ = [
+    "register_rendezvous_handler",
+    "rendezvous",
+]
 
 
 _IN_QUERY = ("rank", "world_size")

@@ -36,18 +36,6 @@ from ..runtime.whole_numbers import find_whole_number
 from .environments import Surroundings
 from .stores import TCPStore, bind_listener, connect_store, serve_store
 
-__all__ = [
-    "describe_mpi",
-    "directory_of_mpiexec",
-    "find_functions",
-    "find_mpi_problem",
-    "is_cuda_aware",
-    "library_version",
-    "load_mpi",
-    "start_mpi",
-    "store_by_mpi",
-]
-
 _LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy")
 
 

@@ -41,8 +41,6 @@ from ..runtime.hosts import (
     own_sockets,
 )
 
-__all__ = ["AlarmLost", "KeyAlarm", "ServerWatch", "find_readable", "wait_for_clients_at_end"]
-
 _CLIENTS = "meshdist/clients"
 _NO_VALUE = "?"  # that no client writes
 _CONNECT_S = 5.0

@@ -30,28 +30,11 @@ from ..runtime.whole_numbers import find_whole_number
 from .server_watch import wait_for_clients_at_end
 
 __all__ = [
-    "LEAST_STORE_TIMEOUT",
     "FileStore",
     "HashStore",
-    "NamedPrefixStore",
     "PrefixStore",
-    "ServedStore",
     "Store",
     "TCPStore",
-    "bind_listener",
-    "check_can_join",
-    "check_can_serve",
-    "cloned",
-    "connect_store",
-    "find_number",
-    "inherited_listener",
-    "is_loopback",
-    "keep_store",
-    "numeric_loopback",
-    "open_file",
-    "root_of",
-    "serve_store",
-    "unknown_address",
 ]
 
 LEAST_STORE_TIMEOUT = timedelta(seconds=60)

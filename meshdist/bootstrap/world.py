@@ -27,18 +27,7 @@ from .bounded_store import BoundedStore
 from .environments import find_place, ways_to_start
 
 __all__ = [
-    "Caches",
     "World",
-    "enter_world",
-    "find_unjoined_place",
-    "find_world",
-    "get_usable_world",
-    "get_world",
-    "install_world",
-    "join_by",
-    "places_of_worlds",
-    "remove_world",
-    "world_here",
 ]
 
 

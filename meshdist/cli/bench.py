@@ -16,8 +16,6 @@ from ..bench.sides import DTYPES, SIDES, VERBS
 from ..runtime.whole_numbers import find_whole_number
 from .flags import Parser
 
-__all__ = ["SUMMARY", "main"]
-
 SUMMARY = "measure collectives, ours and the peers', in turn"
 
 _USAGE = "meshdist bench collectives [options]"

@@ -24,25 +24,6 @@ from typing import Any, TypeVar
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import find_version, num_cores
 
-__all__ = [
-    "check_wire",
-    "find_device_types",
-    "find_gpus",
-    "find_huge_pages",
-    "find_install",
-    "find_machine",
-    "find_mpi",
-    "find_shared_words_problem",
-    "find_untested_torch",
-    "find_versions",
-    "find_wires",
-    "has_core",
-    "loopback",
-    "network_variables",
-    "python",
-    "torch_wheel",
-]
-
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 _EXTRAS = {
     "mpi": ("mpi4py", "the wire mpi, and mpiexec"),

@@ -30,8 +30,6 @@ from .flags import Parser
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SUMMARY", "main"]
-
 SUMMARY = "tell what this machine has, and check that ranks can talk"
 
 _PROGRAM = "meshdist doctor"

@@ -9,17 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..error_text import explain
-from ..launching.launcher import LaunchError, run_processes
+from ..launching.launcher import run_processes
+from ..launching.rank_environment import LaunchError
 from .torchrun_flags import add_torchrun_flags, launch_settings
-
-__all__ = [
-    "Parser",
-    "add_habits",
-    "add_launch_arguments",
-    "command_of",
-    "launch",
-    "report_usage_error",
-]
 
 
 def report_usage_error(program: str, text: str) -> int:

@@ -11,8 +11,6 @@ from ..error_text import explain
 from ..runtime.hosts import find_version
 from .flags import report_usage_error
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: tuple[str, ...] = ("run", "bench", "doctor")
 """The sub-commands: each is a module of this folder with ``SUMMARY`` and ``main(argv) -> int``."""
 

@@ -9,8 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from ..launching.launcher import LaunchError
-from ..launching.rank_environment import find_mpiexec, mpiexec_environment
+from ..launching.rank_environment import LaunchError, find_mpiexec, mpiexec_environment
 from .checkup import has_core
 from .flags import (
     Parser,
@@ -21,8 +20,6 @@ from .flags import (
     report_usage_error,
 )
 from .torchrun_flags import number_of_processes
-
-__all__ = ["SUMMARY", "main"]
 
 SUMMARY = "start a program as several processes, one rank each"
 

@@ -13,11 +13,9 @@ import signal
 from functools import partial
 from typing import Any
 
-from ..launching.launcher import JobPlace, LaunchError
+from ..launching.rank_environment import JobPlace, LaunchError
 from ..launching.streams import Output
 from ..runtime.hosts import num_cores
-
-__all__ = ["add_torchrun_flags", "launch_settings", "number_of_processes"]
 
 
 def _seconds(text: str) -> float:

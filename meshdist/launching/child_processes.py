@@ -25,8 +25,6 @@ from . import guard
 from .guard import MARK, REMOVE_AFTER, Family
 from .questions import FOLDER, ask_where, read_answers
 
-__all__ = ["GRACE_S", "Guard", "Launch", "ProcessExit", "remove_after"]
-
 GRACE_S = 3.0
 """How long a process that was asked to end may take before it is killed."""
 

@@ -20,21 +20,6 @@ from itertools import takewhile
 from ..error_text import ranks_text
 from .child_processes import ProcessExit
 
-__all__ = [
-    "TRACEBACK",
-    "Failure",
-    "Report",
-    "are_equal",
-    "find_cause",
-    "grouped",
-    "is_consequence",
-    "places_text",
-    "quotes_another",
-    "summary_of",
-    "text_of",
-    "with_end",
-]
-
 TRACEBACK = b"Traceback (most recent call last):"
 """How Python's report of an exception begins."""
 

@@ -22,8 +22,6 @@ import sys
 import time
 from typing import NamedTuple
 
-__all__ = ["MARK", "REMOVE_AFTER", "Family", "end_with_parent", "mark_value"]
-
 MARK = "MESHDIST_LAUNCH"
 REMOVE_AFTER = "--remove-after"
 _PROC = "/proc"

@@ -33,8 +33,6 @@ from .failed_ranks import Failure, Report, find_cause, grouped, places_text, sum
 from .rank_environment import JobPlace, LaunchError, rank_environment, reserve_port
 from .streams import LOOK_S, Console, Destination, Output, Stream, open_terminal, show
 
-__all__ = ["DEFAULT_PORT", "JobPlace", "LaunchError", "run_processes"]
-
 DEFAULT_PORT = 29500
 """The port of rank 0's store where several hosts must agree on one in advance; torch's."""
 

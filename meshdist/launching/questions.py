@@ -13,8 +13,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["FOLDER", "Answerer", "ask_where", "read_answers"]
-
 FOLDER = "MESHDIST_QUESTIONS"
 """The environment variable that has the directory."""
 _QUESTION = "where"

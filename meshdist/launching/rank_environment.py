@@ -35,18 +35,6 @@ from typing import Any
 from ..error_text import ExplainedError
 from .guard import MARK, mark_value
 
-__all__ = [
-    "HUGE_PAGES",
-    "JobPlace",
-    "LaunchError",
-    "Reservation",
-    "find_mpiexec",
-    "foreign_rank_variables",
-    "mpiexec_environment",
-    "rank_environment",
-    "reserve_port",
-]
-
 
 class LaunchError(ExplainedError, ValueError):
     """The job cannot be started as asked; nothing of it runs."""

@@ -20,17 +20,6 @@ from typing import BinaryIO, TextIO
 from .failed_ranks import TRACEBACK
 from .rank_environment import LaunchError
 
-__all__ = [
-    "LOOK_S",
-    "Console",
-    "Destination",
-    "Output",
-    "Stream",
-    "follow_size",
-    "open_terminal",
-    "show",
-]
-
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
     """Open a terminal of the size of ``screen``: the end to read, and the rank's to write."""

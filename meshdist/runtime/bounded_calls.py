@@ -17,8 +17,6 @@ from typing import Any
 from .deadlines import Deadline
 from .hosts import num_forks
 
-__all__ = ["BoundedCall", "await_calls_elsewhere", "begin_elsewhere", "keep_thread"]
-
 _SLICE_S = 0.2
 _IDLE_S = 10.0
 

@@ -18,18 +18,6 @@ from typing import TypeVar
 
 from .hosts import forks
 
-__all__ = [
-    "Clock",
-    "Deadline",
-    "Grace",
-    "Looks",
-    "Timer",
-    "clock",
-    "first_look_s",
-    "start_timers",
-    "wait_until",
-]
-
 T = TypeVar("T")
 
 _SHORTEST_PAUSE_S = 0.00005

@@ -16,9 +16,6 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-__all__ = ["ProcessState", "SeedNotes", "seed_as", "seed_notes", "swap_seed_notes"]
-
-
 if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
 
     class SeedNotes(WeakKeyDictionary[torch.Generator, Any]):

@@ -26,32 +26,6 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "DESTROYED",
-    "IN_GOOD_ORDER",
-    "MORE_DESCRIPTORS",
-    "ProcessCard",
-    "call_at_end",
-    "ending_text",
-    "find_thread_lack",
-    "find_version",
-    "free_bytes",
-    "host_identity",
-    "is_alive",
-    "is_ending_by_exception",
-    "is_stopped",
-    "make_descriptor_room",
-    "my_card",
-    "name_locker",
-    "num_cores",
-    "forks",
-    "num_forks",
-    "own_sockets",
-    "process_start",
-    "read_process",
-]
-
-
 MORE_DESCRIPTORS = "raise the hard limit before the program starts: ulimit -n 65536, as root"
 """The fix for ``make_descriptor_room``."""
 

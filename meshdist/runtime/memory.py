@@ -19,8 +19,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-__all__ = ["Scratch", "forget", "new_like"]
-
 _HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20
 _MOST_KEPT = 512 << 20

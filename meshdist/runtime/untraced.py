@@ -11,8 +11,6 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 
-__all__ = ["untraced"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _WHY_NOT_TRACED = (

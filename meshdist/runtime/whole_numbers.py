@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-__all__ = ["find_whole_number", "from_runs", "to_runs"]
-
 _DIGITS = re.compile(r"[0-9]{1,19}")  # int() takes other alphabets' digits, signs and underscores
 _MOST = (1 << 63) - 1
 

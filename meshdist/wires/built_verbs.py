@@ -31,25 +31,6 @@ from .prepared import (
     writing,
 )
 
-__all__ = [
-    "BUILT",
-    "BuildingCommunicator",
-    "all_reduce_by_gathering",
-    "all_reduce_dividing",
-    "all_reduce_widened",
-    "all_to_all_by_packing",
-    "check_reducible",
-    "divide",
-    "find_lack",
-    "flip",
-    "in_order",
-    "reduce_into",
-    "reduce_parts",
-    "reduce_scatter_by_exchange",
-    "reduced",
-    "to_order",
-]
-
 
 class BuildingCommunicator(Protocol):
     """Communicator that a verb is built for."""

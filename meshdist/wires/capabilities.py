@@ -26,18 +26,6 @@ from .registry import Wire, find_wire, wire_names
 from .shm.communicator import ShmWire as ShmWire
 from .simulated.communicator import SimulatedWire as SimulatedWire
 
-__all__ = [
-    "DTYPE_GROUPS",
-    "OPS",
-    "available_wires",
-    "capabilities",
-    "dtypes_text",
-    "overview_grid",
-    "public_support",
-    "table_grid",
-    "table_page",
-]
-
 DTYPE_GROUPS: dict[str, tuple[torch.dtype, ...]] = {
     group: tuple(facts.dtype for facts in DTYPES.values() if facts.group == group)
     for group in dict.fromkeys(facts.group for facts in DTYPES.values())

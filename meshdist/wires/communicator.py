@@ -43,8 +43,6 @@ from .prepared import PreparedCall, Tensors
 if TYPE_CHECKING:
     from .native import FastPath
 
-__all__ = ["Communicator", "Explain"]
-
 _log = logging.getLogger("meshdist.wires")
 
 Explain: TypeAlias = Callable[[WireFailure, int | None], BaseException]

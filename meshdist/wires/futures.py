@@ -28,16 +28,6 @@ import torch
 from ..error_text import without_frames
 from ..errors import BackendError
 
-__all__ = [
-    "Completion",
-    "Deferral",
-    "Watcher",
-    "WorkFuture",
-    "collecting_by_need",
-    "find_deferral",
-    "get_watcher",
-]
-
 _here = threading.local()
 
 

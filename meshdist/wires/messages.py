@@ -18,8 +18,6 @@ from ..runtime.deadlines import Deadline, wait_until
 from .operations import Operation, WireAborted, WireTimeout
 from .prepared import writing
 
-__all__ = ["Mailbox", "SelfTransfer", "TagNumbers"]
-
 _LONGEST_PAUSE_S = 0.001
 
 

@@ -17,11 +17,6 @@ from .shm.communicator import ShmWire as ShmWire  # registers itself
 __all__ = [
     "Backend",
     "BackendConfig",
-    "backends_in",
-    "backends_text",
-    "default_wires",
-    "parse_backends",
-    "usable_defaults",
 ]
 
 _DEFAULT_WIRES = {"cpu": ("shm", "gloo"), "cuda": ("nccl",), "xpu": ("xccl",)}

@@ -18,27 +18,6 @@ from weakref import WeakMethod, finalize
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 
-__all__ = [
-    "Chain",
-    "DONE",
-    "Deferred",
-    "Done",
-    "Interrupted",
-    "MemberGaveUp",
-    "MemberLost",
-    "MembersDisagree",
-    "MessageMisfit",
-    "Operation",
-    "QueuedOperation",
-    "WireAborted",
-    "WireFailure",
-    "WireRefused",
-    "WireTimeout",
-    "WorkerQueue",
-    "followed",
-    "given_up_for",
-]
-
 
 class WireFailure(Exception):
     """A wire could not finish an operation; the verbs turn it into an error that explains."""

@@ -21,27 +21,6 @@ from ..errors import GradientError
 from ..reduce_ops import Factor, ReduceKind, multiply
 from .operations import DONE, Operation
 
-__all__ = [
-    "EXCHANGE_TAG",
-    "LARGEST_TAG",
-    "Layout",
-    "PreparedCall",
-    "ROW_MAJOR",
-    "Sizes",
-    "Tensors",
-    "Written",
-    "blocks",
-    "cuts",
-    "find_layout",
-    "flat",
-    "packed",
-    "parts",
-    "parts_like",
-    "write",
-    "write_all",
-    "write_blocks",
-]
-
 Layout: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
 """The sizes and strides of the dims that have several elements."""
 

@@ -23,17 +23,6 @@ from ..runtime.hosts import find_thread_lack, make_descriptor_room
 from ..verb_table import REDUCING_VERBS
 from .communicator import Communicator
 
-__all__ = [
-    "Needs",
-    "Opening",
-    "Wire",
-    "find_wire",
-    "get_wire",
-    "make_room",
-    "register_wire",
-    "wire_names",
-]
-
 _MORE = 12  # descriptors, which the opening of any groups needs for a moment
 
 

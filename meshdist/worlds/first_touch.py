@@ -16,8 +16,6 @@ from ..checking.program import call_site, show_site
 from ..errors import WorldError
 from .initialization import init_process_group
 
-__all__ = ["begin_for_mesh"]
-
 _joining = threading.RLock()
 """Lets one thread join; others that touch the world meanwhile find it made."""
 

@@ -20,8 +20,6 @@ import cloudpickle
 
 from ..launching.guard import end_with_parent
 
-__all__ = ["is_loading_main", "serve_rank"]
-
 _is_loading = False
 
 

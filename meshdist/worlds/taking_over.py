@@ -14,8 +14,6 @@ from ..errors import WorldError
 from ..wires.names import backends_text
 from ..wires.registry import get_wire
 
-__all__ = ["take_over"]
-
 
 def take_over(
     world: World,

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from meshdist.launching import streams
-from meshdist.launching.launcher import JobPlace, LaunchError, run_processes
+from meshdist.launching.launcher import run_processes
+from meshdist.launching.rank_environment import JobPlace, LaunchError
 from meshdist.launching.streams import Output
 from meshdist.runtime.hosts import MORE_DESCRIPTORS
 from tests.few_files import room_for

@@ -46,8 +46,6 @@ from ..registry import Needs, Opening, Wire, get_wire, register_wire
 from ..shm.communicator import ShmCommunicator, ShmWire
 from .two_level import STAGED, HostPlaces, Stages
 
-__all__ = ["HierarchicalCommunicator", "HierarchicalWire"]
-
 _OVER_ALL = frozenset({"gather", "scatter", "send", "recv"})
 
 

@@ -22,8 +22,6 @@ from ..built_verbs import divide
 from ..communicator import Communicator
 from ..prepared import PreparedCall, Tensors, cuts, packed, parts, parts_like, write, write_all
 
-__all__ = ["STAGED", "HostPlaces", "Stages"]
-
 
 @dataclass(frozen=True)
 class HostPlaces:

@@ -26,8 +26,6 @@ from ..core import core
 from ..operations import WireAborted, WireFailure, given_up_for
 from .connection import MpiConnection
 
-__all__ = ["Arrivals", "Turnout", "milliseconds", "words_of_process"]
-
 _WINDOW = 1024
 _INSIDE = _WINDOW + 1
 _CHECK_EVERY = 256

@@ -43,8 +43,6 @@ from .staging import StagedCommunicator
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["MpiCommunicator", "MpiWire"]
-
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
 _EVEN = Turnout.EVEN

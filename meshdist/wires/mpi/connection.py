@@ -37,8 +37,6 @@ from ..registry import Opening
 if TYPE_CHECKING:
     from ..native import MpiFlights, MpiStarted
 
-__all__ = ["MpiConnection", "MpiOperation", "left_key", "report_dead_ranks_at_the_end"]
-
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
 _SPIN_S = 0.0002

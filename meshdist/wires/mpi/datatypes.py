@@ -30,19 +30,6 @@ from ..built_verbs import check_reducible, divide, flip, to_order
 from ..core import core
 from ..prepared import Tensors, parts_like, write_all, writing
 
-__all__ = [
-    "MpiBuffers",
-    "MpiReduction",
-    "find_plan",
-    "mpi_type",
-    "native_reductions",
-    "op_of",
-    "packed",
-    "plain_sums",
-    "plan_of",
-    "unpacked",
-]
-
 Afterwards: TypeAlias = Callable[[], None] | None
 """The rest to do when a verb is done, if there is any."""
 

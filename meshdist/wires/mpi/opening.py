@@ -40,8 +40,6 @@ from .datatypes import native_reductions
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["forget", "limited", "make_fast_path", "open_link", "parse_member", "watch"]
-
 FindCards = Callable[[], Sequence[ProcessCard | None]]
 
 _PERIOD_S = 0.25

@@ -27,8 +27,6 @@ from ..communicator import Communicator, Explain
 from ..operations import Chain, Operation, QueuedOperation, WireAborted, WireFailure, WorkerQueue
 from ..prepared import PreparedCall, Tensors, writing
 
-__all__ = ["StagedCommunicator"]
-
 
 @dataclass(eq=False, slots=True)
 class _Queued(Operation):

@@ -44,8 +44,6 @@ from .handshake import Shared, share
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["ShmCommunicator", "ShmWire", "failure_of"]
-
 if _core is not None:
     clock.follow(_core.let_timeouts_stand)
     Operation.register(_core.Started)

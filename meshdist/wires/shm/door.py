@@ -22,18 +22,6 @@ from functools import partial
 
 from ...runtime.deadlines import Deadline, Grace, wait_until
 
-__all__ = [
-    "OF_ANOTHER_USER",
-    "Door",
-    "close_all",
-    "enter",
-    "limit",
-    "receive",
-    "receive_part",
-    "send",
-    "send_part",
-]
-
 _MOST_FILES = 250  # in one message
 _FILE_BYTES = array.array("i").itemsize
 _HEAD = struct.Struct("!iI")  # the number, and how many files follow

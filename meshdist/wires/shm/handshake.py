@@ -25,8 +25,6 @@ from ...runtime.deadlines import Deadline, Grace, wait_until
 from ..operations import WireFailure, WireRefused, WireTimeout
 from .door import OF_ANOTHER_USER, Door, close_all, enter, limit, receive, send
 
-__all__ = ["Shared", "share"]
-
 _ADDRESS = "shared/address"
 _TROUBLE = "shared/trouble"
 _KINDS = {"refused": WireRefused, "left": WireFailure, "late": WireTimeout}

@@ -25,8 +25,6 @@ from ..registry import Opening, Wire, register_wire
 from .meeting import Meeting, PendingCollective, PendingReceive, SentMessage, synchronize
 from .scheduler import Rank, find_rank_here
 
-__all__ = ["DEVICE_TYPES", "SimulatedCommunicator", "SimulatedWire"]
-
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 """The device types that simulated ranks serve; data moves by torch's own copies."""
 

@@ -32,18 +32,6 @@ from ..operations import Operation, WireAborted, WireFailure
 from ..prepared import Tensors, blocks, writing
 from .scheduler import Rank, find_rank_here
 
-__all__ = [
-    "PendingCollective",
-    "Meeting",
-    "SentMessage",
-    "PendingReceive",
-    "MemberData",
-    "find_mismatch",
-    "move",
-    "synchronize",
-    "write",
-]
-
 Writes: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors of members, each with what is to be written into it."""
 

@@ -24,14 +24,6 @@ from ...errors import DeadlockError, RankFailedError, WorldError
 from ...runtime.generators import ProcessState, seed_as
 from ..futures import Completion, collecting_by_need
 
-__all__ = [
-    "Rank",
-    "RankReleased",
-    "Scheduler",
-    "Waiting",
-    "find_rank_here",
-]
-
 T = TypeVar("T")
 
 

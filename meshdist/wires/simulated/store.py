@@ -13,8 +13,6 @@ from ...checking.program import Site, call_site, show_site
 from ...errors import ArgumentError, WorldError
 from .scheduler import find_rank_here
 
-__all__ = ["CallWait", "SimulatedStore"]
-
 
 @dataclass
 class CallWait:
