@@ -33,6 +33,10 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
             worlds
         """,
         "the native core by itself": "native",
+        "long tables": """
+            collectives/test_layouts.py functional/test_linear_function.py
+            wires/shm/test_communicator.py
+        """,
         "pages, examples and the checkout": """
             examples test_a_new_verb.py test_benchmarks.py test_compiled_names.py test_docs.py
             test_in_a_notebook.py test_misuse_page.py test_packaging.py test_readme.py
