@@ -76,10 +76,8 @@ class MeshdistError(ExplainedError):
     """The base of all: a summary, and the fields ``where``, ``expected``, ``found``, ``fix``."""
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows: without our frames and torch's, except at level DETAIL.
-
-        IPython asks an exception that has this method; by itself it always shows the last frame.
-        """
+        """Return the lines that IPython shows: without our frames and torch's but at DETAIL."""
+        # IPython asks an exception that has this method; by itself it always shows the last frame.
         from IPython import get_ipython  # type: ignore[import-not-found, unused-ignore]
 
         frames = []
@@ -180,7 +178,7 @@ class BackendError(MeshdistError, DistBackendError):
 
 
 class AgreementError(BackendError, ValueError):
-    """Members of one group called with different definitions; every one of them raises."""
+    """Members of one group called with different definitions; all of them raise it."""
 
 
 class CollectiveTimeoutError(BackendError, TimeoutError):

@@ -74,8 +74,8 @@ class ProcessGroup(VerbMethods):
         axis_names: of the mesh axes along which it runs; () where there are none with names.
         device: the device bound to it, on which its wire connects as it is opened; None takes the
             world's.
-        agreement: what its members agreed when it was made; without one they agree when its
-            first communicator is opened.
+        agreement: what its members agreed when it was made; None lets them agree when its first
+            communicator is opened.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ except ImportError:
         )
 
 _known: dict[str, int] = {} if core is None else core.DTYPES
-DTYPE_CODES = {dtype: _known[one.name] for dtype, one in DTYPES.items() if one.name in _known}
+DTYPE_CODES = {dtype: _known[row.name] for dtype, row in DTYPES.items() if row.name in _known}
 """The core's number of each dtype that it has; others travel as bytes."""
 
 REDUCTION_CODES: dict[tuple[torch.dtype, int], tuple[int, int]] = {

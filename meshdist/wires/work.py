@@ -45,7 +45,7 @@ class Work:
     """One verb in flight. Until ``wait`` returns, leave its tensors alone.
 
     On NCCL ``wait()`` lets the current stream wait for the verb, and the CPU goes on: the Work is
-    in flight until the device has done it. A wait with another current stream orders that one, too.
+    in flight until the device has done it. A wait with another current stream orders that, too.
 
     Args:
         operation: the verb, started.
@@ -297,10 +297,9 @@ class Work:
                 future.set_exception(self._error)
 
     def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
-        """The devices on which torch orders a future's waits; or what does, for others' arrays.
-
-        Torch would look for tensors in what it orders by pickling it.
-        """
+        """Return the devices on which torch orders a future's waits, or a function that orders."""
+        # The function is for other libraries' arrays: torch would look for tensors in them by
+        # pickling them.
         if self._hand_back is None:
             return _cuda_devices(self._result), None
         return [], self._order_streams
@@ -324,10 +323,8 @@ class Work:
         return self._operation.on_stream and not (self._has_ended() and self._error is not None)
 
     def _future_on_stream(self) -> torch.futures.Future[list[Any]]:
-        """A future that is complete at once, on streams that come after the verb.
-
-        Where arrays are to be handed back, each wait for it does so in its own thread.
-        """
+        """Return a future that is complete at once, on streams that come after the verb."""
+        # Where arrays are other libraries', each wait orders their streams in its own thread.
 
         def finish(_: object) -> list[Any]:  # on streams of the future's own
             self._go_on(_UNSET, self._finish)
@@ -365,10 +362,8 @@ class Work:
     def _go_on(
         self, timeout: timedelta, step: _Step | None = None, *, is_polled: bool = False
     ) -> bool | None:
-        """Let ``step``, or a wait, go on with the verb; return what it does: None where that ends.
-
-        What a wire raises ends the verb, too. The caller has the guard, if it is polled.
-        """
+        """Let ``step``, or a wait, go on with the verb; return its answer, None once it ends."""
+        # What a wire raises ends the verb, too. The caller has the guard, if it is polled.
         if step is None:
             is_plain = self._copy_back is None and not self._uses_streams
             step = self._operation.finish if is_plain else self._how_to_finish(timeout)
@@ -403,10 +398,8 @@ class Work:
     def _finish(
         self, timeout: timedelta, *, is_late: bool = False, is_over: bool = False
     ) -> bool | None:
-        """Finish the operation, or at once if ``is_late``, and copy its result home.
-
-        Returns False where the verb has not ended: on a stream it has only if it ``is_over``.
-        """
+        """Finish the operation, at once if ``is_late``; copy its result; False if it goes on."""
+        # On a stream the verb has ended only if it ``is_over``.
         operation, copy_back = self._operation, self._copy_back
         adds_to_stream = copy_back is not None or operation.adds_to_stream
         if is_late and operation.on_stream and not operation.poll():
@@ -473,11 +466,10 @@ class WatchedWork(Work):
 
 
 class StartedWork(Work):
-    """The Work of a collective that the core has started: few programs do more than to wait for it.
+    """The Work of a collective that the core has started, cheap for a program that only waits."""
 
-    It has ``_started``, the operation, and ``_fields``, what a Work is made with: where a program
-    asks for more it becomes a Work like others.
-    """
+    # It has ``_started``, the operation, and ``_fields``, what a Work is made with: where a program
+    # asks for more it becomes a Work like others.
 
     __slots__ = ()
 
@@ -531,18 +523,18 @@ def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def is_ready(work: Work) -> bool:
-    """Return whether a wait would end at once. On simulated ranks no other rank runs meanwhile."""
+    """Return whether a wait would end at once; no other simulated rank runs meanwhile."""
     return work._done or work._operation.is_ready()
 
 
 def bound(work: Work, timeout: timedelta) -> None:
-    """Let ``work``, and waits for it that name no timeout, end at this one, not at the group's."""
+    """Let ``work``, and waits for it that name no timeout, end at ``timeout``."""
     work._operation.bound(timeout)  # first, since it makes the fields of a StartedWork
     work._timeout = timeout
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """One Work of several, of which each explains its own failure."""
+    """Return a Work of several Works, each of which explains its own failure."""
     first = works[0]
     if len(works) == 1:
         return first

@@ -1,7 +1,7 @@
 """The common base of torch's own wires; Gloo and NCCL have modules of their own.
 
 The classes are built directly, without torch.distributed's world: no other rank takes part, and
-a group's rank order is the one that its mesh gives. A verb that a class lacks is built from those
+a group's rank order is its mesh's. A verb that a class lacks is built from those
 that it has; so is a reduction (``substitutes``). What is only moved travels as bytes where the
 class does not know its dtype.
 """
@@ -140,7 +140,7 @@ class C10dTransfer(C10dOperation):
 
 
 class C10dCommunicator(Communicator):
-    """One group's connection over a c10d process group that is made already."""
+    """A group's connection over a c10d process group that is made already."""
 
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None where they are not known."""
@@ -494,7 +494,8 @@ class C10dCommunicator(Communicator):
     def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
         """Return the operation of a collective; finished, where the caller waits.
 
-        ``note`` is the recorder's number of a call on the fast path.
+        Args:
+            note: the recorder's number of a call on the fast path.
         """
         started = self._started(work, prepared)
         if prepared.waits:
@@ -543,7 +544,7 @@ class C10dCommunicator(Communicator):
 
 
 def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """The error to raise of one in a call of the fast path, as a channel has it."""
+    """Return the error that a channel would raise of a failure on the fast path."""
     if not isinstance(error, WireFailure):
         if not is_of_handler(error):
             return error

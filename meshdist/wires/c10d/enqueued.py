@@ -2,7 +2,7 @@
 
 Starting one returns once its kernel is enqueued, and a wait lets the current stream wait, not the
 host. So no wait notices a member that never comes: a thread looks after all works (``watch``), ten
-times a second, and aborts the communicator of one that failed or is late. It goes by what c10d
+times a second, and aborts the communicator of a call that failed or is late. It goes by what c10d
 knows, and never asks a device: a thread that does so while another captures a CUDA graph ends the
 capture. NCCL ends the kernels of an aborted communicator as if they were done: whether a work has
 ended well is known only from before.
@@ -56,12 +56,12 @@ class Watched(Protocol):
     """The communicator that the thread looks after, as long as it lives."""
 
     def look(self) -> None:
-        """Find out how its works end, and fail where one has failed or is late."""
+        """Look how its works end, and fail where any has failed or is late."""
 
 
-def watch(one: Watched) -> None:
-    """Look after ``one`` from now on."""
-    _watchdog().add(one)
+def watch(watched: Watched) -> None:
+    """Let the watchdog look at ``watched`` from now on."""
+    _watchdog().add(watched)
 
 
 class _Watchdog:
@@ -74,17 +74,17 @@ class _Watchdog:
         # A thread that Python ends inside torch's C++ would take the process down with it.
         atexit.register(self.end)
 
-    def add(self, one: Watched) -> None:
+    def add(self, watched: Watched) -> None:
         with self._changing:
-            self._watched.add(one)
+            self._watched.add(watched)
 
     def _run(self) -> None:
         while not self._is_ending.wait(_PERIOD_S):
             with self._changing:
                 watched = tuple(self._watched)
-            for one in watched:
+            for each in watched:
                 try:
-                    one.look()
+                    each.look()
                 except Exception:
                     _log.exception("a communicator could not be looked after")
             del watched
@@ -100,7 +100,7 @@ def _watchdog() -> _Watchdog:
 
 
 def _forget_watchdog() -> None:
-    """In a forked child: the thread has not followed, and may have held a lock."""
+    """Forget the thread in a forked child, which has not got it; it may have held a lock."""
     if _watchdog.cache_info().currsize:
         atexit.unregister(_watchdog().end)
     _watchdog.cache_clear()
@@ -129,10 +129,9 @@ is_capturing: Callable[[], bool] = getattr(
 
 
 class DeviceResult:
-    """How one work ends, as far as that can be known without the device.
+    """The end of a work, as far as that can be known without the device."""
 
-    It does not hold the work, which keeps the tensors' memory.
-    """
+    # It does not hold the work, which keeps the tensors' memory.
 
     result: Any
     """c10d's future of it."""
@@ -152,7 +151,7 @@ class DeviceResult:
         self.limit, self.deadline = limit, None
 
     def look(self) -> WireFailure | None:
-        """See whether it has ended, or is late; return the failure of one that ended badly."""
+        """Look whether the work has ended, or is late; return its failure if it ended badly."""
         if self.result.done():
             result = WorkResult(self.result.value())
             if result == WorkResult.SUCCESS:
@@ -331,7 +330,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return work.outcome.is_good
 
     def look(self) -> None:
-        """Find out how works have ended; where one has failed or is late, say so and abort."""
+        """Look how works have ended; where any has failed or is late, say so and abort."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return
@@ -351,12 +350,12 @@ class EnqueueingCommunicator(C10dCommunicator):
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
         # One abort may wait for the device, where the kernel of another communicator hangs.
-        ours = [one for one in communicators if isinstance(one, cls)]
-        groups = {one: group for one in ours if (group := one._cut_off()) is not None}
+        ours = [each for each in communicators if isinstance(each, cls)]
+        groups = {each: group for each in ours if (group := each._cut_off()) is not None}
         if groups:
             call = BoundedCall(partial(_abort_groups, list(groups.values())), "abort")
-            for one in groups:
-                one._last_call = call
+            for communicator in groups:
+                communicator._last_call = call
 
     def leave(self) -> None:
         if not self.is_aborted and self._process_id == os.getpid():
@@ -399,10 +398,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return True
 
     def _cut_off(self) -> Any:
-        """Let waits fail from now on, but for what has ended well; return c10d's process group.
-
-        None where that was done before.
-        """
+        """Let waits for works in flight fail from now on; return c10d's group the first time."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return None

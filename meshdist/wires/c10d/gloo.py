@@ -323,11 +323,10 @@ class GlooCommunicator(C10dCommunicator):
         return self._reduce_shared(prepared, tensor.view(-1))
 
     def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
-        """Reduce part j on member j, and share the parts.
-
-        The exchange starts here, since Gloo matches collectives by their order. Behind it a thread
-        shares by messages, which other collectives may precede: a call in flight goes on by itself.
-        """
+        """Reduce part j on member j, and share the parts."""
+        # The exchange starts here, since Gloo matches collectives by their order. Behind it a
+        # thread shares by messages, which other collectives may precede: a call in flight goes on
+        # by itself.
         sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
         mine = (shares := parts(tensor, sizes))[self.rank]
         later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).later()
@@ -383,16 +382,17 @@ class GlooCommunicator(C10dCommunicator):
 
 @dataclass(eq=False, slots=True)
 class GlooTransfer(C10dTransfer):
-    """A send or receive; its wait must not be cut into slices.
-
-    Gloo learns that a message has come or gone only while a thread waits for it: so the first poll
-    starts such a thread. One that is dropped before any thread has waited for it is kept.
+    """A send or receive, whose wait must not be cut into slices.
 
     Args:
         communicator, work, peer: as of any transfer.
         timeout: how long it may take from its first poll on.
         is_long: whether a connection that is closed is likely to have moved a part of it.
     """
+
+    # Gloo learns that a message has come or gone only while a thread waits for it: so the first
+    # poll starts such a thread. A message that is dropped before any thread has waited for it is
+    # kept.
 
     communicator: GlooCommunicator
     timeout: timedelta
@@ -453,10 +453,8 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Let another thread wait for it; return whether that ends within ``seconds``, or is late.
-
-        When it is late all connections are closed.
-        """
+        """Let another thread wait for it; return whether that ends within ``seconds``."""
+        # When it is late all connections are closed, and this is true, too.
         if self._waited is None:
             self._deadline = Deadline(self.timeout)
             self._waited = threading.Event()
@@ -525,11 +523,9 @@ def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:
-    """Return when ``condition()``, or when sleeping costs less than to spin on.
-
-    An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
-    thread leaves it to Gloo's threads whenever one of those can run.
-    """
+    """Return when ``condition()``, or when sleeping costs less than to spin on."""
+    # An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
+    # thread leaves it to Gloo's threads whenever one of those can run.
     end = time.perf_counter() + _SPIN_S
     while not condition() and time.perf_counter() < end:
         os.sched_yield()
@@ -564,10 +560,8 @@ def _expire(messages: Iterable[Any]) -> None:
 
 
 def _end_within(limit: timedelta, kept: list[Any]) -> None:
-    """End what alone is kept; where that takes longer, leave it to a thread.
-
-    On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
-    """
+    """End messages that are only kept here; where that takes longer, leave it to a thread."""
+    # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
     has_ended = threading.Event()
 
     def end() -> None:

@@ -127,15 +127,14 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 def agreed_devices(opening: Opening) -> Devices:
-    """The devices for a group whose members all have as many.
-
-    Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
-    is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
-    open two connections on one side and one on the other: the first waits for ever.
+    """Return the devices for a group whose members all have as many.
 
     Raises:
         WireRefused: a member has no such interface, or not all have as many.
     """
+    # Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
+    # is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
+    # open two connections on one side and a single one on the other: the first waits for ever.
     names, named = gloo_interfaces(opening.is_one_host), os.environ.get("GLOO_SOCKET_IFNAME")
     said = len(names) or 1, named or "not set"
     try:
@@ -164,11 +163,9 @@ def check_interfaces(opening: Opening, patience: timedelta) -> None:
 
 
 def gloo_devices(interfaces: tuple[str, ...]) -> Devices:
-    """One Gloo device per interface, shared by all groups of the process.
-
-    Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
-    one then take each other's connections for theirs, and wait for ever (seen on torch 2.13).
-    """
+    """Return a Gloo device per interface, shared by all groups of the process."""
+    # Where TORCH_GLOO_LAZY_INIT makes groups connect on demand, each has its own: groups that share
+    # a device then take each other's connections for theirs, and wait for ever (on torch 2.13).
     if connects_late():
         return Devices(partial(_make_devices, interfaces), are_deaf=False)
     return _shared_devices(interfaces, os.getpid())
@@ -211,11 +208,9 @@ class DroppedMessages:
         self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep a message; called in any thread at any time, by the garbage collector.
-
-        No thread waits for a message that may come from anyone, since none could be freed when the
-        group ends.
-        """
+        """Keep a message that the garbage collector drops, in any thread at any time."""
+        # No thread waits for a message that may come from anyone, since none could be freed when
+        # the group ends.
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:

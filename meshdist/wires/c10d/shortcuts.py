@@ -49,7 +49,7 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class _Carried(NamedTuple):
-    """How a verb of the core travels.
+    """The way on which a verb of the core travels.
 
     Args:
         way, method: the verb of a communicator, and the method of the class.
@@ -113,9 +113,11 @@ class _CallsAlike(NamedTuple):
 
 
 def find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
-    """The shortcut of the calls of a ``_CallsAlike``, given its fields; None where Python does it.
+    """Return the shortcut of calls that are alike, given their fields; None: Python does them.
 
-    ``like`` has the timeout of each, and whether its caller waits.
+    Args:
+        like: has the timeout of each, and whether its caller waits.
+        of: the fields of a ``_CallsAlike``.
     """
     kind = _CallsAlike(*of)
     row, dtype = _CARRIED[kind.verb], _DTYPES[kind.dtype]
@@ -171,7 +173,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
 
 
 def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
-    """In a copy, which the class may spoil."""
+    """Let the class work in a copy, which it may spoil."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
     target = wire.scratch.take(tensors[0].numel(), tensors[0])
@@ -189,7 +191,7 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 def _exchange(
     wire: ShortCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
-    """The parts of all members for this one, which are reduced here."""
+    """Exchange parts, and reduce all that members have for this member here."""
     sizes = [output.numel()] * wire.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)

@@ -38,13 +38,13 @@ __all__ = [
 class RegisteredWire(Wire):
     """A wire whose communicators a function makes, in one of the two forms that torch calls.
 
-    What the function makes is not known beforehand: each verb is tried, and built from others where
-    the class has none. ``support`` takes it to have all of them.
-
     Args:
         make: called as ``make(store, rank, size, timeout)``, or with extended_api as
             ``make(options, backend_options)``; returns torch's kind of process group.
     """
+
+    # What the function makes is not known beforehand: each verb is tried, and built from others
+    # where the class has none. ``support`` takes it to have all of them.
 
     name: str
     make: Callable[..., Any]
@@ -118,11 +118,11 @@ class C10dWire(Wire):
 
     @abstractmethod
     def _open(self, kind: Any, opening: Opening) -> Communicator:
-        """As ``open``, given torch's class."""
+        """Open a communicator with torch's class ``kind``."""
 
 
 class UccWire(C10dWire):
-    """UCC."""
+    """UCC: CPU tensors by its own collectives, where torch was built with it."""
 
     communicator_kind = UccCommunicator
 
@@ -133,7 +133,7 @@ class UccWire(C10dWire):
 
 
 class XcclWire(C10dWire):
-    """XCCL, and what NCCL has in common with it. Opening does not communicate, ``connect`` does."""
+    """XCCL, and what NCCL shares with it: ``connect`` communicates, opening does not."""
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
@@ -151,7 +151,7 @@ class XcclWire(C10dWire):
 
 
 class NcclWire(XcclWire):
-    """NCCL."""
+    """NCCL: CUDA tensors on streams."""
 
     device_type = "cuda"
     default_timeout = timedelta(minutes=10)
@@ -188,11 +188,9 @@ _LEFT_TO_US = {
 
 @contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """In this context a ProcessGroupNCCL is made that ends neither its verbs nor the process.
-
-    A failure is raised where it is waited for. Afterwards everything is as before: the program's
-    own groups of torch's keep their protection.
-    """
+    """Let a ProcessGroupNCCL made in the context end neither its verbs nor the process."""
+    # A failure is raised where it is waited for. Afterwards everything is as before: the program's
+    # own groups of torch's keep their protection.
     with _changing:
         before = {name: os.environ.get(name) for name in _LEFT_TO_US}
         level = torch_distributed.get_debug_level()
