@@ -43,7 +43,7 @@ enum class Parts { none, one, each, at_root, any };
   X(broadcast, broadcast, false, none, none)           \
   X(all_gather, all_gather, false, none, none)         \
   X(all_gather_v, all_gather, false, each, one)        \
-  X(gather, gather, false, at_root, none)              \
+  X(gather, all_gather, false, at_root, none)          \
   X(scatter, scatter, false, none, at_root)            \
   X(reduce_scatter, reduce_scatter, true, none, none)  \
   X(reduce_scatter_v, reduce_scatter, true, one, each) \

@@ -123,7 +123,6 @@ class Collectives {
   Status finish_halves(Job& job, const Ends& ends);
   Status broadcast(Job& job);
   Status all_gather(Job& job);
-  Status gather(Job& job);
   Status scatter(Job& job);
   bool writes_over_input(const Job& job) const;
   Status reduce_scatter(Job& job);

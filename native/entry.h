@@ -124,14 +124,10 @@ class Entry {
   };
   struct Hash {
     std::size_t operator()(const Key& key) const {
-      std::size_t mixed = reinterpret_cast<std::size_t>(key.verb);
-      for (std::uint64_t one :
-           {reinterpret_cast<std::uint64_t>(key.data), reinterpret_cast<std::uint64_t>(key.title),
-            static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)}) {
-        mixed = (mixed ^ one) * 0x9e3779b97f4a7c15u;
-        mixed ^= mixed >> 29;
-      }
-      return mixed;
+      return mixed(std::initializer_list<std::uint64_t>{
+          reinterpret_cast<std::uint64_t>(key.verb), reinterpret_cast<std::uint64_t>(key.data),
+          reinterpret_cast<std::uint64_t>(key.title),
+          static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)});
     }
   };
   // The `Call` of Python's; `kind` is of a message (is_send, peer, tag).

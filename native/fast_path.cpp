@@ -18,14 +18,17 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
+// The methods, each named as its verb.
+#define MESHDIST_FAST_VERBS(X)                                                                      \
+  X(all_reduce) X(reduce) X(broadcast) X(all_gather_into_tensor) X(all_gather_single)               \
+  X(reduce_scatter_tensor) X(reduce_scatter_single) X(all_gather) X(gather) X(scatter)              \
+  X(all_to_all) X(all_to_all_single) X(barrier) X(send) X(recv)
+
 namespace names {
-const Name all_reduce{"all_reduce"}, reduce{"reduce"}, broadcast{"broadcast"},
-    all_gather{"all_gather"}, all_gather_into_tensor{"all_gather_into_tensor"},
-    all_gather_single{"all_gather_single"}, reduce_scatter_tensor{"reduce_scatter_tensor"},
-    reduce_scatter_single{"reduce_scatter_single"}, gather{"gather"}, scatter{"scatter"},
-    all_to_all{"all_to_all"}, all_to_all_single{"all_to_all_single"}, barrier{"barrier"},
-    send{"send"}, recv{"recv"}, started{"_started"}, fields{"_fields"};
-}
+#define MESHDIST_NAME_OF(verb) const Name verb{#verb};
+MESHDIST_FAST_VERBS(MESHDIST_NAME_OF)
+const Name started{"_started"}, fields{"_fields"};
+}  // namespace names
 
 class FastPath {
  public:
@@ -84,26 +87,27 @@ class FastPath {
   }
 
   bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
-    return gather_blocks(names::all_gather_into_tensor, out, in, title);
+    return run_blocks({Verb::all_gather, {names::all_gather_into_tensor.object, title_of(title)}}, out, in);
   }
 
   bool all_gather_single(nb::handle out, nb::handle in) {
-    return gather_blocks(names::all_gather_single, out, in, nb::none());
+    return run_blocks({Verb::all_gather, {names::all_gather_single.object}}, out, in);
   }
 
   bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
-    return scatter_blocks(names::reduce_scatter_tensor, out, in, op, title);
+    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_tensor.object, title_of(title)}}, out,
+                      in, op);
   }
 
   bool reduce_scatter_single(nb::handle out, nb::handle in, nb::handle op) {
-    return scatter_blocks(names::reduce_scatter_single, out, in, op, nb::none());
+    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_single.object}}, out, in, op);
   }
 
   bool all_gather(nb::handle outs, nb::handle x) {
     Collective call{Verb::all_gather_v, {names::all_gather.object}};
     Plain plain;
     if (!is_ready(true) || !entry_.read(x, plain) ||
-        !read_apart(outs, plain, call.outs, call.written) || share_memory(call.outs, plain)) {
+        !read_apart(outs, plain, call.outs, call.written, true)) {
       return false;
     }
     call.in = plain.address;
@@ -112,29 +116,11 @@ class FastPath {
   }
 
   bool gather(nb::handle x, nb::handle outs, int root) {
-    Collective call{Verb::gather, {names::gather.object}};
-    Plain plain;
-    if (!is_ready() || !entry_.read(x, plain)) return false;
-    if (is_me(root) ? !read_apart(outs, plain, call.outs, call.written) ||
-                          share_memory(call.outs, plain)
-                    : !outs.is_none()) {
-      return false;
-    }
-    call.header.root = root;
-    call.in = plain.address;
-    call.read = nb::borrow(x);
-    return run(call, plain, plain);
+    return run_at_root({Verb::gather, {names::gather.object}}, x, outs, root);
   }
 
   bool scatter(nb::handle x, nb::handle ins, int root) {
-    Collective call{Verb::scatter, {names::scatter.object}};
-    Plain plain;
-    if (!is_ready() || !entry_.read(x, plain)) return false;
-    if (is_me(root) ? !read_apart(ins, plain, call.ins, call.read) : !ins.is_none()) return false;
-    call.header.root = root;
-    call.out = plain.address;
-    call.written = tuple_of(x);
-    return run(call, plain, plain);
+    return run_at_root({Verb::scatter, {names::scatter.object}}, x, ins, root);
   }
 
   bool all_to_all_single(nb::handle out, nb::handle in, nb::handle out_sizes, nb::handle in_sizes,
@@ -143,7 +129,7 @@ class FastPath {
     Plain output, input;
     const std::uint64_t size = entry_.size();
     if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || overlap(output, output.bytes(), input)) {
+        !output.is_like(input) || overlap(output, input)) {
       return false;
     }
     call.read = nb::borrow(in);
@@ -178,8 +164,8 @@ class FastPath {
     if (!is_ready(true) ||
         !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
-        overlaps_any(first.item, call.ins, call.in_counts, call.outs, call.out_counts) ||
-        overlap_each_other(first.item, call.outs, call.out_counts)) {
+        overlap({call.ins, call.in_counts, first.item}, {call.outs, call.out_counts, first.item}) ||
+        overlap_each_other({call.outs, call.out_counts, first.item})) {
       return false;
     }
     return exchange(call, first);
@@ -215,36 +201,38 @@ class FastPath {
     std::array<Way, kNumDtypes> ways;
   };
 
-  bool gather_blocks(const Name& verb, nb::handle out, nb::handle in, nb::handle title) {
-    Collective call{Verb::all_gather, {verb.object, title_of(title)}};
+  // A call that has a block of each member in one tensor, and one block in the other.
+  bool run_blocks(Collective&& call, nb::handle out, nb::handle in, nb::handle op = {}) {
     Plain output, input;
+    const bool gathers = call.verb == Verb::all_gather;
+    const Plain &whole = gathers ? output : input, &block = gathers ? input : output;
     if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || !is_of_blocks(output, input, entry_.size())) {
+        !output.is_like(input) || !is_of_blocks(whole, block, entry_.size())) {
       return false;
     }
-    const bool is_in_place = input.address == output.address + entry_.member() * input.bytes();
-    if (!is_in_place && overlap(output, output.bytes(), input)) return false;
+    const bool is_in_place =
+        gathers && input.address == output.address + entry_.member() * input.bytes();
+    if (!is_in_place && overlap(output, input)) return false;
+    if (!gathers && !reduces(op, input, call)) return false;
     call.in = input.address;
     call.out = output.address;
     call.read = nb::borrow(in);
     call.written = tuple_of(out);
-    return run(call, input, input);
+    return run(call, block, input);
   }
 
-  bool scatter_blocks(const Name& verb, nb::handle out, nb::handle in, nb::handle op,
-                      nb::handle title) {
-    Collective call{Verb::reduce_scatter, {verb.object, title_of(title)}};
-    Plain output, input;
-    if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || !is_of_blocks(input, output, entry_.size()) ||
-        overlap(output, output.bytes(), input) || !reduces(op, input, call)) {
-      return false;
-    }
-    call.in = input.address;
-    call.out = output.address;
-    call.read = nb::borrow(in);
-    call.written = tuple_of(out);
-    return run(call, output, input);
+  // A call that has a tensor on each member, and on the root one of each member in a list; None elsewhere.
+  bool run_at_root(Collective&& call, nb::handle x, nb::handle list, int root) {
+    Plain plain;
+    const bool gathers = call.verb == Verb::gather;
+    if (!is_ready() || !entry_.read(x, plain)) return false;
+    nb::object &of_x = gathers ? call.read : call.written, &of_list = gathers ? call.written : call.read;
+    Addresses& parts = gathers ? call.outs : call.ins;
+    if (is_me(root) ? !read_apart(list, plain, parts, of_list, gathers) : !list.is_none()) return false;
+    call.header.root = root;
+    (gathers ? call.in : call.out) = plain.address;
+    of_x = tuple_of(x);
+    return run(call, plain, plain);
   }
 
   static nb::handle title_of(nb::handle given) { return given.is_none() ? nb::handle() : given; }
@@ -293,14 +281,15 @@ class FastPath {
     return nullptr;
   }
 
-  // Whether a list has one tensor per member, all like `like` and apart from it; keeps it in `kept`.
-  bool read_apart(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept) {
-    return entry_.read_list(list, like, addresses, kept) &&
-           !overlaps_any(like, {like.address}, addresses);
-  }
-
-  static bool share_memory(const Addresses& outs, const Plain& like) {
-    return overlap_each_other(like.item, outs, {like.count});
+  // Whether a list has one tensor per member, all like `like` and apart from it, and where they are written
+  // apart from each other; keeps it in `kept`.
+  bool read_apart(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
+                  bool are_written = false) {
+    if (!entry_.read_list(list, like, addresses, kept)) return false;
+    const Counts count{like.count};
+    const Spans all{addresses, count, like.item};
+    return !overlap({{like.address}, count, like.item}, all) &&
+           !(are_written && overlap_each_other(all));
   }
 
   // `part` has one member's part, which goes to and comes from each of an uneven call where the call
@@ -413,24 +402,8 @@ struct Entrance<kMethod> {
   }
 };
 
-#define MESHDIST_METHOD(verb) fast_method(#verb, Entrance<&FastPath::verb>::call)
-PyMethodDef methods[] = {
-    MESHDIST_METHOD(all_reduce),
-    MESHDIST_METHOD(reduce),
-    MESHDIST_METHOD(broadcast),
-    MESHDIST_METHOD(all_gather_into_tensor),
-    MESHDIST_METHOD(all_gather_single),
-    MESHDIST_METHOD(reduce_scatter_tensor),
-    MESHDIST_METHOD(reduce_scatter_single),
-    MESHDIST_METHOD(all_gather),
-    MESHDIST_METHOD(gather),
-    MESHDIST_METHOD(scatter),
-    MESHDIST_METHOD(all_to_all),
-    MESHDIST_METHOD(all_to_all_single),
-    MESHDIST_METHOD(barrier),
-    MESHDIST_METHOD(send),
-    MESHDIST_METHOD(recv),
-};
+#define MESHDIST_METHOD(verb) fast_method(#verb, Entrance<&FastPath::verb>::call),
+PyMethodDef methods[] = {MESHDIST_FAST_VERBS(MESHDIST_METHOD)};
 
 PyObject* fast_path_type = nullptr;  // kept as long as the process lives
 

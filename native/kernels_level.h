@@ -44,6 +44,41 @@ struct Complex {
   T re, im;
 };
 
+// ---- vectors of this level: of floats, and of words of as many bits
+
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+constexpr size_t kLanes = 16;
+#else
+constexpr size_t kLanes = 8;
+#endif
+using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
+using Bits = uint32_t __attribute__((vector_size(kLanes * sizeof(float))));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector found;
+  memcpy(&found, from, sizeof found);
+  return found;
+}
+
+inline Floats load_float16(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#else
+  return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#endif
+}
+
+inline void store_float16(void* to, Floats from) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_cvtps_ph(from, _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128(static_cast<__m128i*>(to), _mm256_cvtps_ph(from, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+#endif
+
 // ---- 16-bit floats to float32 and back, round to nearest even
 
 inline void widen(float* __restrict to, const BFloat16* __restrict from, size_t n) {
@@ -107,15 +142,10 @@ inline uint16_t narrow_float16(float value) {
 
 inline void widen(float* to, const Float16* from, size_t n) {
   size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(halves));
-  }
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
+#if defined(__AVX2__)
+  for (; i + kLanes <= n; i += kLanes) {
+    const Floats wide = load_float16(from + i);
+    memcpy(to + i, &wide, sizeof wide);
   }
 #endif
   for (; i < n; ++i) to[i] = widen_float16(from[i].bits);
@@ -123,16 +153,8 @@ inline void widen(float* to, const Float16* from, size_t n) {
 
 inline void narrow(Float16* to, const float* from, size_t n) {
   size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16) {
-    const __m256i halves = _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), halves);
-  }
-#elif defined(__F16C__)
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), halves);
-  }
+#if defined(__AVX2__)
+  for (; i + kLanes <= n; i += kLanes) store_float16(to + i, load<Floats>(from + i));
 #endif
   for (; i < n; ++i) to[i].bits = narrow_float16(from[i]);
 }
@@ -170,18 +192,7 @@ struct Extreme {  // a NaN on either side wins, as in torch
     return (kIsMax ? a > b : a < b) || a != a ? a : b;
   }
 #if defined(__AVX2__)
-  static constexpr int kOrder = kIsMax ? _CMP_GT_OQ : _CMP_LT_OQ;
-#endif
-#if defined(__AVX512F__)
-  static __m512 apply(__m512 a, __m512 b) {
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, kOrder) | is_nan, b, a);
-  }
-#elif defined(__AVX2__)
-  static __m256 apply(__m256 a, __m256 b) {
-    const __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-    return _mm256_blendv_ps(b, a, _mm256_or_ps(_mm256_cmp_ps(a, b, kOrder), is_nan));
-  }
+  static Floats apply(Floats a, Floats b) { return ((kIsMax ? a > b : a < b) | (a != a)) ? a : b; }
 #endif
 };
 using Min = Extreme<false>;
@@ -293,50 +304,25 @@ void multiply_complex(void* target, const void* const* sources, size_t num_sourc
 // Two bfloat16 lie in one 32-bit word, and the upper one is a float32 already but for its low bits.
 // No NaN needs care here: the numbers have zeros in their low halves, so NaNs made of them do too,
 // and rounding those adds nothing that could carry.
-#if defined(__AVX512F__)
-inline __m512i rounded(__m512 wide) {
-  const __m512i bits = _mm512_castps_si512(wide);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+template <class Word>
+inline Word rounded(Word bits) {
+  return bits + 0x7fff + ((bits >> 16) & 1);
 }
-#elif defined(__AVX2__)
-inline __m256i rounded(__m256 wide) {
-  const __m256i bits = _mm256_castps_si256(wide);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-}
-#endif
 
 template <class Combine, bool kAverage>
 size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t count) {
   const size_t num_words = count / 2;
   size_t i = 0;
-#if defined(__AVX512F__)
-  const __m512i upper_half = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-  for (; i + 16 <= num_words; i += 16) {
-    const __m512i x = _mm512_loadu_si512(a + 2 * i);
-    const __m512i y = _mm512_loadu_si512(b + 2 * i);
-    __m512 upper = Combine::apply(_mm512_castsi512_ps(_mm512_and_si512(x, upper_half)),
-                                  _mm512_castsi512_ps(_mm512_and_si512(y, upper_half)));
-    __m512 lower = Combine::apply(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
-                                  _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)));
-    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
-    const __m512i low = _mm512_srli_epi32(rounded(lower), 16);
-    _mm512_storeu_si512(to + 2 * i, _mm512_mask_blend_epi16(0xaaaaaaaa, low, rounded(upper)));
-  }
-#elif defined(__AVX2__)
-  const __m256i upper_half = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  for (; i + 8 <= num_words; i += 8) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + 2 * i));
-    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + 2 * i));
-    __m256 upper = Combine::apply(_mm256_castsi256_ps(_mm256_and_si256(x, upper_half)),
-                                  _mm256_castsi256_ps(_mm256_and_si256(y, upper_half)));
-    __m256 lower = Combine::apply(_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
-                                  _mm256_castsi256_ps(_mm256_slli_epi32(y, 16)));
-    if (kAverage) upper = upper * 0.5f, lower = lower * 0.5f;
-    const __m256i low = _mm256_srli_epi32(rounded(lower), 16);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 2 * i),
-                        _mm256_blend_epi16(low, rounded(upper), 0xaa));
+#if defined(__AVX2__)
+  for (; i + kLanes <= num_words; i += kLanes) {
+    const Bits x = load<Bits>(a + 2 * i), y = load<Bits>(b + 2 * i);
+    Floats upper = Combine::apply(reinterpret_cast<Floats>(x & 0xffff0000),
+                                  reinterpret_cast<Floats>(y & 0xffff0000));
+    Floats lower = Combine::apply(reinterpret_cast<Floats>(x << 16), reinterpret_cast<Floats>(y << 16));
+    if (kAverage) upper *= 0.5f, lower *= 0.5f;
+    const Bits word = (rounded(reinterpret_cast<Bits>(upper)) & 0xffff0000) |
+                      rounded(reinterpret_cast<Bits>(lower)) >> 16;
+    memcpy(to + 2 * i, &word, sizeof word);
   }
 #endif
   for (; i < num_words; ++i) {
@@ -346,9 +332,7 @@ size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t cou
     float upper = Combine::apply(as_float(x & 0xffff0000), as_float(y & 0xffff0000));
     float lower = Combine::apply(as_float(x << 16), as_float(y << 16));
     if (kAverage) upper *= 0.5f, lower *= 0.5f;
-    const uint32_t u = as_bits(upper), l = as_bits(lower);
-    const uint32_t word = ((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000) |
-                          ((l + 0x7fff + ((l >> 16) & 1)) >> 16);
+    const uint32_t word = (rounded(as_bits(upper)) & 0xffff0000) | rounded(as_bits(lower)) >> 16;
     memcpy(to + 2 * i, &word, sizeof word);
   }
   return 2 * num_words;
@@ -357,23 +341,11 @@ size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t cou
 template <class Combine, bool kAverage>
 size_t reduce_two(Float16* to, const Float16* a, const Float16* b, size_t count) {
   size_t i = 0;
-#if defined(__AVX512F__)
-  for (; i + 16 <= count; i += 16) {
-    const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i)));
-    const __m512 y = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i)));
-    __m512 whole = Combine::apply(x, y);
-    if (kAverage) whole = whole * 0.5f;
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i),
-                        _mm512_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
-  }
-#elif defined(__F16C__)
-  for (; i + 8 <= count; i += 8) {
-    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i)));
-    const __m256 y = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i)));
-    __m256 whole = Combine::apply(x, y);
-    if (kAverage) whole = whole * 0.5f;
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(whole, _MM_FROUND_TO_NEAREST_INT));
+#if defined(__AVX2__)
+  for (; i + kLanes <= count; i += kLanes) {
+    Floats whole = Combine::apply(load_float16(a + i), load_float16(b + i));
+    if (kAverage) whole *= 0.5f;
+    store_float16(to + i, whole);
   }
 #else
   (void)to, (void)a, (void)b, (void)count;

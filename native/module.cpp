@@ -62,6 +62,17 @@ void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, uns
   reduce(memory_of(output), parts.data(), num_parts, count);
 }
 
+// A method that is given a collective, as Python tells it, and then the `More`.
+template <class... More, class Run>
+auto with_job(Run run) {
+  return [run](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op, int root,
+               Address out, Address in, const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
+               const Layouts& layouts, More... more) {
+    return run(self, self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint, layouts),
+               std::move(more)...);
+  };
+}
+
 // The codes of names, as Python writes them.
 template <std::size_t kCount>
 nb::dict codes_of(const char* const (&names)[kCount], int (*letter)(int)) {
@@ -144,21 +155,13 @@ NB_MODULE(native, m) {
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
   // Collectives and messages in their two forms: the first waits and returns a status.
-  c.def("run", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
-                  int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
-                  std::uint32_t fingerprint, const Layouts& layouts, double timeout) {
-    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint,
-                        layouts);
-    return self.run(job, timeout);
-  });
-  c.def("start", [](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op,
-                    int root, Address out, Address in, const Buffers& outs, const Buffers& ins,
-                    std::uint32_t fingerprint, const Layouts& layouts, double timeout,
-                    nb::object kept, nb::object note) {
-    Job job = self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint,
-                        layouts);
-    return self.start(std::move(job), timeout, std::move(kept), std::move(note));
-  });
+  c.def("run", with_job<double>([](PyCommunicator& self, Job&& job, double timeout) {
+          return self.run(job, timeout);
+        }));
+  c.def("start", with_job<double, nb::object, nb::object>(
+                     [](PyCommunicator& self, Job&& job, double timeout, nb::object kept, nb::object note) {
+                       return self.start(std::move(job), timeout, std::move(kept), std::move(note));
+                     }));
   c.def("run_transfer", &PyCommunicator::run_transfer);
   c.def("start_transfer", &PyCommunicator::start_transfer);
   nb::class_<MessageLog>(m, "MessageLog")

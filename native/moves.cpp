@@ -26,10 +26,13 @@ Status Collectives::broadcast(Job& job) {
                   [&] { return is_root || fetch(job.out, root, 0, bytes); });
 }
 
+// All-gather, and gather, in which the root alone takes and all others give.
 Status Collectives::all_gather(Job& job) {
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
-  const bool varies = job.verb() == Verb::all_gather_v;
+  const bool varies = job.verb() == Verb::all_gather_v, is_for_all = job.verb() != Verb::gather;
+  const bool is_root = job.root() == static_cast<int>(me);
+  const bool gives = is_for_all || !is_root, takes = is_for_all || is_root;
   if (varies) {
     const Status status = agree_on_sizes(job);
     if (status != Status::ok) return status;
@@ -51,12 +54,12 @@ Status Collectives::all_gather(Job& job) {
   streams_out_ = total > tuning.stream_out_bytes;
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * chunk;
-    if (start >= bytes_of(me)) return;
+    if (!gives || start >= bytes_of(me)) return;
     copy_in(area(me, round, is_inline), own + start, std::min(chunk, bytes_of(me) - start));
   };
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
     const std::size_t start = i * chunk;
-    for (unsigned j = 0; j < n; ++j) {
+    for (unsigned j = 0; j < n && takes; ++j) {
       if (start >= bytes_of(j)) continue;
       const std::size_t bytes = std::min(chunk, bytes_of(j) - start);
       if (j != me) {
@@ -68,48 +71,13 @@ Status Collectives::all_gather(Job& job) {
   };
   const auto direct = [&] {
     bool is_done = true;
-    for (unsigned j = 0; j < n; ++j) is_done &= fetch(target(j), j, 0, bytes_of(j));
+    for (unsigned j = 0; j < n && takes; ++j) is_done &= fetch(target(j), j, 0, bytes_of(j));
     return is_done;
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
   if (varies) return exchange_parts(job, rounds, longest, write, read, direct);
-  const Input input{own, longest, kEveryone, is_fetched(longest)};
+  const Input input{own, longest, kEveryone, is_for_all && is_fetched(longest)};
   return exchange(job, rounds, input, write, read, direct);
-}
-
-Status Collectives::gather(Job& job) {
-  const unsigned me = end_.rank;
-  const bool is_root = job.root() == static_cast<int>(me);
-  const std::size_t bytes = job.count() * item_;
-  const bool is_inline = bytes <= kInlineBytes;
-  const std::size_t chunk = lay_out(1, bytes);
-  streams_out_ = end_.size * bytes > tuning.stream_out_bytes;
-  const auto write = [&](std::uint64_t i, std::uint64_t round) {
-    const std::size_t start = i * chunk;
-    if (is_root || start >= bytes) return;
-    copy_in(area(me, round, is_inline), job.in + start, std::min(chunk, bytes - start));
-  };
-  const auto read = [&](std::uint64_t i, std::uint64_t round) {
-    const std::size_t start = i * chunk;
-    if (!is_root || start >= bytes) return;
-    const std::size_t here = std::min(chunk, bytes - start);
-    for (unsigned j = 0; j < end_.size; ++j) {
-      const Bytes to = job.outs[j].data;
-      if (j != me) {
-        copy_out(to + start, area(j, round, is_inline), here);
-      } else if (to != job.in) {
-        copy_out(to + start, job.in + start, here);
-      }
-    }
-  };
-  const auto direct = [&] {
-    bool is_done = true;
-    for (unsigned j = 0; j < end_.size && is_root; ++j) {
-      is_done &= fetch(job.outs[j].data, j, 0, bytes);
-    }
-    return is_done;
-  };
-  return exchange(job, num_chunks(bytes, chunk), {job.in, bytes}, write, read, direct);
 }
 
 Status Collectives::scatter(Job& job) {

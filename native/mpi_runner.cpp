@@ -9,8 +9,6 @@
 namespace meshdist {
 namespace {
 
-constexpr int kLooksPerTime = 16;  // at the clock
-
 namespace names {
 const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"},
     wait_for_all{"wait_for_all"}, leave{"leave"}, end{"end"}, finish_at_once{"finish_at_once"};
@@ -170,23 +168,15 @@ bool MpiRunner::arrive(bool is_even) const {
   const std::uint64_t word = written & ~words_.even;
   const std::uint64_t place = (word >> words_.number_shift) % words_.window;
   std::size_t num_there = 0;
-  const auto are_there = [&] {
+  return is_done_soon(spin_ns_, 0, [&] {
     while (num_there < words_.others.size() &&
            (words_.others[num_there].get(place) & ~words_.even) == word) {
       ++num_there;
     }
-    return num_there == words_.others.size();
-  };
-  if (are_there()) return true;
-  if (spin_ns_ == 0) return false;
-  const Nanoseconds end = now_ns() + spin_ns_;
-  while (now_ns() < end) {
-    for (int i = 0; i < kLooksPerTime; ++i) {
-      if (are_there()) return true;
-      pause_core();
-    }
-  }
-  return false;
+    if (num_there == words_.others.size()) return true;
+    pause_core();
+    return false;
+  });
 }
 
 // Wait in Python until all members have arrived; whether all wait. An exception of a signal's handler

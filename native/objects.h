@@ -15,6 +15,17 @@ using Address = std::uintptr_t;
 using Addresses = std::vector<Address>;
 using Counts = std::vector<std::uint64_t>;  // of elements, by member
 
+// A hash of some numbers.
+template <class Numbers>
+std::size_t mixed(const Numbers& numbers) {
+  std::size_t mix = 0;
+  for (const auto one : numbers) {
+    mix = (mix ^ static_cast<std::size_t>(one)) * 0x9e3779b97f4a7c15u;
+    mix ^= mix >> 29;
+  }
+  return mix;
+}
+
 inline nb::object checked(PyObject* made) {
   if (made == nullptr) throw nb::python_error();
   return nb::steal(made);

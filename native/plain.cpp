@@ -42,37 +42,19 @@ const Name requires_grad{"requires_grad"}, is_neg{"is_neg"}, shape{"shape"}, dty
 
 }  // namespace
 
-bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other) {
-  return one.address < other.address + other.bytes() && other.address < one.address + bytes;
-}
-
-bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others) {
-  const std::uint64_t bytes = like.bytes();
-  return std::any_of(some.begin(), some.end(), [&](std::uintptr_t one) {
-    return std::any_of(others.begin(), others.end(), [&](std::uintptr_t other) {
-      return one < other + bytes && other < one + bytes;
-    });
-  });
-}
-
-bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_counts,
-                  const Addresses& others, const Counts& other_counts) {
-  for (std::size_t i = 0; i < some.size(); ++i) {
-    for (std::size_t j = 0; j < others.size(); ++j) {
-      if (some[i] < others[j] + other_counts[j] * item &&
-          others[j] < some[i] + some_counts[i] * item) {
-        return true;
-      }
+bool overlap(const Spans& some, const Spans& others) {
+  for (std::size_t i = 0; i < some.starts.size(); ++i) {
+    for (std::size_t j = 0; j < others.starts.size(); ++j) {
+      if (some.starts[i] < others.end(j) && others.starts[j] < some.end(i)) return true;
     }
   }
   return false;
 }
 
-bool overlap_each_other(std::uint64_t item, const Addresses& some, const Counts& counts) {
-  const auto end = [&](std::size_t i) { return some[i] + counts[counts.size() > 1 ? i : 0] * item; };
-  for (std::size_t i = 1; i < some.size(); ++i) {
+bool overlap_each_other(const Spans& some) {
+  for (std::size_t i = 1; i < some.starts.size(); ++i) {
     for (std::size_t j = 0; j < i; ++j) {
-      if (some[i] < end(j) && some[j] < end(i)) return true;
+      if (some.starts[i] < some.end(j) && some.starts[j] < some.end(i)) return true;
     }
   }
   return false;

@@ -2,10 +2,10 @@
 // that gives memory, shape and dtype, and makes no Python object.
 #pragma once
 
-#include "torch_tensor.h"
-
 #include <array>
 #include <unordered_map>
+
+#include "torch_tensor.h"
 
 namespace meshdist {
 
@@ -23,19 +23,21 @@ struct Plain {
   bool is_like(const Plain& other) const { return dtype.is(other.dtype) && device == other.device; }
 };
 
-// Whether `bytes` bytes from the memory of `one` on reach into that of `other`.
-bool overlap(const Plain& one, std::uint64_t bytes, const Plain& other);
+// Tensors of one dtype, by their addresses: the i-th has `counts[i]` elements of `item` bytes, or all have
+// `counts[0]`.
+struct Spans {
+  const Addresses& starts;
+  const Counts& counts;
+  std::uint64_t item;
+  Address end(std::size_t i) const { return starts[i] + counts[counts.size() > 1 ? i : 0] * item; }
+};
 
-// The same of tensors of several sizes, all of `item` bytes an element.
-bool overlaps_any(std::uint64_t item, const Addresses& some, const Counts& some_counts,
-                  const Addresses& others, const Counts& other_counts);
-
-// Whether any of `some` reaches into any of `others`: addresses of tensors as large as `like`.
-bool overlaps_any(const Plain& like, const Addresses& some, const Addresses& others);
-
-// Whether two of `some` have memory in common, of which the i-th has `counts[i]` elements of `item`
-// bytes, or all have `counts[0]`.
-bool overlap_each_other(std::uint64_t item, const Addresses& some, const Counts& counts);
+// Whether any of `some` reaches into any of `others`; whether two of `some` have memory in common.
+bool overlap(const Spans& some, const Spans& others);
+bool overlap_each_other(const Spans& some);
+inline bool overlap(const Plain& one, const Plain& other) {
+  return one.address < other.address + other.bytes() && other.address < one.address + one.bytes();
+}
 
 // Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.
 bool is_of_blocks(const Plain& whole, const Plain& block, std::uint64_t size);
@@ -70,14 +72,7 @@ class PlainReader {
   };
   using Key = std::array<std::int64_t, kMostDims + 1>;
   struct Hash {
-    std::size_t operator()(const Key& key) const {
-      std::size_t mixed = 0;
-      for (std::int64_t one : key) {
-        mixed = (mixed ^ static_cast<std::size_t>(one)) * 0x9e3779b97f4a7c15u;
-        mixed ^= mixed >> 29;
-      }
-      return mixed;
-    }
+    std::size_t operator()(const Key& key) const { return mixed(key); }
   };
 
   Kind kind_of(nb::handle x) const;

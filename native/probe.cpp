@@ -118,21 +118,22 @@ Status Probe::measure_both(const Call& call, Times& little, Times& much) {
   const int num_cold = static_cast<int>(kDepth * (slot_bytes / much_bytes));
   // Ranks that share cores pay for every round.
   const int num_trials = end_.is_crowded ? kCrowdedTrials : kTrials;
-  double took = 0;
+  // The best of `num_trials` rounds, behind `num_first` that do not count.
+  const auto measure = [&](bool streams, std::size_t bytes, int num_first, double& best) {
+    for (int i = 0; i < num_first + num_trials; ++i) {
+      double took = 0;
+      const Status status = time_round(call, streams, bytes, took);
+      if (status != Status::ok) return status;
+      if (i >= num_first) best = std::min(best, took);
+    }
+    return Status::ok;
+  };
   for (const bool streams : {false, true}) {
-    double& best = streams ? much.streamed : much.plain;
-    for (int i = 0; i < num_cold + num_trials; ++i) {
-      const Status status = time_round(call, streams, much_bytes, took);
-      if (status != Status::ok) return status;
-      if (i >= num_cold) best = std::min(best, took);
+    Status status = measure(streams, much_bytes, num_cold, streams ? much.streamed : much.plain);
+    if (status == Status::ok && !end_.is_crowded) {
+      status = measure(streams, little_bytes, 0, streams ? little.streamed : little.plain);
     }
-    if (end_.is_crowded) continue;
-    double& best_little = streams ? little.streamed : little.plain;
-    for (int i = 0; i < num_trials; ++i) {
-      const Status status = time_round(call, streams, little_bytes, took);
-      if (status != Status::ok) return status;
-      best_little = std::min(best_little, took);
-    }
+    if (status != Status::ok) return status;
   }
   if (end_.is_crowded) little = much;
   return Status::ok;

@@ -1,8 +1,5 @@
 #include "progress.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 #include <iterator>
@@ -22,12 +19,10 @@ constexpr int kLooks = 64;
 
 }  // namespace
 
-// With `lock`, begin a call of one round that the program waits for; false where it cannot be begun.
-bool Progress::begin(Job& job, std::unique_lock<std::mutex>& lock) {
-  if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) return false;
-  if (begun_ == nullptr && collectives_.begin(job)) return true;
-  lock.unlock();
-  return false;
+// `running_`, where all that was started before is done and no other thread runs a call.
+std::unique_lock<std::mutex> Progress::lock_if_idle() {
+  if (unfinished_.load(std::memory_order_acquire) != 0) return {};
+  return {running_, std::try_to_lock};
 }
 
 bool Progress::is_complete_soon() const {
@@ -38,19 +33,11 @@ bool Progress::is_complete_soon() const {
   return collectives_.is_complete();
 }
 
-// With `running_`: finish what is begun.
-Status Progress::finish(Job& job, Interruption interruption, Failure& failure) {
-  job.call.interruption = interruption;
-  Status status = collectives_.wait_to_finish(job.call);
-  if (status == Status::ok) status = collectives_.finish(job);
-  if (status != Status::ok) failure = collectives_.failure();
-  return status;
-}
-
-Status Progress::run(Job& job, Interruption interruption, Failure& failure,
-                     std::unique_lock<std::mutex>& lock) {
-  if (unfinished_.load(std::memory_order_acquire) != 0 || !lock.try_lock()) {
+Status Progress::run(Job& job, Failure& failure, std::unique_lock<std::mutex>& lock) {
+  if (!lock.owns_lock()) lock = lock_if_idle();
+  if (!lock.owns_lock()) {
     const Nanoseconds deadline = job.call.deadline;
+    const Interruption interruption = job.call.interruption;
     TicketPtr ticket = start(std::move(job));
     const Status status = wait(ticket, deadline, interruption);
     if (status == Status::interrupted) {  // it uses memory of a caller that goes on
@@ -61,13 +48,25 @@ Status Progress::run(Job& job, Interruption interruption, Failure& failure,
     return status;
   }
   sweep_locked();
-  job.call.interruption = interruption;
   if (!finish_begun(job.call)) {  // interrupted: the other members would wait for this call
     end_->end(Status::interrupted, static_cast<int>(end_->rank));
     failure = end_->failure(Status::interrupted);
     return Status::interrupted;
   }
+  return run_here(job, failure);
+}
+
+// With `running_`: run a call from its beginning.
+Status Progress::run_here(Job& job, Failure& failure) {
   const Status status = collectives_.run(job);
+  if (status != Status::ok) failure = collectives_.failure();
+  return status;
+}
+
+// With `running_`: finish the call that is begun.
+Status Progress::finish(Job& job, Failure& failure) {
+  Status status = collectives_.wait_to_finish(job.call);
+  if (status == Status::ok) status = collectives_.finish(job);
   if (status != Status::ok) failure = collectives_.failure();
   return status;
 }
@@ -81,13 +80,13 @@ TicketPtr Progress::start(Job&& job) {
 
 // Begin a call, if nothing was started before that is not done.
 bool Progress::begin(const TicketPtr& ticket) {
-  if (unfinished_.load(std::memory_order_acquire) != 0) return false;
-  std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
+  const std::unique_lock<std::mutex> lock = lock_if_idle();
   if (!lock.owns_lock()) return false;
   if (begun_ != nullptr && (!collectives_.may_finish() || !finish_begun({}))) return false;
   if (end_->size == 1) {  // there is nobody to wait for
-    const Status status = collectives_.run(ticket->job);
-    ticket->end(status, status == Status::ok ? Failure{} : collectives_.failure());
+    Failure failure;
+    const Status status = run_here(ticket->job, failure);
+    ticket->end(status, std::move(failure));
     return true;
   }
   if (!collectives_.begin(ticket->job)) return false;
@@ -96,21 +95,20 @@ bool Progress::begin(const TicketPtr& ticket) {
   return true;
 }
 
-// With `running_`: finish the call that is begun, under the terms of the thread that waits; false where its
-// wait was interrupted, and it stays in flight.
+// With `running_`: finish the call that is begun, if any, under the terms of the thread that waits; false
+// where its wait was interrupted, and it stays in flight.
 bool Progress::finish_begun(const Call& waiting) {
   if (begun_ == nullptr) return true;
   Call& call = begun_->job.call;
   call.deadline = waiting.deadline;
   call.interruption = waiting.interruption;
   call.stays_in_flight = true;
-  const Status waited = collectives_.wait_to_finish(call);
-  if (waited == Status::interrupted) return false;
-  call.interruption = nullptr;
+  Failure failure;
+  const Status status = finish(begun_->job, failure);
+  if (status == Status::interrupted) return false;
   const TicketPtr ticket = std::exchange(begun_, nullptr);
   has_begun_.store(false, std::memory_order_release);
-  const Status status = waited == Status::ok ? collectives_.finish(ticket->job) : waited;
-  ticket->end(status, status == Status::ok ? Failure{} : collectives_.failure());
+  ticket->end(status, std::move(failure));
   return true;
 }
 
@@ -136,9 +134,7 @@ TicketPtr Progress::queue(TicketPtr ticket) {
 }
 
 void Progress::work() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are the program's, not ours
+  block_signals();
   for (;;) {
     TicketPtr ticket;
     {
@@ -157,8 +153,7 @@ void Progress::work() {
       std::lock_guard<std::mutex> lock(running_);
       sweep_locked();
       finish_begun({});
-      status = collectives_.run(ticket->job);
-      if (status != Status::ok) failure = collectives_.failure();
+      status = run_here(ticket->job, failure);
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);

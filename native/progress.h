@@ -41,10 +41,11 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // the other members take that come at the same time; it sets the deadline.
   template <class LetGo>
   Status run(Job& job, Interruption interruption, Failure& failure, LetGo let_go) {
-    std::unique_lock<std::mutex> lock(running_, std::defer_lock);
-    const bool is_begun = begin(job, lock);
+    job.call.interruption = interruption;
+    std::unique_lock<std::mutex> lock = lock_if_idle();
+    const bool is_begun = lock.owns_lock() && begun_ == nullptr && collectives_.begin(job);
     if (!is_begun || !is_complete_soon()) let_go();
-    return is_begun ? finish(job, interruption, failure) : run(job, interruption, failure, lock);
+    return is_begun ? finish(job, failure) : run(job, failure, lock);
   }
 
   // Begin `job`, or queue it.
@@ -76,10 +77,11 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Collectives& collectives() { return collectives_; }
 
  private:
-  bool begin(Job& job, std::unique_lock<std::mutex>& lock);
+  std::unique_lock<std::mutex> lock_if_idle();
   bool is_complete_soon() const;
-  Status finish(Job& job, Interruption interruption, Failure& failure);
-  Status run(Job& job, Interruption interruption, Failure& failure, std::unique_lock<std::mutex>& lock);
+  Status run(Job& job, Failure& failure, std::unique_lock<std::mutex>& lock);
+  Status run_here(Job& job, Failure& failure);
+  Status finish(Job& job, Failure& failure);
   bool begin(const TicketPtr& ticket);
   bool finish_begun(const Call& waiting);
   TicketPtr queue(TicketPtr ticket);

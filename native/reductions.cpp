@@ -13,19 +13,20 @@ namespace {
 // What is reduced at a time where the result is copied on, and stays in the L1 cache until then.
 constexpr std::size_t kL1BlockBytes = 8192;
 
-// Call `use(data, offset, count)` for the stretches of `parts` that make up the elements
-// [start, start + count) of all of them one after the other.
+// Call `use(data, offset, count)` for the stretches of the elements [start, start + count) that lie one
+// after the other in what `job` reduces: one buffer, or those of a list.
 template <class Use>
-void for_stretches(const Part* parts, std::size_t num_parts, std::uint64_t start,
-                   std::uint64_t count, std::size_t item, Use use) {
+void for_stretches(const Job& job, std::uint64_t start, std::uint64_t count, std::size_t item, Use use) {
+  if (job.verb() != Verb::all_reduce_list) return use(job.out + start * item, 0, count);
   std::uint64_t done = 0;
-  for (std::size_t i = 0; i < num_parts && done < count; ++i) {
-    if (start >= parts[i].count) {
-      start -= parts[i].count;
+  for (const Part& part : job.outs) {
+    if (done == count) return;
+    if (start >= part.count) {
+      start -= part.count;
       continue;
     }
-    const std::uint64_t n = std::min(parts[i].count - start, count - done);
-    use(parts[i].data + start * item, done, n);
+    const std::uint64_t n = std::min(part.count - start, count - done);
+    use(part.data + start * item, done, n);
     done += n;
     start = 0;
   }
@@ -60,10 +61,6 @@ Status Collectives::reduce_whole(Job& job) {
   // Member 0 publishes g + 3 once it has seen g + 2 of all, and member 2 has read g by then. So
   // g + 4 may lie where g lay. Of three lines g + 3 would lie there; a member writes that once it has
   // published g + 2, for which it has seen g + 1 of all, and member 2 may still read g.
-  const Part single{job.out, job.count()};
-  const bool is_list = job.verb() == Verb::all_reduce_list;
-  const Part* parts = is_list ? job.outs.data() : &single;
-  const std::size_t num_parts = is_list ? job.outs.size() : 1;
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const std::uint64_t count = job.count();
   const bool is_inline = count * item_ <= kInlineBytes;
@@ -75,7 +72,7 @@ Status Collectives::reduce_whole(Job& job) {
     const std::uint64_t start = i * per_chunk;
     if (!gives || start >= count) return;
     Bytes slot = area(end_.rank, round, is_inline);
-    for_stretches(parts, num_parts, start, std::min(per_chunk, count - start), item_,
+    for_stretches(job, start, std::min(per_chunk, count - start), item_,
                   [&](Bytes data, std::uint64_t at, std::uint64_t n) {
                     copy_in(slot + at * item_, data, n * item_);
                   });
@@ -83,7 +80,7 @@ Status Collectives::reduce_whole(Job& job) {
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
     if (!takes || start >= count) return;
-    for_stretches(parts, num_parts, start, std::min(per_chunk, count - start), item_,
+    for_stretches(job, start, std::min(per_chunk, count - start), item_,
                   [&](Bytes data, std::uint64_t at, std::uint64_t n) {
                     for (unsigned j = 0; j < end_.size; ++j) {
                       sources_[j] = j == end_.rank ? data : area(j, round, is_inline) + at * item_;
@@ -255,10 +252,6 @@ Status Collectives::finish_halves(Job& job, const Ends& ends) {
 }
 
 Status Collectives::reduce_by_parts(Job& job) {
-  const Part single{job.out, job.count()};
-  const bool is_list = job.verb() == Verb::all_reduce_list;
-  const Part* parts = is_list ? job.outs.data() : &single;
-  const std::size_t num_parts = is_list ? job.outs.size() : 1;
   const bool takes = job.verb() != Verb::reduce || job.root() == static_cast<int>(end_.rank);
   const unsigned n = end_.size;
   const unsigned me = end_.rank;
@@ -287,7 +280,7 @@ Status Collectives::reduce_by_parts(Job& job) {
       std::uint64_t from, len;
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
-      for_stretches(parts, num_parts, from, len, item_,
+      for_stretches(job, from, len, item_,
                     [&](Bytes data, std::uint64_t at, std::uint64_t m) {
                       copy_in(mine + (p * piece + at) * item_, data, m * item_);
                     });
@@ -298,7 +291,7 @@ Status Collectives::reduce_by_parts(Job& job) {
     Bytes result = slot(me, result_round) + result_at;
     std::uint64_t from, len;
     cut(i, me, from, len);
-    for_stretches(parts, num_parts, from, len, item_,
+    for_stretches(job, from, len, item_,
                   [&](Bytes data, std::uint64_t at, std::uint64_t m) {
       for (std::uint64_t done = 0; done < m; done += block) {
         const std::uint64_t b = std::min<std::uint64_t>(block, m - done);
@@ -323,7 +316,7 @@ Status Collectives::reduce_by_parts(Job& job) {
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
       const std::uint8_t* result = slot(p, round) + result_at;
-      for_stretches(parts, num_parts, from, len, item_,
+      for_stretches(job, from, len, item_,
                     [&](Bytes data, std::uint64_t at, std::uint64_t m) {
                       copy_out(data, result + at * item_, m * item_);
                     });

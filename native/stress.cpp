@@ -39,6 +39,13 @@ std::int32_t value(std::uint64_t s, unsigned j, std::uint64_t i) {
   return static_cast<std::int32_t>((s * 31 + j * 7 + i) % 1000);
 }
 
+// The sum of what `n` members hold there.
+std::int32_t total(std::uint64_t s, unsigned n, std::uint64_t i) {
+  std::int32_t sum = 0;
+  for (unsigned j = 0; j < n; ++j) sum += value(s, j, i);
+  return sum;
+}
+
 Numbers made(std::uint64_t s, unsigned j, std::uint64_t count) {
   Numbers x(count);
   for (std::uint64_t i = 0; i < count; ++i) x[i] = value(s, j, i);
@@ -101,12 +108,11 @@ struct Rank {
       for (std::uint64_t i = 0; i < count; ++i) x[i] = value(s, me, i);
       Job it = job(verb, count, verb == Verb::broadcast ? root : 0);
       it.out = reinterpret_cast<std::uint8_t*>(x);
-      Failure failure;
-      check(c.progress->run(it, nullptr, failure, [] {}) == Status::ok, "a collective on shared memory");
-      std::int32_t sum = 0;
-      for (unsigned j = 0; count > 0 && j < n; ++j) sum += value(s, j, count - 1);
-      const std::int32_t last = verb == Verb::broadcast ? value(s, root, count - 1) : sum;
-      check(count == 0 || x[count - 1] == last, "a result on shared memory");
+      run(it, false, c);
+      const auto last = [&](std::uint64_t i) {
+        return verb == Verb::broadcast ? value(s, root, i) : total(s, n, i);
+      };
+      check(count == 0 || x[count - 1] == last(count - 1), "a result on shared memory");
       if (is_inside && own() % 2 == 0) {
         memory->leave();
         memory.reset();
@@ -128,14 +134,9 @@ struct Rank {
     const auto kind = draw() % 12;
     Job it;
     Numbers x = made(s, me, count), out;
-    if (kind == 0) {
-      it = job(Verb::all_reduce, count, 0);
-      it.out = bytes(x);
-    } else if (kind == 1) {
-      it = job(Verb::reduce, count, root);
-      it.out = bytes(x);
-    } else if (kind == 2) {
-      it = job(Verb::broadcast, count, root);
+    if (kind <= 2) {
+      const Verb verbs[] = {Verb::all_reduce, Verb::reduce, Verb::broadcast};
+      it = job(verbs[kind], count, kind == 0 ? 0 : root);
       it.out = bytes(x);
     } else if (kind == 3) {
       out.resize(n * count);
@@ -179,22 +180,15 @@ struct Rank {
     run(it, in_flight, c);
     if (waits != nullptr) {
       check(c.progress->wait(waits, kForever, nullptr) == Status::ok, "an earlier call");
-      std::int32_t sum = 0;
-      for (unsigned j = 0; j < n; ++j) sum += value(s, j, early.size() - 1);
-      check(early.back() == sum, "the result of an earlier call");
+      check(early.back() == total(s, n, early.size() - 1), "the result of an earlier call");
     }
-    const auto total = [&](std::uint64_t i) {
-      std::int32_t sum = 0;
-      for (unsigned j = 0; j < n; ++j) sum += value(s, j, i);
-      return sum;
-    };
     bool good = true;
     std::uint64_t at = 0;
     for (std::uint64_t i = 0; i < count; ++i) {
-      if (kind == 0 || (kind == 1 && root == static_cast<int>(me))) good &= x[i] == total(i);
+      if (kind == 0 || (kind == 1 && root == static_cast<int>(me))) good &= x[i] == total(s, n, i);
       if (kind == 1 && root != static_cast<int>(me)) good &= x[i] == value(s, me, i);
       if (kind == 2) good &= x[i] == value(s, root, i);
-      if (kind == 4) good &= out[i] == total(me * count + i);
+      if (kind == 4) good &= out[i] == total(s, n, me * count + i);
       for (unsigned j = 0; j < n; ++j) {
         if (kind == 3) good &= out[j * count + i] == value(s, j, i);
         if (kind == 5) good &= out[j * count + i] == value(s, j, me * count + i);
@@ -248,9 +242,7 @@ struct Rank {
       Job next = job(Verb::all_reduce, x.size(), 0);
       next.out = bytes(x);
       run(next, false, c);
-      std::int32_t sum = 0;
-      for (unsigned j = 0; j < n; ++j) sum += value(s, j, x.size() - 1);
-      check(x.back() == sum, "a sum behind an exchange");
+      check(x.back() == total(s, n, x.size() - 1), "a sum behind an exchange");
     }
   }
 
@@ -327,8 +319,7 @@ int main(int argc, char** argv) {
           std::int32_t more = now_ns() < end;
           Job it = job(Verb::broadcast, 1, 0);
           it.out = reinterpret_cast<std::uint8_t*>(&more);
-          Failure failure;
-          check(rank.communicators[0]->progress->run(it, nullptr, failure, [] {}) == Status::ok, "the end");
+          Rank::run(it, false, *rank.communicators[0]);
           goes_on = more != 0;
         }
         steps[r] = s;

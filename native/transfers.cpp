@@ -1,8 +1,5 @@
 #include "transfers.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -141,9 +138,7 @@ void Transfers::close() {
 }
 
 void Transfers::help() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);  // signals are the program's, not ours
+  block_signals();
   const auto is_over = [&] { return end_->is_over(); };
   const auto has_progress = [&] {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -276,12 +271,6 @@ TransferPtr Transfers::match(unsigned from, std::int64_t tag) {
   return nullptr;
 }
 
-void Transfers::deliver(const TransferPtr& receive, const Packet& packet,
-                        const std::uint8_t* payload) {
-  if (packet.bytes != 0) std::memcpy(receive->data, payload, packet.bytes);
-  complete(receive, Status::ok);
-}
-
 void Transfers::accept(const TransferPtr& receive, unsigned from, const Packet& packet) {
   Packet reply{};
   reply.id = packet.id;
@@ -345,15 +334,24 @@ void Transfers::post(const TransferPtr& receive) {
   best->early.erase(found);
   if (early.own != nullptr) {
     pass_to_self(early.own, receive, early.packet);
-  } else if (early.packet.kind == Kind::offer) {
-    accept(receive, from, early.packet);
-  } else if (early.packet.kind == Kind::cancel) {
+  } else {
+    meet(receive, from, early.packet, early.payload.data());
+  }
+}
+
+// Let a receive take what came for it: a message, an offer, or word that an offer was taken back.
+void Transfers::meet(const TransferPtr& receive, unsigned from, const Packet& packet,
+                     const std::uint8_t* payload) {
+  if (packet.kind == Kind::offer) {
+    accept(receive, from, packet);
+  } else if (packet.kind == Kind::cancel) {
     receive->source = static_cast<int>(from);
     complete(receive, Status::cancelled);
-  } else if (fits(receive, from, early.packet)) {
-    deliver(receive, early.packet, early.payload.data());
-  } else {
+  } else if (!fits(receive, from, packet)) {
     complete(receive, Status::mismatch);
+  } else {
+    if (packet.bytes != 0) std::memcpy(receive->data, payload, packet.bytes);
+    complete(receive, Status::ok);
   }
 }
 
@@ -424,48 +422,30 @@ bool Transfers::drain(unsigned peer) {
 void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* payload) {
   Peer& peer = peers_[from];
   switch (packet.kind) {
-    case Kind::message: {
+    case Kind::message:
+    case Kind::offer: {
       const TransferPtr receive = match(from, packet.tag);
       if (receive == nullptr) {
         peer.early.push_back(Early{
             packet, next_order_++, std::vector<std::uint8_t>(payload, payload + packet.payload), {}});
-      } else if (fits(receive, from, packet)) {
-        deliver(receive, packet, payload);
       } else {
-        complete(receive, Status::mismatch);
+        meet(receive, from, packet, payload);
       }
       break;
     }
-    case Kind::offer: {
-      const TransferPtr receive = match(from, packet.tag);
-      if (receive == nullptr) {
-        peer.early.push_back(Early{packet, next_order_++, {}, nullptr});
-      } else {
-        accept(receive, from, packet);
-      }
-      break;
-    }
-    case Kind::accept: {
-      const auto offered = peer.offered.find(packet.id);
-      if (offered != peer.offered.end()) {  // else it was taken back meanwhile
-        peer.streaming.emplace_back(packet.id, offered->second);
-        peer.offered.erase(offered);
-      }
-      break;
-    }
-    case Kind::fetched: {
-      const auto offered = peer.offered.find(packet.id);
-      if (offered == peer.offered.end()) break;
-      complete(offered->second, Status::ok);
-      peer.offered.erase(offered);
-      break;
-    }
+    case Kind::accept:
+    case Kind::fetched:
     case Kind::refuse: {
       const auto offered = peer.offered.find(packet.id);
-      if (offered == peer.offered.end()) break;
-      offered->second->other_note = packet.note;
-      complete(offered->second, Status::mismatch);
-      peer.offered.erase(packet.id);
+      if (offered == peer.offered.end()) break;  // it was taken back meanwhile
+      const TransferPtr send = std::move(offered->second);
+      peer.offered.erase(offered);
+      if (packet.kind == Kind::accept) {
+        peer.streaming.emplace_back(packet.id, send);
+      } else {
+        send->other_note = packet.note;
+        complete(send, packet.kind == Kind::fetched ? Status::ok : Status::mismatch);
+      }
       break;
     }
     case Kind::data: {

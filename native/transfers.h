@@ -142,7 +142,8 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   bool fits(const TransferPtr& receive, unsigned from, const Packet& packet);
   void accept(const TransferPtr& receive, unsigned from, const Packet& packet);
   bool fetch(const TransferPtr& receive, unsigned from, const Packet& packet);
-  void deliver(const TransferPtr& receive, const Packet& packet, const std::uint8_t* payload);
+  void meet(const TransferPtr& receive, unsigned from, const Packet& packet,
+            const std::uint8_t* payload);
   void complete(const TransferPtr& transfer, Status status);
   void give_up(const TransferPtr& transfer, Status status);
   void give_up_all(Status status);

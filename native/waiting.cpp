@@ -2,7 +2,9 @@
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -43,6 +45,12 @@ CoreDemand& core_demand() {
 }
 
 void yield_core() { sched_yield(); }
+
+void block_signals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanoseconds limit) {
   if (limit <= 0) return;

@@ -50,6 +50,9 @@ inline void pause_core() {
 
 void yield_core();
 
+// For a thread of the core's own: signals are the program's.
+void block_signals();
+
 // Sleep while `word` holds `expected`, for at most `limit`.
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanoseconds limit);
 void futex_wake_all(std::atomic<std::uint32_t>& word);
