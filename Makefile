@@ -34,12 +34,13 @@ help: ## show this list
 demo: $(VENV)/.installed-demo ## train a small transformer on four processes, mesh (dp=2, tp=2)
 	$(BIN)/meshdist run -n 4 examples/train_lm.py --mesh dp=2,tp=2 --check
 
-lint: $(VENV)/.installed-test ## format, lint, types
+lint: $(VENV)/.installed-test ## format, lint, words, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python packaging/lint_words.py
 	$(BIN)/mypy
 
-test: lint ## format, lint, types, and every test but the soak
+test: lint ## format, lint, words, types, and every test but the soak
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 quick: lint ## format, lint, types, pure rooms, simulated ranks, shared memory; says what it left out

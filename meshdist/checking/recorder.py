@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
@@ -26,12 +26,14 @@ _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 
 
 class Recorder:
-    """The last verbs that one rank called on one communicator.
+    """The last calls of this rank on a communicator, as notes.
 
-    A note has the fields of ``Note``: what is called, and a frame's code and position, which cost
-    little to take. ``Note`` makes text of it when a message needs it. The last ``num_notes`` are
-    kept: those of plain calls by the native core, all others here.
+    Args:
+        num_notes: how many are kept: those of plain calls by the native core, all others here.
     """
+
+    # A note has the fields of ``Note``: what is called, and a frame's code and position, which cost
+    # little to take. ``Note`` makes text of it when a message needs it.
 
     def __init__(self, num_notes: int = NUM_NOTES) -> None:
         self._keeps_stacks = shows_stacks()
@@ -43,20 +45,17 @@ class Recorder:
 
     @property
     def sequence(self) -> int:
-        """How many collectives were noted."""
+        """Return the number of collectives that were noted."""
         return self.counts[_SEQUENCE]
 
     @property
     def moment(self) -> int:
-        """When the last call was noted, as a number that grows over all recorders of the process.
-
-        0 where none was.
-        """
+        """Return the last note's place in time among all recorders; 0 before the first note."""
         return self.counts[_MOMENT]
 
     @property
     def num_notes(self) -> int:
-        """How many calls were noted; the last one bears this number."""
+        """Return the number of calls that were noted, which is the last call's number."""
         return self.counts[_NUM_NOTES]
 
     def note(
@@ -69,10 +68,11 @@ class Recorder:
     ) -> tuple[Any, ...]:
         """Note a call; return the note.
 
-        A collective is the next in the members' common sequence. A message does not count there: it
-        gets its number among those of its direction, peer and tag, except for a receive that
-        ``name_sender`` numbers later.
+        Args:
+            is_numbered: false for a receive that ``name_sender`` numbers later.
         """
+        # A collective is the next in the members' common sequence. A message does not count there:
+        # it gets its number among those of its direction, peer and tag.
         counts, number = self.counts, 0
         if call.tag is None:
             counts[_SEQUENCE] += 1
@@ -91,7 +91,7 @@ class Recorder:
         return note
 
     def for_core(self, make: Callable[..., Any]) -> Any:
-        """The core's object that notes calls just as ``note`` does; None where it may not."""
+        """Return the core's object that notes calls as ``note`` does; None where it may not."""
         if self._keeps_stacks:
             return None
         with _making:  # groups may share a communicator
@@ -118,9 +118,17 @@ class Recorder:
             self._notes[number % size] = noted, named
 
     def find_note(self, number: int | None = None) -> Note | None:
-        """The note of this number (None: the last one), if it is kept."""
-        fields = self._find_fields(self.num_notes if number is None else number)
-        return None if fields is None else Note(*fields)
+        """Return the note of this number, of the last call for None, if it is kept."""
+        last, size = self.counts[_NUM_NOTES], len(self._notes)
+        number = last if number is None else number
+        if not max(0, last - size) < number <= last:
+            return None
+        fields = None if self._of_core is None else self._of_core.find(number)
+        if fields is None:
+            noted, fields = self._notes[number % size]
+            if noted != number:  # another thread notes a call just now
+                return None
+        return Note(*fields)
 
     def find_call(self, sequence: int) -> Note | None:
         """The note of the collective of this number in the sequence, if it is kept."""
@@ -150,19 +158,6 @@ class Recorder:
         return FORGOTTEN if is_noted else None
 
     def _find(self, is_meant: Callable[[Note], bool]) -> Note | None:
-        notes = map(self.find_note, self._kept)
+        last = self.num_notes
+        notes = map(self.find_note, range(max(0, last - len(self._notes)) + 1, last + 1))
         return next((note for note in notes if note is not None and is_meant(note)), None)
-
-    @property
-    def _kept(self) -> range:
-        """The numbers of the notes that are kept."""
-        num_notes = self.num_notes
-        return range(max(0, num_notes - len(self._notes)) + 1, num_notes + 1)
-
-    def _find_fields(self, number: int) -> tuple[Any, ...] | None:
-        if number not in self._kept:
-            return None
-        if self._of_core is not None and (fields := self._of_core.find(number)) is not None:
-            return cast("tuple[Any, ...]", fields)
-        noted, fields = self._notes[number % len(self._notes)]
-        return fields if noted == number else None  # else another thread notes a call just now
