@@ -92,7 +92,7 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
 
 
 def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
-    """Return what lets CuPy's streams wait for torch's on ``arrays``; None where none is CuPy's."""
+    """Return a function that lets CuPy's streams wait for torch's; None without CuPy arrays."""
     # Each call of it lets CuPy's current stream on the arrays' devices wait, by an event, for
     # torch's current stream there; the host does not wait. Both streams are the calling thread's
     # own, so it is called wherever the verb has been waited for, once torch's stream comes after
@@ -128,7 +128,7 @@ def _cupys_stream(device: int) -> torch.cuda.Stream:
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy where what arrives in ``output`` would change it."""
+    """Return ``tensor``, or a copy of it where its memory overlaps that of ``output``."""
     # Both are contiguous. A wire may write what has come before it has read all that is to go.
     start, begin = tensor.data_ptr(), output.data_ptr()
     if start < begin + output.nbytes and begin < start + tensor.nbytes:
@@ -139,7 +139,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``tensors``, copied where what arrives in any of ``outputs`` would change them."""
+    """Return ``tensors``, with a copy of each whose memory overlaps that of any of ``outputs``."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)

@@ -131,7 +131,7 @@ def split_premul(op: object) -> tuple[ReduceKind, Factor | None]:
 
 @cache
 def find_refusal(op: ReduceKind, dtype: torch.dtype) -> str | None:
-    """Return what ``op`` serves, for messages, where it cannot reduce ``dtype``; else None.
+    """Return a text of the dtypes that ``op`` reduces if ``dtype`` is none of them, else None.
 
     Example:
         >>> find_refusal(ReduceOp.AVG, torch.bool)
@@ -159,7 +159,7 @@ def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
 
 
 def find_factor_refusal(factor: Factor, dtype: torch.dtype) -> str | None:
-    """Return what PREMUL_SUM serves, for messages, where ``factor`` does not suit ``dtype``.
+    """Return a text of the factors that PREMUL_SUM takes if ``factor`` is none of them, else None.
 
     Example:
         >>> find_factor_refusal(0.5, torch.int32)

@@ -137,7 +137,7 @@ class Verb:
 
     @property
     def carrier(self) -> WireVerb:
-        """The verb of a communicator that carries a plain verb."""
+        """The first of ``wire_verbs``, of which a plain verb makes a single call."""
         return WIRE_VERBS[self.wire_verbs[0]]
 
     @property

@@ -302,7 +302,7 @@ class BoundedStore(Store):
     # -- the requests ------------------------------------------------------------------------------
 
     def ask(self, request: Callable[[Store], T]) -> T:
-        """Return what ``request`` returns for the raw store; raise StoreError if nothing comes."""
+        """Return the result of ``request`` on the raw store; raise StoreError without an answer."""
         raw = self._check_usable()
         self._check_served()
         if self._thread is None:

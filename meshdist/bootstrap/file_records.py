@@ -122,7 +122,11 @@ def _refuse_leftover(path: str, record: _Record, generation: dict[str, Any]) -> 
 
 @contextmanager
 def _locked(path: str, timeout: timedelta, *, may_create: bool = True) -> Iterator[_Record]:
-    """Lock the file and yield its generations; then write them back, or remove the file."""
+    """Lock the file and yield its generations; write them back, or remove a file without any.
+
+    Args:
+        may_create: without it a missing file has no generations, and stays missing.
+    """
     try:
         descriptor = _open_locked(path, may_create, Deadline(timeout))
     except (OSError, ValueError) as error:

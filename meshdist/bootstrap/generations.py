@@ -246,7 +246,7 @@ class Attempt:
     def _give_up(
         self, keys: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the outcome where this rank gives up first; None where another has told it."""
+        """Return ``make_outcome(keys)``; None where another rank has written an outcome first."""
         is_told = keys.add("gave up", 1) > 1 and await_key(keys, "state", Grace(_TELLING_S))
         return None if is_told else make_outcome(keys)
 
@@ -307,7 +307,7 @@ class Attempt:
         return parse_value(f"card/{rank}", value, ProcessCard.from_json)
 
     def _complete(self, keys: Store) -> dict[str, Any]:
-        """Return the outcome of a generation in which every rank has left its card."""
+        """Return the world's facts from every rank's card, or "stale" if a process has ended."""
         seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _parse_card)
         cards = [card for card, _ in seen]
         values = [value for _, value in seen]
@@ -396,7 +396,7 @@ def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
 
 
 def _parse_card(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
-    """Parse what a rank wrote as it came: its card, and the other facts beside it."""
+    """Return a rank's process card and the facts that it stored beside the card."""
     return ProcessCard.from_json(value), {
         "local_rank": None if value["local_rank"] is None else int(value["local_rank"]),
         "wires": [str(wire) for wire in value["wires"]],

@@ -56,7 +56,7 @@ class HeadCount:
         among: Collection[int] | None = None,
         most: float = math.inf,
     ) -> list[int]:
-        """Return the members, among those asked for, that have come under none of ``keys``.
+        """Return the members, or those in ``among``, that are counted under none of ``keys``.
 
         Args:
             read: returns a number in the store.

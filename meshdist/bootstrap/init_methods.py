@@ -61,7 +61,7 @@ _IN_QUERY = ("rank", "world_size")
 
 @dataclass(frozen=True)
 class Terms:
-    """The world that a process asks for, whichever way it comes to it.
+    """The arguments by which a process asks for a world, from a call, a URL or the environment.
 
     Args:
         init_method: the URL; None is ``env://``, unless there is a store.

@@ -180,7 +180,7 @@ def serve_store(
 
 
 def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta) -> None:
-    """Raise unless ``store``, which this process serves, is what answers at ``address``."""
+    """Raise unless a client that connects to ``address`` reaches this process's ``store``."""
     # A router or a proxy may lead here from an address that no interface of this host has.
     key = f"meshdist/reached/{secrets.token_hex(8)}"
     store.set(key, "")

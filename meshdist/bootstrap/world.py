@@ -42,7 +42,7 @@ class Caches:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)
 
     def find(self, kind: type[T], key: Hashable) -> T | None:
-        """Return the object of a type and a key, if it is kept."""
+        """Return the object stored under a type and a key, or None."""
         try:
             found: T | None = self.kept[kind].get(key)
         except TypeError:  # no hash: what is made with such a key refuses it in better words

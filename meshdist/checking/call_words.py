@@ -118,7 +118,7 @@ class CallWords:
         self._mine[_REACHED] = self.number
 
     def _write(self, data: bytes) -> int:
-        """Write what a word stands for; return the word."""
+        """Write the statement ``data``; return the word that refers to the statement."""
         num_words = _num_words(data)
         if num_words > _HALF:
             raise StatementTooLong
@@ -141,7 +141,7 @@ class CallWords:
     # -- of the others ----------------------------------------------------------------------------
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
-        """Return whether a member has come to what follows this member's last word."""
+        """Return whether a member is a word ahead: with a round if ``by_wire``, else a call."""
         shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
         return any(
             word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)
@@ -161,7 +161,7 @@ class CallWords:
         return found
 
     def find_silent(self) -> list[int]:
-        """Return the members that have not come to what this member has shown."""
+        """Return the members that have not shown as many words as this member."""
         views = sorted(self._views.items())
         return [member for member, view in views if self._find(view, self.number) is None]
 

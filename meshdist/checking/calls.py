@@ -159,7 +159,7 @@ class Call:
 
     @property
     def arguments(self) -> list[str]:
-        """``(2,) float32`` and ``SUM``: those that can be told without the group."""
+        """The texts of the arguments that show without the group: ``(2,) float32`` and ``SUM``."""
         return [*filter(None, [self.data_text, "" if self.op is None else self.op.name])]
 
     @property
@@ -301,7 +301,7 @@ def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> 
 
 
 def to_fields(call: Call) -> list[Any]:
-    """A collective, but for its layouts, in what JSON has; the inverse of ``from_fields``."""
+    """Return a collective without its layouts as JSON values; the inverse of ``from_fields``."""
     parts = [(shape, dtype_name(dtype)) for shape, dtype in call.parts]
     asked = [call.op_number, call.root, call.title, call.owner]
     return [call.verb, parts, is_list(call.data), call.is_uneven, *asked]

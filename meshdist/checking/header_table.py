@@ -125,7 +125,7 @@ class HeaderTable:
     def reserve(
         cls, words: SharedWords | None, key: int, hosts: Sequence[int], member: int, *more: Any
     ) -> HeaderTable | None:
-        """A new table, made as the class says; None where there is no room or no use for it."""
+        """Return a new table; None where there is no room, or no other member on this host."""
         if words is not None and hosts.count(hosts[member]) > 1:
             with suppress(MemoryError):
                 return cls(words, key, hosts, member, *more)
@@ -137,7 +137,7 @@ class HeaderTable:
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """The core's object that does what ``enter`` does, as long as no member is missing."""
+        """Return the native core's object for ``enter``, valid while no member is missing."""
         return make(
             self,
             words(self._mine),
@@ -204,7 +204,7 @@ class HeaderTable:
         return self._differing(sequence, word, sent, taken)
 
     def look_again(self, sequence: int) -> list[int] | None:
-        """Return the members whose call ``sequence`` differs; None while some are still to come."""
+        """Return the members whose call differs from this member's, None while some are behind."""
         # It must be called before the words of that call are overwritten.
         place = sequence % WINDOW
         word = self._mine[place]
@@ -337,7 +337,7 @@ class HeaderTable:
         return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
-        """Let a thread publish, as soon as others have read what is there."""
+        """Start the thread that publishes messages once others have read those before."""
         if self._publisher is None:
             publisher = threading.Thread(
                 target=self._publish_all, name="meshdist-publisher", daemon=True

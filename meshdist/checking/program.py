@@ -75,7 +75,7 @@ _BETWEEN = (
 
 
 class _BetweenFiles(dict[str, bool]):
-    """Tells of a file whether it lies between program and wire, as ours and torch's do."""
+    """Cache of whether a file lies between program and wire, as ours and torch's do."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = found = file.startswith(_BETWEEN)
@@ -278,7 +278,7 @@ def stack_text(thread_id: int) -> str:
 
 
 def find_place(thread_id: int, call: str) -> str:
-    """Return where a thread is, as in ``train.py:8 in step``; "" if its last ``call`` tells."""
+    """Return where a thread is, as in ``train.py:8 in step``; "" if ``call`` names the place."""
     own = _own_frames(thread_id)
     if not own:
         return ""

@@ -118,7 +118,7 @@ class Recorder:
             self._notes[number % size] = noted, named
 
     def find_note(self, number: int | None = None) -> Note | None:
-        """Return the note of this number, of the last call for None, if it is kept."""
+        """Return the note ``number``, by default the last note; None if it is overwritten."""
         last, size = self.counts[_NUM_NOTES], len(self._notes)
         number = last if number is None else number
         if not max(0, last - size) < number <= last:
@@ -131,7 +131,7 @@ class Recorder:
         return Note(*fields)
 
     def find_call(self, sequence: int) -> Note | None:
-        """The note of the collective of this number in the sequence, if it is kept."""
+        """Return the note of the collective ``sequence``; None where it has been overwritten."""
         return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
     def find_message(self, *message: Any) -> Note | None:

@@ -246,12 +246,13 @@ class SignsOfLife:
         self._beats = [(-1, Grace(0.0))] * num_lower
 
     def beat(self, number: int) -> None:
-        """Show that this process is alive, and tell ``number``."""
+        """Count this process's heartbeat up, and publish ``number`` beside it."""
         if self._mine is not None:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 
-    def find_told(self) -> int | None:
-        """The number that the lowest process alive tells; None where that is this process."""
+    def find_published(self) -> int | None:
+        """Return the number that the lowest live process publishes; None where that is this
+        process."""
         for member, (beat, silence) in enumerate(self._beats):
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):

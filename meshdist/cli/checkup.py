@@ -200,7 +200,7 @@ def find_wires() -> list[dict[str, Any]]:
 
 
 def find_mpi(timeout_s: float = _MPI_S) -> dict[str, Any]:
-    """Return what ``describe_mpi`` says, and ``mpiexec``; or ``reason`` and ``fix``."""
+    """Return ``describe_mpi()`` of another process, and ``mpiexec``; or ``reason`` and ``fix``."""
     # Another process is asked, which may crash or hang.
     code, lines = _output_of([sys.executable, "-c", _ASK_MPI], timeout_s)
     if code is None:

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add to the report what needs torch; start no ranks where there is no time to spend."""
+    """Add to the report the checks that need torch; where ``timeout_s`` is None, start no ranks."""
     report["gpus"] = find_gpus()
     report["wires"] = wires = find_wires()
     report["mpi"] = find_mpi()

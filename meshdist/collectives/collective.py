@@ -53,7 +53,7 @@ class VerbCall(PreparedCall):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the tensor that travels for an array argument, and note what the verb writes."""
+        """Return the tensor that the wire moves for an argument; note it if the verb writes it."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         is_plain = is_plain and (x.data_ptr() or not x.numel())

@@ -163,7 +163,7 @@ for _kind in (Work, StartedWork):
 
 @contextmanager
 def recorded(title: str) -> Iterator[None]:
-    """Record what runs inside in the profiler that is on, with the rank's name if simulated."""
+    """Record the block in the active profiler, with the rank's name if the rank is simulated."""
     # A profiler around ``simulate`` watches the thread alone that called ``simulate``: that thread
     # begins and ends the record.
     rank = find_rank_here()

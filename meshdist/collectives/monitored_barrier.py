@@ -151,7 +151,11 @@ def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) 
 def _timed_out(
     world: World, ranks: Sequence[int], outcome: BarrierResult, where: str, names_all: bool
 ) -> CollectiveTimeoutError:
-    """Return a member's error: rank 0's names absent ranks, the others' point to rank 0."""
+    """Return this rank's error: the first member names absent ranks, the others point to its error.
+
+    Args:
+        names_all: whether the first member names all absent ranks, or the first alone.
+    """
     me, leader = world.rank, ranks[0]
     found = f"rank {outcome.by}: {outcome.failure}"
     if me in outcome.absent:
@@ -226,7 +230,7 @@ def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
 
 @dataclass
 class BarrierResult:
-    """The outcome of a group's latest barrier, which the store keeps."""
+    """The result of a group's latest barrier, as the store has it in JSON."""
 
     number: int  # the barrier's
     passed: int  # the number of the latest barrier that all members passed
@@ -268,7 +272,7 @@ class MonitoredBarrier:
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> BarrierResult:
-        """Return the outcome, which the first member decides, or a member that waited in vain."""
+        """Return the result that the first member decides, or a member whose wait has timed out."""
         # The others wait at most the timeout until the first arrives, and as long again for its
         # decision.
         with within(Deadline(self.timeout)):
@@ -283,7 +287,7 @@ class MonitoredBarrier:
         absent = list(self.ranks[1:])
 
         def collect() -> BarrierResult | None:
-            """Return the outcome once all members have arrived or another member decided it."""
+            """Return the result once all members have arrived or another member has decided it."""
             absent[:] = [rank for rank in absent if not self._has_arrived(rank)]
             return self._find_outcome() if absent else self._decide("", [])
 
@@ -327,7 +331,7 @@ class MonitoredBarrier:
         return read_json(self.store, key, BarrierResult.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
-        """Return the outcome: the given failure, unless another member has decided before."""
+        """Decide by ``failure``, unless another member has decided; return the result."""
         while True:
             latest, before = self._read()
             if latest is not None and latest.number >= self.number:

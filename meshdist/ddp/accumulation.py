@@ -177,7 +177,7 @@ def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Add the sums of all ranks' gradients to those that were ``kept``; collective."""
+    """Add each gradient's sum over all ranks to its ``kept`` part, into ``.grad``; collective."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):

@@ -31,7 +31,7 @@ from .verdict import Verdict
 
 
 class Moment(Enum):
-    """Moments of which observers are told: in a forward with the layout, else with the backward."""
+    """Moments at which observers are called, in a forward with the layout, else the backward."""
 
     FORWARD_BEGINS = auto()
     FORWARD_ENDS = auto()
@@ -91,7 +91,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tells_errors(method: F) -> F:
-    """Decorate a method of the reducer: observers are told of errors that it raises."""
+    """Decorate a method of the reducer so that observers are called with the errors it raises."""
 
     @functools.wraps(method)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:

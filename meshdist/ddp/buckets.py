@@ -402,7 +402,7 @@ class Flat(Taking):
     def give(
         self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
     ) -> None:
-        """Copy the averages out of the bucket, where ``.grad`` is no view."""
+        """Scale the averages by ``share``; copy those of used parameters unless they are views."""
         bucket = filling.bucket
         if share != 1.0:
             bucket.flat.mul_(share)

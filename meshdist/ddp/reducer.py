@@ -239,7 +239,7 @@ class Reducer:
 
     @tells_errors
     def check(self) -> None:
-        """Raise what the next forward would raise of the last backward, on every rank."""
+        """Raise now, on every rank, the last backward's error that the next forward would raise."""
         if current_task() != NO_TASK:
             raise self.layout.terms.reports.running()
         try:

@@ -189,7 +189,7 @@ class Verdict:
         return is_uneven and not self._layout.terms.options.may_lack
 
     def _teach(self, history: History, *, stays: bool) -> None:
-        """Tell the history which gradients some rank lacked."""
+        """Settle in the history which parameters trail: those whose gradient some rank lacked."""
         options, num_ranks = self._layout.terms.options, self._layout.terms.group.size()
         # In half precision the sum may fall short of what all have: the parameter trails then, on
         # every rank alike, which costs overlap and nothing else.

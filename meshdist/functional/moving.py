@@ -384,7 +384,7 @@ class _Pbroadcast(LinearFunction):
 
 
 class _KeptAt(LinearFunction):
-    """A value that is equal on every member, kept at a single place, else zero; I -> V, free."""
+    """Autograd function I -> V: the member at ``place`` keeps the value, others get zeros; free."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, place: int, title: str) -> torch.Tensor:

@@ -397,7 +397,10 @@ def _compare_members(
             if far:
                 wrong = wrong or name
                 lines.append(text + difference_text(far, ranks[0]))
-        parted += [text + parting for parting in _parting(held, is_far=len(lines) > count)]
+        parted += [
+            text + divergence
+            for divergence in _divergences(held, has_far_gradients=len(lines) > count)
+        ]
     if not lines and not parted:
         return
     axes = group.axis_names
@@ -426,11 +429,12 @@ def _compare_members(
     )
 
 
-def _parting(held: Mapping[int, _LeafNote], *, is_far: bool) -> Iterator[str]:
-    """Yield texts of how a leaf's value, or its gradient, parted since the last backward.
+def _divergences(held: Mapping[int, _LeafNote], *, has_far_gradients: bool) -> Iterator[str]:
+    """Yield a text for each set of ranks whose equal leaf values diverged after the last backward.
 
     Args:
-        is_far: whether the gradients of this backward differ.
+        has_far_gradients: whether the gradients of this backward differ; then a text comes, too,
+            for equal values whose gradients changed by different amounts.
     """
     for left in {note.left for note in held.values() if note.left}:
         same = {rank: note for rank, note in held.items() if note.left == left}
@@ -438,7 +442,7 @@ def _parting(held: Mapping[int, _LeafNote], *, is_far: bool) -> Iterator[str]:
         apart = {rank: relative_distance(note.value, base.value) for rank, note in same.items()}
         far = {rank: distance for rank, distance in apart.items() if distance}
         changes = {rank: f"{note.changed:.4g}" for rank, note in same.items()}
-        if far or (is_far and len({*changes.values()}) > 1):
+        if far or (has_far_gradients and len({*changes.values()}) > 1):
             by_rank = grouped_text(changes.items(), separator=", ")
             value = difference_text(far, first) if far else "equal"
             yield f"{value}; its gradient changed since by {by_rank} of its largest value"

@@ -114,7 +114,7 @@ class Agreement:
 
 
 class JoinContext(Protocol):
-    """A join context of this rank, as what opens groups knows it."""
+    """The part of this rank's join context that is used where groups are opened."""
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
         """Return those of ``ranks`` that have no data left and come to no agreement meanwhile."""
@@ -237,7 +237,7 @@ class _PendingAgreement:
     # -- coming ------------------------------------------------------------------------------------
 
     def come(self, offers: Iterable[str], lack: str) -> None:
-        """Count this rank, its ``offers`` before; the last member writes the outcome."""
+        """Count this rank as present, after its ``offers``; the last member writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
@@ -270,7 +270,7 @@ class _PendingAgreement:
         return number
 
     def _is_first_to(self, end: str) -> bool:
-        """Return whether this rank writes the outcome, which may take a while."""
+        """Return whether this rank is the first to claim the end, and so writes the outcome."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
@@ -297,7 +297,7 @@ class _PendingAgreement:
     # -- waiting -----------------------------------------------------------------------------------
 
     def await_outcome(self) -> None:
-        """Return when the outcome is written, by this rank where others do not come in time.
+        """Wait for the outcome, and write the outcome where other members do not come in time.
 
         Raises:
             JoinError: a missing member has no data left.
@@ -324,7 +324,7 @@ class _PendingAgreement:
         self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def leave(self, error: BaseException) -> None:
-        """Write as the outcome that this rank waits no more, though it may be counted."""
+        """Write an outcome that says that ``error`` ended this rank's wait, counted or not."""
         if isinstance(self._store, SimulatedStore):  # its ranks end together
             return
         with suppress(RuntimeError):  # the store may be lost
@@ -346,7 +346,7 @@ class _PendingAgreement:
             looks.take(partial(self._look_at, counted))
 
     def _look_at(self, counted: HeadCount) -> None:
-        """Write the outcome where some missing members in ``counted`` surely never come."""
+        """Write the outcome if missing members have ended, or surely wait in another agreement."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if self.endings.find_all(missing):
             ended = self.endings.find_all(self._find_missing(counted))
@@ -365,7 +365,7 @@ class _PendingAgreement:
         return counted.find_absent(self._read, keys, among, most)
 
     def _end_if_crossing(self, missing: list[int]) -> None:
-        """Write the outcome of two agreements whose members surely wait for each other."""
+        """Write the outcomes of this and another agreement whose members wait for each other."""
         found = self._find_crossing(missing)
         name, text, has_threads = found or ("", "", False)
         now, patience_s = time.monotonic(), _SURE_AMONG_THREADS_S if has_threads else _SURE_S
@@ -420,9 +420,9 @@ class _PendingAgreement:
     # -- the outcome -------------------------------------------------------------------------------
 
     def raise_unless_agreed(self) -> None:
-        """Raise what the outcome says, on every member alike."""
+        """Raise the error of the outcome, the same on every member, unless all have agreed."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
-        outcome = parse_value(key, self._peek(key) or b"", _outcome)
+        outcome = parse_value(key, self._peek(key) or b"", _parse_outcome)
         how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
         if how == "agreed":
             return
@@ -501,8 +501,8 @@ def lack_error(world: World, text: str, members: Sequence[int], found: str) -> B
     )
 
 
-def _outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the outcome of an agreement, checked."""
+def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the checked fields of an agreement's outcome."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),

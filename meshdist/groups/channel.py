@@ -457,7 +457,7 @@ class Channel:
     def _wait_for_the_slowest(
         self, header_table: HeaderTable, sequence: int, is_uneven: bool
     ) -> None:
-        """Return when no member can still need what call ``sequence`` overwrites."""
+        """Wait until no member still needs the header-table entry that the call overwrites."""
         check = self.refuse_broken
         member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:

@@ -112,7 +112,7 @@ class OpenCommunicator:
             self.header_table.leave()
 
     def close(self) -> None:
-        """End this member's part; what waits fails."""
+        """Close this member's communicator, its tables and its matching; calls that wait fail."""
         self.is_closed = True
         if self.matching is not None:
             self.matching.close()
@@ -163,7 +163,7 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Give a function that agrees on what is made, which the context's body then opens.
+        """Yield a function by which the members agree on what the context's body then opens.
 
         Args:
             agreement: what the members are known to agree on.
@@ -213,7 +213,7 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """Keep a group that the program has dropped; return whether no other uses what it has."""
+        """Keep a dropped group if no other uses its communicators; return whether it is kept."""
         with self._lock:
             opened = {channel.opened for channel in group.channels}
             for communicator in opened:
@@ -347,7 +347,7 @@ class Registry:
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return the message of the rank that aborted a communicator, if any; asks the store."""
+        """Return the message of the rank that aborted a communicator, or None; reads the store."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, _abort_message)
@@ -361,7 +361,7 @@ class Registry:
         return known
 
     def answer(self, about: dict[str, Any]) -> SignalReply:
-        """The last call on each communicator and beside them, and the call that is asked about."""
+        """Return the last call of each communicator, and the call that ``about`` names."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
         recorders.append(("", self.beside_wires))
@@ -425,7 +425,7 @@ class Registry:
             return list(self._by_label.values())
 
     def _leave(self, how: str) -> MeshdistError | None:
-        """Tell the others that this rank leaves the world, and how; return ``_compare_last``'s."""
+        """Record for the other ranks how this rank leaves; return the error of the comparison."""
         opened = self.all_opened()
         error = self._compare_last(opened)
         self._comparisons.stop()

@@ -74,7 +74,7 @@ def explained_opening(
 
 
 class OtherMembers(ABC):
-    """The other members of a communicator: what they report of a failure, and are told of it."""
+    """The other members of a communicator: their reports of a failure, and messages to them."""
 
     # What is not abstract does nothing here: a kind overrides what its members can do.
 

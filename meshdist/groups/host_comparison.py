@@ -82,7 +82,7 @@ class HeaderTables:
         self._views: dict[int, SharedWordsView | None] = {}
 
     def make_words(self) -> WordsAddress | None:
-        """Make this rank's shared words; return their address, which the others are told."""
+        """Make this rank's shared words; return their address for the other members, or None."""
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 
@@ -200,7 +200,7 @@ class HostComparison:
                 self.is_explained.wait(_END.total_seconds())
 
     def digests(self, number: int, after: int) -> list[int]:
-        """The first call behind ``after`` that is kept, its digest, and so on up to ``number``."""
+        """Return the first call behind ``after`` with a digest, then the digests to ``number``."""
         first = max(after + 1, self.last - _NUM_TOLD)
         kept = range(first, min(number, self.last) + 1)
         return [first, *(self._digests[n % NUM_DIGESTS] & _MASK for n in kept)]
@@ -231,7 +231,7 @@ class HostComparison:
             self._compare(self._read)
 
     def compare_now(self) -> None:
-        """Compare with what members on other hosts answer, leaders or not: these may have ended.
+        """Compare digests with all members on other hosts: their leaders may have ended.
 
         Raises:
             MembersDisagree: calls differ; so do ``look`` and ``compare_last``.
@@ -324,7 +324,7 @@ class HostComparisons:
                 _log.debug("calls are not compared across hosts now: %s", error)
 
     def stop(self) -> None:
-        """Begin to explain nothing more, and let end what is being explained."""
+        """Start no more explanations, and wait for the explanations that run."""
         self._is_stopped = True
         for explaining in self._explaining:
             with suppress(Exception):

@@ -143,7 +143,7 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """Return what the first member that comes here finds, and whether that was this member."""
+        """Return ``find()`` of the first member to come here, and whether that was this member."""
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
@@ -275,7 +275,7 @@ _log = logging.getLogger("meshdist.waits")
 
 
 class LateMembers:
-    """Looks whether this rank has waited in one call for long, and says once for whom."""
+    """A watch on this rank's latest call: it logs once for which members a late call waits."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -285,7 +285,7 @@ class LateMembers:
         self._deadline = Deadline(None)
 
     def look(self) -> None:
-        """Look for what is to be answered, on a thread that must not wait, every now and then."""
+        """Log once, by a new thread, for whom the latest call waits if it is beyond its limit."""
         registry = get_registry(self._world)
         opened = max(registry.all_opened(), key=lambda each: each.recorder.moment, default=None)
         if opened is None:

@@ -149,7 +149,7 @@ class SignalThread:
     def _run(self) -> None:
         has_ended = False
         while not (has_ended or self._is_stopped):
-            self._act_on_all(self._signs.find_told())
+            self._act_on_all(self._signs.find_published())
             self._look()
             alarms = [self._alarm.connection] if self._alarm is not None else []
             ready = find_readable([self._woken, *{*self._handle.ends, *alarms}], _PERIOD_S)
@@ -165,7 +165,7 @@ class SignalThread:
         self._paused_clocks.release()
 
     def _act_on_all(self, told: int | None) -> None:
-        """Act on the signals that another process has ``told`` of; None: that the store has."""
+        """Act on all new signals, up to the number ``told`` by another process or the store's."""
         try:
             if told is not None:
                 self._drop_alarm(_SETTLE_S)
@@ -184,7 +184,7 @@ class SignalThread:
             self._drop_alarm(_SURE_S)
 
     def _find_latest(self) -> int:
-        """Return the number of signals; asks the store unless an alarm would have rung."""
+        """Return the number of signals; asks the store if the alarm has rung or a look is due."""
         latest, alarm = self._seen, self._alarm
         has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
@@ -390,12 +390,12 @@ class Endings:
         self._looked: dict[int, int] = {}  # how many had left when each was last looked for
 
     def announce(self, **more: Any) -> None:
-        """Show the others of this host which process this rank is, and what else they need."""
+        """Store this rank's process card, with ``more`` fields, for the other ranks."""
         card = {**my_card().to_json(), **more}
         self._world.store.set(card_key(self._world.rank), json.dumps(card))
 
     def leave(self, how: str, num_calls: dict[str, int]) -> None:
-        """Tell the others how this rank leaves, and its collectives by communicator's label."""
+        """Store how this rank leaves, and its number of collectives by communicator's label."""
         with suppress(StoreError):
             self._world.store.set(_ending_key(self._world.rank), json.dumps([how, num_calls]))
             self._world.store.add(_NUM_LEFT, 1)

@@ -178,7 +178,7 @@ class Shadow(CallGuard):
     # -- ranks that have data ---------------------------------------------------------------------
 
     def announce(self, notice: str) -> list[bool]:
-        """Tell the main group that a joinable begins something; return which members have data."""
+        """Announce an action of a joinable to the main group; return which members have data."""
         if self._main is None:  # this rank is alone in its group
             return [True]
         return self._tell(self._main, get_call(NOTICE, None, owner=notice))

@@ -174,7 +174,7 @@ class Waits:
     def _broken(
         self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
     ) -> JoinError:
-        """End the group for all members, and return the error that says why."""
+        """End the group for all members, and return the error with the reason."""
         self._end(place, f"{summary}: {found}" if found else summary)
         where = f"rank {self._world.rank}, {place.channel.group.name}"
         return JoinError(summary, where=where, found=found, **more)

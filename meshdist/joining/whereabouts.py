@@ -72,7 +72,7 @@ class Whereabouts:
         self._refusal = refusal
 
     def reason_of(self, error: BaseException) -> str:
-        """Return the words in which other ranks are told of this rank's exception."""
+        """Return the text by which other ranks learn of this rank's exception."""
         error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:
@@ -135,7 +135,7 @@ _SOURCED_VERBS = frozenset(
 
 
 def has_source(call: Call) -> bool:
-    """Return whether a call's root gives what the others take, so that it must have data."""
+    """Return whether a call takes its data from the root, which then must have data."""
     return call.verb in _SOURCED_VERBS and call.root is not None
 
 

@@ -126,7 +126,7 @@ class Launch:
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
     def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
-        """Wait until something happens, at most timeout_s; return what ended, in order."""
+        """Wait for the next event, at most timeout_s; return the processes that ended, in order."""
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
             timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)
@@ -214,7 +214,7 @@ class Launch:
                     os.kill(child.pid, number)
 
     def close(self) -> None:
-        """End what has not been stopped, at once, and release what watching needs."""
+        """End the children that still run, at once, and release their handles and the directory."""
         if not self._is_stopped:
             self.stop(())
         for rank in list(self._handles):

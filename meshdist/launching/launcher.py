@@ -262,7 +262,7 @@ class _LocalRanks:
         self._errors[rank] = ends["stderr"][0]
 
     def _open(self, destination: Destination) -> tuple[Stream, int]:
-        """Return a stream that shows what comes to it, and the end that a rank writes to."""
+        """Return a stream that shows a rank's output, and the descriptor that the rank writes."""
         reader, writer = -1, -1
         if destination.is_terminal and destination.screen is not None:
             with contextlib.suppress(OSError):
@@ -318,7 +318,7 @@ class _LocalRanks:
         show(sys.stderr, f"{text}\n".encode())
 
     def _step(self, timeout_s: float | None = None) -> None:
-        """Wait for the launch, and show what the ranks wrote that has waited long enough."""
+        """Wait for the launch's next event, and show the output that has waited long enough."""
         if any(stream.is_holding() for stream in self._streams):
             timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
         self._launch.step(timeout_s)

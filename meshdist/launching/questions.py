@@ -19,7 +19,7 @@ _QUESTION = "where"
 
 
 class Answerer:
-    """A rank's part in the question; it does nothing where no launcher has said that it may ask."""
+    """A rank's answer to the launcher's question where it is; idle where no launcher asks."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self._answer = answer

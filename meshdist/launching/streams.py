@@ -228,7 +228,7 @@ def _place(screen: TextIO) -> object:
 
 
 class Stream:
-    """Output of one rank on its way to its destination; its end is kept.
+    """The output of one rank on its way to its destination, with its last lines for reports.
 
     Args:
         pipe: the end to read from, of a pipe or of a terminal; close it at the end.
@@ -262,7 +262,7 @@ class Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Pass on what there is to read, to the console and the file; return False at the end."""
+        """Read from the pipe, and pass the data on to console and file; return False at the end."""
         try:
             data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:
@@ -332,7 +332,7 @@ class Stream:
         return bool(self.report) and is_late
 
     def show_report(self) -> None:
-        """Show the traceback that waits, and let what follows it pass."""
+        """Show the traceback that waits, and stop holding back the output behind it."""
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
@@ -341,7 +341,7 @@ class Stream:
         return data
 
     def flush(self) -> None:
-        """Show what is held at the end of the output."""
+        """Show the output still held at the stream's end: a traceback and an unfinished line."""
         self.show_report()
         if self._partial:
             data, self._partial = self._partial, b""

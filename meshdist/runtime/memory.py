@@ -117,7 +117,7 @@ _MOST_BYTES = 256 << 20
 
 
 class Scratch:
-    """CPU memory that is used again: fresh pages cost more than what is done with them."""
+    """A pool of CPU memory, since fresh pages cost more than the work that is done in them."""
 
     # The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs
     # more. A block that is never given back, since its verb failed, is the garbage collector's.
@@ -140,7 +140,7 @@ class Scratch:
         return torch.empty(num_bytes, dtype=torch.uint8).view(like.dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take back what ``take`` gave; the caller must not use it any more."""
+        """Put memory from ``take`` back into the pool; the caller must not use it any more."""
         if tensor.is_cpu and tensor.untyped_storage().nbytes() <= _MOST_BYTES:
             block = torch.empty(0, dtype=torch.uint8)
             block.set_(tensor.untyped_storage())

@@ -158,7 +158,7 @@ def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
 
 
 def bare(placement: Placement) -> Placement:
-    """Return a placement without what moves no values: cuts along axes of size 1, reduced axes."""
+    """Return a placement without cuts along axes of size 1 and without reduced axes."""
     sizes = placement.mesh_sizes
     return Placement(
         sizes,

@@ -148,7 +148,12 @@ def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSha
 def _chunked_sharding(
     mesh: Any, orders: Sequence[tuple[int, ...]], shape: tuple[int, ...], kinds: PartitionSpec
 ) -> NamedSharding:
-    """Return the sharding whose dims ``torch.chunk`` cuts along axes, major to minor."""
+    """Return the sharding of dim d along the axes ``orders[d]`` as ``torch.chunk`` would cut.
+
+    Args:
+        orders: by dim, the axes that cut it, major to minor.
+        kinds: has the axes over which the array is unreduced or reduced.
+    """
     layout = mesh if isinstance(mesh, Layout) else mesh.layout
     names = _checked_names(layout)
     entries: list[Entry] = [tuple(names[axis] for axis in axes) for axes in orders]

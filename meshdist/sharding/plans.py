@@ -200,7 +200,7 @@ def make_plan(
 def _values_alone(
     source: Placement, target: Placement, coordinate: tuple[int, ...]
 ) -> tuple[Placement, Placement, bool]:
-    """Return both placements without what moves no values, and whether this rank gets zeros."""
+    """Return both placements without parts that move no value, and whether this rank gets zeros."""
     source, target = bare(source), bare(target)
     # Where a free axis becomes unreduced, coordinate 0 keeps the value: for the ranks there the
     # axis has size 1, and the others do nothing.

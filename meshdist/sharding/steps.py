@@ -67,7 +67,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Step(ABC):
-    """A step of a plan, whose kind says its price and its words."""
+    """A step of a plan; its class says what it costs and how reports show it."""
 
     shape: tuple[int, ...]
 
@@ -96,7 +96,7 @@ class Take(Step):
 
     @property
     def words(self) -> str:
-        """The box that is kept, as text."""
+        """The text of the box that the step keeps."""
         return f"keep {box_text(self.box)}"
 
 

@@ -199,7 +199,7 @@ class MembersOfTorchGroup(OtherMembers):
     def find_abort(self) -> dict[str, Any] | None:
         with suppress(RuntimeError):  # the store is lost
             if self.store.check([_ABORT]):
-                return read_json(self.store, _ABORT, _abort)
+                return read_json(self.store, _ABORT, _parse_abort)
         return None
 
     def break_here(self, reason: str) -> None:
@@ -243,6 +243,6 @@ class MembersOfTorchGroup(OtherMembers):
         )
 
 
-def _abort(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked message of a member that gives up."""
+def _parse_abort(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the checked rank and reason of a member's abort message."""
     return {"rank": int(value["rank"]), "reason": str(value["reason"])}

@@ -50,7 +50,7 @@ class _Mpi:
 
     @staticmethod
     def create(ranks: list[int]) -> Any:
-        """Open the group of these global ranks, or of all; torch asks members alone."""
+        """Open the group of these global ranks, or of all; torch calls this on members alone."""
         from .creating import open_mpi_group
 
         return open_mpi_group(ranks)

@@ -250,7 +250,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         result: list[Any],
         title: str = "",
     ) -> TorchWork:
-        """Start a verb, wait for it unless it is asked to go on, and return its Work for torch.
+        """Start a verb, wait for it unless the call is asynchronous, and return its Work for torch.
 
         Args:
             noted: the tensors that a profile shows, some in lists.

@@ -161,7 +161,7 @@ def _cast_gradient(
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad``, the gradient of ``x``, with the type that follows from that of ``x``."""
+    """Return ``grad`` typed to fit ``x``; its own type stays unless a wrapper reduces ``x``."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     if grad is not None and (ATTRIBUTE not in grad.__dict__ or REDUCED_BY_OWNER in x.__dict__):

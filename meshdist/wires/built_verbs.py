@@ -74,7 +74,7 @@ _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
-    """Return what ``op`` serves, for messages, where ``reduced`` cannot reduce ``dtype``."""
+    """Return a text of the dtypes that ``op`` reduces where ``reduced`` cannot reduce ``dtype``."""
     if dtype not in DTYPES:
         return "bool, or integers, floats and complex numbers of 8 bits and more"
     return find_refusal(op, dtype)
@@ -231,7 +231,7 @@ def all_reduce_widened(
 def in_order(
     op: ReduceKind, tensors: Tensors
 ) -> tuple[tuple[list[torch.Tensor]], Callable[[], None]]:
-    """Return a copy of floats as whole numbers in their order, and what writes it back.
+    """Return floats as whole numbers of the same order, and a function that writes these back.
 
     Args:
         tensors: a single tensor: arguments and result are those of a shortcut's ``prepare``.

@@ -32,7 +32,7 @@ _here = threading.local()
 
 
 class Deferral:
-    """Futures of verbs that one piece of code has started, in the order in which it asked."""
+    """Futures of the verbs that one piece of code has started, in the order of its calls."""
 
     # On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
     # the thread that starts the verbs, which is one order as well.
@@ -46,7 +46,7 @@ class Deferral:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Defer the futures that this thread asks for in this context."""
+        """Defer the futures that this thread makes in this context."""
         before = find_deferral()
         _here.deferral = self
         try:
@@ -203,7 +203,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
 
 class Watcher:
-    """A thread that completes what it watches; it starts with the first thing to watch."""
+    """A thread that calls each ``complete`` once its ``poll`` is true, from the first watch."""
 
     # It polls every half to five milliseconds while there is something, and sleeps otherwise. A
     # wait in Python does not depend on it and is not held up by the pause.
@@ -286,7 +286,7 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """Let what torch.futures collects of WorkFutures be completed by need in this context."""
+    """Let ``torch.futures.collect_all`` complete WorkFutures by need in this context."""
     # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     global _num_collecting
     with _collecting:

@@ -58,11 +58,11 @@ class Mailbox:
         return self._start(SelfTransfer(self, tensor, is_send=True), tag)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start receiving into ``tensor`` what this rank sends itself under ``tag``."""
+        """Start to receive into ``tensor`` the message that this rank sends itself by ``tag``."""
         return self._start(SelfTransfer(self, tensor, is_send=False), tag)
 
     def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        """Buffer what is sent; wait for what is received, which only another thread can send."""
+        """Buffer a send at once; let a receive wait until another thread has sent its message."""
         with self._lock:
             if transfer.is_send and not transfer.is_done:
                 transfer.tensor = transfer.tensor.clone()

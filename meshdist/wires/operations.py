@@ -51,7 +51,7 @@ class MemberGaveUp(WireAborted):
 
 
 class Interrupted(WireFailure):
-    """The error of a signal's handler for which this member has given up a collective.
+    """The error of a signal's handler that ended this member's wait in a collective.
 
     Args:
         error: as the program is to see it.
@@ -135,7 +135,7 @@ class Operation(ABC):
 
     @property
     def adds_to_stream(self) -> bool:
-        """Return whether the first ``finish`` enqueues what other streams have to wait for."""
+        """Return whether the first ``finish`` enqueues work that other streams have to wait for."""
         return True
 
     @abstractmethod

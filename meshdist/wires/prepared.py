@@ -243,7 +243,7 @@ class PreparedCall:
         return self
 
     def begin_here(self) -> None:
-        """Let autograd know what is written, and multiply by the factor."""
+        """Count up autograd's version of each written array; multiply outputs by the factor."""
         # A backward that counts on what an array held before then raises, where else it would be
         # wrong.
         for array, data, travelling in self.written:

@@ -288,7 +288,7 @@ class Work:
         )
 
     def _complete(self) -> None:
-        """Complete the future, once, with what the verb, which is done, gave."""
+        """Complete the future, once, with the result or the error of the finished verb."""
         future = self._future
         if isinstance(future, WorkFuture) and future.completing.acquire(blocking=False):
             if self._error is None:
@@ -351,7 +351,7 @@ class Work:
         return self._done or bool(found)
 
     def _ask(self, step: _Step) -> bool | None:
-        """Let ``step``, which waits for nothing, go on with the verb, unless a thread is at it."""
+        """Run ``step``, which never blocks, on the verb, unless another thread holds the guard."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -431,7 +431,7 @@ class Work:
         self._done = True
 
     def _poll(self) -> bool:
-        """End the verb if that takes no waiting, or if it is late; whether it has ended."""
+        """Finish the verb if it is over or late, without blocking; return whether it has ended."""
         if not self._done and not is_nested():  # else a handler asks inside another verb
             self._ask(self._finish_if_over)
         return self._done
@@ -547,7 +547,7 @@ def joined(works: Sequence[Work]) -> Work:
 
 
 def may_be_dropped(work: Work) -> Work:
-    """``work``, of which nobody need know when it is done."""
+    """Return ``work``, marked so that no warning follows if nothing waits for it."""
     if type(work) is StartedWork:
         work._started.may_be_dropped()
     else:

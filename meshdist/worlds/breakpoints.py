@@ -132,7 +132,7 @@ def _open_counts(world: World) -> _Add:
 
 
 def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
-    """Wait until ``rank`` has left its breakpoint ``number``."""
+    """Wait until ``rank`` left breakpoint ``number``; raise if it is late or fails."""
     where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
     add = _open_counts(world)
 
@@ -206,7 +206,7 @@ class _Debugger(pdb.Pdb):
             raise bdb.BdbQuit
 
     def resume(self) -> None:
-        """Trace the program further, where the last command asked for that."""
+        """Go on tracing the program, if the last command was a step."""
         if self._steps:
             self._follows = True
             sys.settrace(self.trace_dispatch)

@@ -298,24 +298,31 @@ def test_the_lowest_that_is_alive_tells_the_others(monkeypatch: pytest.MonkeyPat
             return member not in gone
 
     signs = [SignsOfLife(words[rank], Found(lambda _: None), rank) for rank in range(3)]
-    assert [one.find_told() for one in signs] == [None, None, None]  # the others are not there yet
+    assert [one.find_published() for one in signs] == [
+        None,
+        None,
+        None,
+    ]  # the others are not there yet
     gone.clear()
     signs[0].beat(7)
     signs[1].beat(5)
-    assert [one.find_told() for one in signs] == [None, 7, 7]
+    assert [one.find_published() for one in signs] == [None, 7, 7]
     gone.add(0)  # it ends
-    assert [one.find_told() for one in signs[1:]] == [None, 5]
+    assert [one.find_published() for one in signs[1:]] == [None, 5]
     gone.clear()  # as if it were there still, but stopped
     monkeypatch.setattr(shared_words, "_SILENT_S", 0.0)
     signs[1].beat(6)
-    assert [signs[2].find_told(), signs[2].find_told()] == [7, 7]  # for a second from its last beat
+    assert [signs[2].find_published(), signs[2].find_published()] == [
+        7,
+        7,
+    ]  # for a second from its last beat
     signs[0].beat(8)
     signs[1].beat(8)
-    assert signs[1].find_told() is None
-    assert signs[2].find_told() is None
+    assert signs[1].find_published() is None
+    assert signs[2].find_published() is None
     monkeypatch.undo()
     signs[0].beat(9)
-    assert [one.find_told() for one in signs] == [None, 9, 9]
+    assert [one.find_published() for one in signs] == [None, 9, 9]
     nothing = SignsOfLife(None, Found(lambda _: None), 0)
     nothing.beat(3)
-    assert nothing.find_told() is None
+    assert nothing.find_published() is None

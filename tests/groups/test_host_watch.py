@@ -49,7 +49,7 @@ def until_settled(lowest: tuple[int, ...]) -> None:
     if md.get_rank() in lowest:
         until(lambda: thread()._alarm is not None and not thread()._next_look.is_over)
     else:
-        until(lambda: thread()._signs.find_told() is not None)
+        until(lambda: thread()._signs.find_published() is not None)
     md.barrier()
 
 
@@ -177,7 +177,7 @@ for turn in range(4):
         assert f"in turn {turn}" in str(error)
     else:
         raise SystemExit("no abort has come")
-    has_seen = get_registry(world)._signals._signs.find_told() is not None
+    has_seen = get_registry(world)._signals._signs.find_published() is not None
     assert has_seen == (rank == 1 and turn < 3), turn
     world.store.add("done", 1)
     while int(world.store.add("done", 0)) < 2:

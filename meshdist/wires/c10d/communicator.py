@@ -379,7 +379,7 @@ class C10dCommunicator(Communicator):
             self._end_batch(transfers)
 
     def finish_work(self, work: Any, timeout: timedelta) -> None:
-        """Wait for what c10d has started; raises WireFailure."""
+        """Wait until c10d's ``work`` is done; raise WireFailure if it fails."""
         try:
             work.wait()
         except RuntimeError as error:
@@ -414,7 +414,7 @@ class C10dCommunicator(Communicator):
 
     @classmethod
     def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """The reduction that the class is asked for in place of another, if there is such."""
+        """Return the reduction that the class runs in place of ``op``, or None."""
         if cls.arithmetic is None:
             return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)

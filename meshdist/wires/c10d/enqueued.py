@@ -147,7 +147,7 @@ class DeviceResult:
     """Why it has not, explained, where it was the first to fail."""
 
     def bound(self, limit: timedelta) -> None:
-        """Let it be late after ``limit`` from now on."""
+        """Give the work a new time limit, which counts from the next ``look``."""
         self.limit, self.deadline = limit, None
 
     def look(self) -> WireFailure | None:
@@ -165,7 +165,7 @@ class DeviceResult:
 
 
 class EnqueuedWork(Operation):
-    """A work of c10d's that the communicator has started, and what is known of its outcome.
+    """An operation around a work that c10d has started, with its outcome as far as known.
 
     Args:
         communicator: watches it.
@@ -203,7 +203,7 @@ class EnqueuedWork(Operation):
             communicator.outcomes.add(outcome)
 
     def wait(self, seconds: float) -> int:
-        """Let the current stream wait for it; 0 where it does, else ``finish`` tells why not."""
+        """Let the current stream wait for the work; return 0, or 1 if ``finish`` must raise."""
         communicator = self.communicator
         if communicator.is_aborted:
             return 1
@@ -234,7 +234,7 @@ class EnqueuedWork(Operation):
         self.outcome.bound(timeout)
 
     def is_completed(self) -> bool:
-        """Return whether the device has done it, or it has failed; asks the device."""
+        """Return whether the work is done on the device, or has failed; queries the device."""
         return self.outcome.is_good or self.communicator.is_aborted or self.work.is_completed()
 
     def _source_rank(self) -> int:
@@ -412,7 +412,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _fail(
         self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
-        """Explain a failure, which breaks the group, and abort what is enqueued."""
+        """Explain a failure, which breaks the group, and abort the works that are enqueued."""
         failure.limit, error = limit, None
         with self._failing:
             try:
@@ -470,7 +470,7 @@ class EnqueueingCommunicator(C10dCommunicator):
 
 @dataclass(eq=False, slots=True)
 class _PolledResult:
-    """The result of a work of which c10d keeps none: the device is asked."""
+    """The result of a work for which c10d keeps no future: ``done`` polls the device."""
 
     work: Any
 
@@ -482,7 +482,7 @@ class _PolledResult:
 
 
 def _tells_errors(group: Any) -> bool:
-    """Return whether c10d's own watchdog tells what it has found."""
+    """Return whether c10d's own watchdog reports the errors that it finds."""
     try:
         group.get_error()
     except (AttributeError, RuntimeError):  # XCCL, or an older torch

@@ -273,11 +273,11 @@ class GlooCommunicator(C10dCommunicator):
         messages = [_start_expiring(group, peer) for peer in self._peers()]
         if has_waiting_threads:
             _expire(messages)
-        timeout, kept = group.options._timeout, [group]
+        timeout, last_references = group.options._timeout, [group]
         del group
         timer = Timer(timeout, partial(_expire, messages))
         try:
-            _end_within(timeout if any(messages) else timedelta(0), kept)
+            _drop_within(timeout if any(messages) else timedelta(0), last_references)
         finally:
             timer.cancel()
 
@@ -419,7 +419,7 @@ class GlooTransfer(C10dTransfer):
             self.communicator.dropped.add(self.work, is_from_anyone=self.peer is None)
 
     def _finish_closed(self) -> None:
-        """Finish what was done before the end; nothing could free a thread that waits longer."""
+        """Finish a message that ended before the close; raise WireFailure for any other."""
         try:
             self.work.wait(_AT_ONCE)
         except RuntimeError:
@@ -539,7 +539,7 @@ def _code(numel: int, dtype: torch.dtype) -> int:
 
 
 def _start_expiring(group: Any, peer: int) -> Any:
-    """A receive of what is never sent; None where the connection is lost."""
+    """Start a receive of a message that is never sent; return None where the connection is lost."""
     try:
         return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
     except RuntimeError:
@@ -559,13 +559,13 @@ def _expire(messages: Iterable[Any]) -> None:
             # That connection was lost already, and with it nothing expires: try the next.
 
 
-def _end_within(limit: timedelta, kept: list[Any]) -> None:
-    """End messages that are only kept here; where that takes longer, leave it to a thread."""
+def _drop_within(limit: timedelta, last_references: list[Any]) -> None:
+    """Drop the last references, which ends a group's messages; wait about ``limit`` at most."""
     # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
     has_ended = threading.Event()
 
     def end() -> None:
-        kept.clear()
+        last_references.clear()
         has_ended.set()
 
     try:
@@ -579,7 +579,7 @@ def _end_within(limit: timedelta, kept: list[Any]) -> None:
 
 
 def _close_all() -> None:
-    """Close what the program left open, while there are threads that can end it."""
+    """Close all Gloo communicators that are open at exit, while other threads can still run."""
     for communicator in tuple(_open):
         communicator.close()
     await_calls_elsewhere(_LAST_S)

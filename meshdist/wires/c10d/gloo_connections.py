@@ -150,7 +150,7 @@ def agreed_devices(opening: Opening) -> Devices:
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise WireRefused where what all members say of their interfaces in time does not fit."""
+    """Raise WireRefused where the interfaces that the members published in time do not fit."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return

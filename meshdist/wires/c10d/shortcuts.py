@@ -83,7 +83,7 @@ _CARRIED = {
 
 
 class ShortCommunicator(BuildingCommunicator, Protocol):
-    """The communicator whose shortcuts are asked for."""
+    """The attributes and methods of a communicator that its shortcuts use."""
 
     lacking: ClassVar[frozenset[str]]
     spoils_others: ClassVar[bool]

@@ -59,7 +59,7 @@ class Arithmetic:
         return op in self._ops.get(dtype, ())
 
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """Return what to ask for; None where there is nothing but gathering."""
+        """Return the first reduction that serves; None where the members have to gather."""
         for candidate in _candidates(op, dtype):
             if self.has(candidate.op, candidate.dtype):
                 return candidate

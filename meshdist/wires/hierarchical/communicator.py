@@ -92,7 +92,7 @@ class HierarchicalCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def _stages(self, prepared: PreparedCall) -> Operation:
-        """Do a call now, or in the queue behind what is under way."""
+        """Run a call now if the caller waits and the queue is idle, else enqueue it."""
         if prepared.op is not None and not _reduces(prepared):
             return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
         perform = partial(self._perform, prepared)
@@ -145,7 +145,7 @@ class HierarchicalCommunicator(Communicator):
             STAGED[prepared.way](stages, prepared)
 
     def _failed(self, prepared: PreparedCall, failure: BaseException) -> BaseException:
-        """Free those that wait in a failed collective; return the failure as the group tells it."""
+        """Release the members that wait in a failed collective; return the error to raise."""
         if self._failure or not isinstance(failure, WireFailure):
             return failure
         self._failure = text = str(failure)

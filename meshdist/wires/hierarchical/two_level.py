@@ -153,7 +153,7 @@ class Stages:
         self.across("all_gather_list", [results[host]], results)
 
     def spread(self, whole: torch.Tensor, num_parts: int) -> None:
-        """Give this host's members what its owners hold: each its part of ``whole``."""
+        """Give each member of this host all of ``whole``, of which every owner holds a part."""
         if num_parts == 1:
             self.inside("broadcast", [whole], [whole], root=0)
         else:

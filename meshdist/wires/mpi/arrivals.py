@@ -67,7 +67,7 @@ class Arrivals:
     _interruption: BaseException | None = field(default=None, init=False)
 
     def for_core(self) -> Any:
-        """Return the core's object that does what ``enter`` does while the others come soon."""
+        """Return the native core's object for ``enter``, valid while the others come soon."""
         return core.ArrivalWords(
             core.Words(self.mine),
             [core.Words(theirs) for theirs in self.others],
@@ -102,7 +102,7 @@ class Arrivals:
             return self.leave(error)
 
     def wait_for_all(self, timeout: timedelta) -> Turnout:
-        """Wait for the others, for a native caller that has come to the collective and said so."""
+        """Wait for the others, for a native caller that has already shown its own arrival."""
         # Where a signal's handler raises before the first line runs, the caller must ``leave``.
         try:
             return self._wait_for_all(self.mine[_WINDOW], timeout)
@@ -141,7 +141,7 @@ class Arrivals:
         return (number, limit_ms / 1000) if limit_ms else None
 
     def end(self) -> None:
-        """Raise, behind MPI's call, what interrupted the wait before it."""
+        """Raise, after MPI's call, the error that interrupted the wait before it."""
         interruption, self._interruption = self._interruption, None
         if interruption is not None:
             raise interruption

@@ -163,7 +163,7 @@ class MpiConnection:
             self.in_flight.pop(operation, None)
 
     def progress(self) -> None:
-        """Let MPI make progress on what is in flight."""
+        """Let MPI make progress on the operations in flight."""
         if not self.comm.Iprobe():
             return
         # A probe that finds a message makes no progress. To test an operation that is not done
@@ -205,7 +205,7 @@ class MpiConnection:
             self.opening.store.set(left_key(self.opening.rank), "")
 
     def say_why(self, number: int, reason: BaseException) -> None:
-        """Tell the other members why this member waits no longer for the collective ``number``."""
+        """Store for the other members why this member no longer waits for the collective."""
         text = " ".join(f"{reason}".split()) or type(reason).__name__
         if not isinstance(reason, WireFailure):
             text = f"{type(reason).__name__} {reason}".strip()
@@ -213,7 +213,7 @@ class MpiConnection:
             self.opening.store.set(_why_key(self.opening.rank, number), text)
 
     def find_why(self, member: int, number: int) -> str:
-        """Return the reason that ``say_why`` has told on another member."""
+        """Return a text that ``member`` no longer waits for a call, with the reason it stored."""
         text, key = "", _why_key(member, number)
         with suppress(RuntimeError):
             if self.opening.store.check([key]):
@@ -261,7 +261,7 @@ class MpiConnection:
         return WireAborted(text) if self.is_aborted else WireFailure(text)
 
     def _check_done(self, is_done: Callable[[], bool]) -> bool:
-        """Return ``is_done()``; raise where it never will be true."""
+        """Return ``is_done()``; raise if the communicator is closed, or aborted before then."""
         if self.is_closed:  # perhaps by another thread; then MPI must not be polled any more
             raise WireFailure("the communicator was closed")
         if is_done():

@@ -163,7 +163,7 @@ class MpiReduction:
         return self.wide is None and self.in_order is None
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
-        """Write what MPI has reduced into ``output``, where it does not lie there already."""
+        """Write MPI's reduction into ``output``, decoded to its dtype and divided for a mean."""
         with writing():
             if self.in_order is not None:
                 result = flip(result).view(self.wide or output.dtype)

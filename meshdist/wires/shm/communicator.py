@@ -337,7 +337,7 @@ def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int
 
 
 def _layouts(tensors: Tensors) -> Sequence[Layout]:
-    """Return how each lies, in units of what travels; () where all are in row-major order."""
+    """Return the layout of each tensor; () where all are in row-major order."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return ()
     return [_layout(tensor) for tensor in tensors]

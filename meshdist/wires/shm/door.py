@@ -153,7 +153,7 @@ class Door:
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
     def look(self, connection: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """Return what came: a member's place, its connection, its process's handle; or None."""
+        """Return a new member's place, connection and process handle, or None."""
         if connection is self._listener:
             self._accept()
         if self._silent.pop(connection, None) is None:

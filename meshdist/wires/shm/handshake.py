@@ -84,7 +84,7 @@ def share(
 
 @dataclass
 class _Member:
-    """Way of one member to the memory; the arguments are those of ``share``, and what it opens."""
+    """A member's part in sharing the memory, with the arguments of ``share`` as fields."""
 
     store: Store
     rank: int
@@ -198,7 +198,7 @@ class _Member:
 
 @contextmanager
 def _as_trouble(rank: int, other: str) -> Iterator[None]:
-    """Raise what goes wrong inside as the trouble of ``rank``, or of the ``other`` it talks to."""
+    """Raise errors of the block as trouble of ``rank``, or of ``other``, with which it talks."""
     try:
         yield
     except ConnectionRefusedError as error:

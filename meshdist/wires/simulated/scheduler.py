@@ -107,7 +107,7 @@ class Rank:
             self.complete_watched()
 
     def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
-        """Call ``complete`` after one of this rank's waits, as soon as ``poll()``."""
+        """Call ``complete`` after one of this rank's waits, as soon as ``poll()`` is true."""
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
@@ -223,7 +223,7 @@ class Scheduler(Generic[T]):
             pass
 
     def _serve(self, seconds: float) -> bool:
-        """Do what a rank asks of this thread, if it asks so soon; return whether all are over."""
+        """Run the call that a rank requests in time, if any; return whether all ranks are over."""
         with suppress(Empty):
             self._asked.get(timeout=seconds)()
         return self._is_all_over
