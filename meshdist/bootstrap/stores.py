@@ -141,7 +141,7 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
 
 
 class NamedPrefixStore(PrefixStore):
-    """A PrefixStore that tells its prefix."""
+    """A PrefixStore whose prefix can be read."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)

@@ -54,7 +54,7 @@ Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor] | None
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The facts of a group that messages tell, as one of its members sees it.
+    """The facts of a group that messages show, as one of its members sees the group.
 
     Args:
         name: what messages call the group.
@@ -174,7 +174,7 @@ class Call:
 
 
 class Note(NamedTuple):
-    """A time that a verb was called, without its tensors; kept as a plain tuple until it is read.
+    """A record of a verb's call without its tensors; stored as a plain tuple until it is read.
 
     Args:
         sequence: the number of collectives on its group's communicator so far, this call included.

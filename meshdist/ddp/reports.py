@@ -104,7 +104,7 @@ class Reports:
         return f"{self.describe(index)} came {_times(count)}, in the first step {_times(learned)}"
 
     def was_skipped(self, index: int) -> str:
-        """Return a line on a gradient that came though it is never sent."""
+        """Return a line on a gradient that came though the wrapper never sends it."""
         return f"{self.describe(index)} got a gradient, and is not sent: it was unused at first"
 
     def overlapping(self) -> GradientError:

@@ -259,7 +259,7 @@ class _PendingAgreement:
         self._looks = {it: Looks(len(self.members), k) for it, k in counted_as.items()}
 
     def take_back(self) -> None:
-        """Undo ``come``."""
+        """Undo ``come``: subtract what this rank has counted in the store."""
         while self._counted:
             key, amount = self._counted.pop()
             self._store.add(key, -amount)
@@ -336,7 +336,7 @@ class _PendingAgreement:
                 self._store.delete_key(_notice_key(self._rank))
 
     def _look(self) -> None:
-        """Look for missing members where it is due; raise where they have no data left."""
+        """Look for missing members when a look is due; raise where they have no data left."""
         self._refuse_joined()
         if self._notice_due is not None and self._notice_due.is_over:
             self._notice_due = None

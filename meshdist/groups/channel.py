@@ -141,7 +141,7 @@ class Channel:
         return self.opened.sees_all_calls and self.guard is None
 
     def failed(self, error: BaseException) -> BaseException:
-        """The error to raise of the last collective; a signal's handler's breaks it for all."""
+        """The error to raise for a failed collective; an error of a signal handler breaks it."""
         if isinstance(error, WireFailure):
             return self.explain(error)
         return self.explain(Interrupted(error)) if is_of_handler(error) else error
@@ -299,7 +299,7 @@ class Channel:
             prepared.travel_as([tensor.contiguous() for tensor in tensors], are_copies=True)
 
     def _start_message(self, prepared: PreparedCall) -> None:
-        """Compare a message with its counterpart, if that is there, and start it."""
+        """Start a message, and compare it with its counterpart if that is noted already."""
         # A receive whose sender is known only later is compared then: ``finish`` raises.
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
@@ -422,7 +422,7 @@ class Channel:
 
     @property
     def _most_level(self) -> DebugLevel:
-        """Up to this debug level data may move before all members have come."""
+        """The highest debug level at which data may move before all members have come."""
         return DebugLevel.OFF if self.communicator.on_stream else DebugLevel.INFO
 
     def _compare_before_data_move(

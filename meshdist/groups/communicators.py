@@ -93,11 +93,11 @@ class OpenCommunicator:
 
     @property
     def is_in_use(self) -> bool:
-        """Return whether a group uses it that the program has not dropped."""
+        """Return whether the program still holds a group that uses this communicator."""
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
 
     def groups(self) -> list[Any]:
-        """The groups that use it, also those that were dropped."""
+        """The groups that use this communicator, also groups that the program has dropped."""
         grace = Grace(_COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
             time.sleep(0)  # another thread collects it, and calls `drop` next

@@ -110,7 +110,7 @@ class OtherMembers(ABC):
         """End the communicator for all members, and tell them this member's reason."""
 
     def report(self, call: Note, but: int | None = None) -> str:
-        """Return how far each of them, but member ``but``, has come, for a timeout of ``call``."""
+        """Return how far the others, except member ``but``, have come when ``call`` times out."""
         return ""
 
     def silent(self) -> str:

@@ -184,7 +184,7 @@ class Shadow(CallGuard):
         return self._tell(self._main, get_call(NOTICE, None, owner=notice))
 
     def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
-        """State a call that uses no channel; return the ranks with data, which make it."""
+        """Announce a call that uses no channel; return the ranks with data, which make the call."""
         place = self._places.get(group.open_channel(group.first_device_type()).opened)
         if place is None:
             return list(group.ranks)

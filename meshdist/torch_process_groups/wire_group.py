@@ -62,7 +62,7 @@ class _BackendForHooks(Backend):
 
 
 def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a verb: torch's own group does it for tensors that the wire does not serve."""
+    """Decorate a verb so that torch's own group runs it for devices that the wire lacks."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:

@@ -481,7 +481,7 @@ class C10dCommunicator(Communicator):
     def _start_if_there(
         self, prepared: PreparedCall, verb: str, *arguments: Any
     ) -> Operation | None:
-        """Start it, as ``_start`` does; None where the class lacks it."""
+        """Start a verb of the class as an operation; return None where the class lacks the verb."""
         try:
             return self._operation(prepared, self._call(verb, *arguments))
         except _VerbLacking:

@@ -53,7 +53,7 @@ _END_S = 5.0
 
 
 class Watched(Protocol):
-    """The communicator that the thread looks after, as long as it lives."""
+    """The communicator whose works the watchdog thread checks, as long as it lives."""
 
     def look(self) -> None:
         """Look how its works end, and fail where any has failed or is late."""
@@ -330,7 +330,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return work.outcome.is_good
 
     def look(self) -> None:
-        """Look how works have ended; where any has failed or is late, say so and abort."""
+        """Check how the works have ended; where any has failed or is late, explain it and abort."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return
@@ -387,7 +387,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 outcome.is_good = outcome.look() is None
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
-        """Return whether it has ended well in time."""
+        """Wait for the group's last call, up to ``limit``; return whether it has ended well."""
         call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
         try:
             if call is not None:

@@ -110,7 +110,7 @@ class GlooOperation(C10dOperation):
         self.communicator, self.work, self.then = communicator, work, then
 
     def wait(self, seconds: float) -> int:
-        """Wait for a slice; 0 where it has ended well, else ``finish`` goes on, or raises."""
+        """Wait for a slice of time; 0 if the work ended well, else ``finish`` goes on or raises."""
         try:
             self.work.wait(_SLICE)
         except RuntimeError as error:
@@ -240,7 +240,7 @@ class GlooCommunicator(C10dCommunicator):
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it has come to its end."""
+        """Return whether the communicator has been closed."""
         return self._group is CLOSED
 
     def disconnect(self) -> None:
@@ -453,7 +453,7 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Let another thread wait for it; return whether that ends within ``seconds``."""
+        """Let another thread wait for the work; return whether it is over within ``seconds``."""
         # When it is late all connections are closed, and this is true, too.
         if self._waited is None:
             self._deadline = Deadline(self.timeout)
