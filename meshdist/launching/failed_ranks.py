@@ -106,7 +106,7 @@ class Report:
     text: bytes
 
     def is_of_interrupt(self, places: Mapping[int, bytes]) -> bool:
-        """Return whether it ends by Ctrl-C and ``places`` has its rank, or quotes another rank.
+        """Return whether the report ends by Ctrl-C, its rank in ``places``, or quotes another rank.
 
         Example:
             >>> report = Report(0, b"Traceback (most recent call last):\\nKeyboardInterrupt")

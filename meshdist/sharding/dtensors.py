@@ -148,7 +148,7 @@ def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSha
 def _chunked_sharding(
     mesh: Any, orders: Sequence[tuple[int, ...]], shape: tuple[int, ...], kinds: PartitionSpec
 ) -> NamedSharding:
-    """Return the sharding of dim d along the axes ``orders[d]`` as ``torch.chunk`` would cut.
+    """Return the sharding that cuts each dim d along ``orders[d]`` as ``torch.chunk`` would.
 
     Args:
         orders: by dim, the axes that cut it, major to minor.

@@ -132,7 +132,7 @@ def _open_counts(world: World) -> _Add:
 
 
 def _wait(world: World, rank: int, number: int, limit: timedelta) -> None:
-    """Wait until ``rank`` left breakpoint ``number``; raise if it is late or fails."""
+    """Wait until ``rank`` left breakpoint ``number``; raise if late, or if its debugger failed."""
     where = f"rank {world.rank}, breakpoint(rank={rank}) at {show_site(call_site())}"
     add = _open_counts(world)
 
