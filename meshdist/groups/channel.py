@@ -141,7 +141,7 @@ class Channel:
         return self.opened.sees_all_calls and self.guard is None
 
     def failed(self, error: BaseException) -> BaseException:
-        """The error to raise for a failed collective; an error of a signal handler breaks it."""
+        """The error to raise for a failed collective; a signal handler's breaks the group."""
         if isinstance(error, WireFailure):
             return self.explain(error)
         return self.explain(Interrupted(error)) if is_of_handler(error) else error

@@ -206,7 +206,7 @@ class _Debugger(pdb.Pdb):
             raise bdb.BdbQuit
 
     def resume(self) -> None:
-        """Go on tracing the program, if the last command was a step."""
+        """Go on tracing the program, if the last command was a step or breakpoints are left."""
         if self._steps:
             self._follows = True
             sys.settrace(self.trace_dispatch)
