@@ -38,6 +38,7 @@ class NamedSharding:
         ShapeError: sizes for a dim that no axis cuts, or below 0.
 
     Example:
+        >>> from meshdist import P
         >>> mesh = Layout.from_shape((2, 4), ("dp", "tp"))
         >>> rows = NamedSharding(mesh, P("tp", None))
         >>> rows.box(5, (10, 8)), rows.shard_shape((10, 8), rank=7), rows.replica(5)
@@ -192,6 +193,7 @@ class NamedSharding:
         """Return the index of each rank's shard in an array of this shape, in mesh order.
 
         Example:
+            >>> from meshdist import P
             >>> mesh = Layout.from_shape((2,), ("dp",))
             >>> NamedSharding(mesh, P("dp")).indices_map((3,))
             {0: (slice(0, 2, None),), 1: (slice(2, 3, None),)}

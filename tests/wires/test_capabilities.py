@@ -48,9 +48,9 @@ def counted_builds() -> Iterator[list[str]]:
 
     wires = [module for name, module in sys.modules.items() if name.startswith("meshdist.wires.")]
     with ExitStack() as stack:
-        for name in built_verbs.__all__:
-            function = getattr(built_verbs, name)
-            if not inspect.isfunction(function):
+        table = built_verbs.BUILT.values()
+        for name, function in inspect.getmembers(built_verbs, inspect.isfunction):
+            if function.__module__ != built_verbs.__name__ or function in table:
                 continue
             if inspect.signature(function).return_annotation == "Operation":
                 for module in wires:
