@@ -35,7 +35,7 @@ std::uint64_t Notes::keep_message(nb::handle group, nb::handle call, nb::handle 
 }
 
 nb::object Notes::find(std::uint64_t number) const {
-  const Note& note = kept_[number % kept_.size()];
+  const Note note = kept_[number % kept_.size()];  // a copy: a tuple may cost a collection, whose code notes
   if (number == 0 || note.number != number) return nb::none();
   return tuple_of(whole(note.sequence), note.group, note.call, note.sizes, note.among_its_kind, note.code,
                   note.instruction, no_stack_);

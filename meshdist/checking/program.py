@@ -16,6 +16,7 @@ on another group. It is refused before anything is sent.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import queue
 import sys
@@ -32,6 +33,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeAlias, TypeVar
 
 import torch
+from typing_extensions import deprecated
 
 from ..bootstrap.world import find_world
 from ..errors import MeshdistError, NestedVerbError
@@ -71,6 +73,7 @@ _BETWEEN = (
     contextlib.__file__,
     queue.__file__,
     threading.__file__,
+    inspect.getfile(deprecated),  # in which torch wraps verbs of older names
 )
 
 

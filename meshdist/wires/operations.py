@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Protocol
 from weakref import WeakMethod, finalize
 
 from ..errors import BackendError
@@ -182,6 +183,34 @@ DONE = Done()
 """The operation of every verb that was done as it was started, and is no receive."""
 
 
+class Completed(Protocol):
+    """An operation whose result ``then`` completes, where it has one."""
+
+    then: Callable[[], None] | None
+
+
+def complete(operation: Completed) -> None:
+    """Let ``then`` complete a result, once.
+
+    Raises:
+        BackendError: an exception has ended it before; the result may be anything.
+    """
+    # It may not be done twice, as the division of a mean. Nor is a wait that comes after the
+    # exception, such as that of a signal's handler, told that the result is there.
+    then, operation.then = operation.then, _refuse_to_complete
+    if then is not None:
+        then()
+    operation.then = None
+
+
+def _refuse_to_complete() -> None:
+    raise BackendError(
+        "its result is not complete: an exception has ended the wait in which it was written",
+        expected="a first wait that returns, before the result is used",
+        fix="call the verb again, on tensors that are filled anew",
+    )
+
+
 @dataclass(eq=False, slots=True)
 class Chain(Operation):
     """Several operations that end together; ``then`` copies the result back once all are
@@ -203,9 +232,8 @@ class Chain(Operation):
         for part in self.parts:
             if part is not DONE:
                 part.finish(timeout if deadline is None else deadline.left)
-        then, self.then = self.then, None
-        if then is not None:
-            then()
+        if self.then is not None:
+            complete(self)
 
     def poll(self) -> bool:
         return all(part.poll() for part in self.parts)

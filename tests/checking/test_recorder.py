@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from typing_extensions import deprecated
 
 import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
@@ -66,6 +67,14 @@ def test_the_place_is_that_of_the_program_whatever_lies_between() -> None:
     names["between"](verb, recorder, "barrier", None)
     assert noted(recorder).where.endswith(
         "in test_the_place_is_that_of_the_program_whatever_lies_between"
+    )
+
+
+def test_the_place_is_that_of_the_program_where_torch_calls_a_verb_deprecated() -> None:
+    recorder = Recorder()
+    deprecated("use another verb", category=None)(verb)(recorder, "barrier", None)
+    assert noted(recorder).where.endswith(
+        "in test_the_place_is_that_of_the_program_where_torch_calls_a_verb_deprecated"
     )
 
 
@@ -209,3 +218,49 @@ def test_notes_of_the_core_and_of_python_are_kept_equally_long(pool: Pool) -> No
         for number, *kept in found:
             assert kept == [*range(max(0, number - NUM_NOTES) + 1, number + 1)]
         assert len(found) == 3 * NUM_NOTES // 50
+
+
+def notes_found_in_a_collection() -> list[tuple[int, int]]:
+    """Positions in the code, as noted and as found while a collection notes other calls."""
+    names: dict[str, Any] = {"md": md}
+    for name, num_lines in (("early", 400), ("late", 700)):
+        text = f"def {name}(x):\n" + " y = x\n" * num_lines + " md.all_reduce(x)\n"
+        exec(compile(text, "program.py", "exec"), names)
+    x, found = torch.ones(1), []
+    names["early"](x)
+    find = md.group.WORLD.open_channel("cpu").recorder.for_core(None).find
+    collecting = [False]  # a Python from 3.12 on collects elsewhere
+
+    def note(phase: str, _: object) -> None:
+        if phase == "start" and collecting[0]:
+            collecting[0] = False
+            for _ in range(NUM_NOTES + 1):
+                names["late"](x)
+
+    gc.callbacks.append(note)
+    limits, is_on = gc.get_threshold(), gc.isenabled()
+    gc.enable()
+    try:
+        for _ in range(20):
+            for _ in range(NUM_NOTES):
+                names["early"](x)
+            number = md.group.WORLD.open_channel("cpu").recorder.num_notes - NUM_NOTES // 2
+            noted = int(str(find(number)[6]))  # no reference to what is noted
+            kept = [tuple([i] * 8) for i in range(30)]  # those that Python has in store
+            collecting[0] = True
+            gc.set_threshold(1)
+            fields = find(number)
+            gc.set_threshold(*limits)
+            collecting[0] = not kept
+            found.append((noted, fields[6]))
+    finally:
+        gc.set_threshold(*limits)
+        gc.callbacks.remove(note)
+        if not is_on:
+            gc.disable()
+    return found
+
+
+def test_a_note_is_whole_though_others_come_while_it_is_looked_for(pool: Pool) -> None:
+    (found,) = pool.run(notes_found_in_a_collection, 1, backend="shm")
+    assert len(found) == 20 and all(noted == position for noted, position in found)

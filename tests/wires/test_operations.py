@@ -123,3 +123,19 @@ def test_one_that_is_given_up_is_cancelled() -> None:
     with pytest.raises(WireTimeout, match="not finished after 9 s"):
         late.deferred.finish(SECONDS)
     assert late.deferred.is_cancelled
+
+
+def test_a_result_that_was_not_completed_is_never_there() -> None:
+    calls: list[str] = []
+
+    def complete() -> None:
+        calls.append("begun")
+        raise KeyboardInterrupt
+
+    chain = Chain([DONE], complete)
+    with pytest.raises(KeyboardInterrupt):
+        chain.finish(SECONDS)
+    for _ in range(2):
+        with pytest.raises(BackendError, match="its result is not complete"):
+            chain.finish(SECONDS)
+    assert calls == ["begun"]

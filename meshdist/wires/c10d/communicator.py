@@ -383,6 +383,8 @@ class C10dCommunicator(Communicator):
         try:
             work.wait()
         except RuntimeError as error:
+            if is_of_handler(error):
+                raise
             raise self.failure(error) from None
 
     def bound_work(self, work: Any, timeout: timedelta) -> None:

@@ -32,12 +32,13 @@ import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from ...checking.program import is_of_handler
 from ...errors import MeshdistError
 from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
-from ..operations import DONE, Operation, WireAborted, WireFailure, WireTimeout
+from ..operations import DONE, Operation, WireAborted, WireFailure, WireTimeout, complete
 from ..prepared import PreparedCall
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
@@ -209,20 +210,22 @@ class EnqueuedWork(Operation):
             return 1
         try:
             self.work.wait()
-        except RuntimeError:
+        except RuntimeError as error:
+            if is_of_handler(error):
+                raise
             return 1
         if communicator.is_aborted:
             return 1
-        then, self.then, self.adds_to_stream = self.then, None, False
-        if then is not None:
-            then()
+        if self.then is not None:
+            complete(self)
+            self.adds_to_stream = False
         return 0
 
     def finish(self, timeout: timedelta) -> None:
         self.communicator.finish_work(self, timeout)
-        then, self.then, self.adds_to_stream = self.then, None, False
-        if then is not None:
-            then()
+        if self.then is not None:
+            complete(self)
+            self.adds_to_stream = False
 
     def poll(self) -> bool:
         return self.is_completed()

@@ -49,6 +49,7 @@ from ..operations import (
     WireFailure,
     WireTimeout,
     WorkerQueue,
+    complete,
     followed,
     given_up_for,
 )
@@ -120,9 +121,8 @@ class GlooOperation(C10dOperation):
             return 1
         if self.then is not None:
             with self.communicator.completing:  # another thread may be at it
-                then, self.then = self.then, None
-                if then is not None:
-                    then()
+                if self.then is not None:
+                    complete(self)
         return 0
 
     def finish(self, timeout: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from meshdist.groups import channel as channel_module
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
 from meshdist.wires import work as work_module
 from tests.pool import Pool
-from tests.wires.c10d.nccl_stand_in import Device, Nccl, StandIn, standing_in
+from tests.wires.c10d.nccl_stand_in import Device, Nccl, StandIn, Work, standing_in
 from tests.wires.fast_paths import Spy, every_verb
 
 SHORT, LONG = timedelta(seconds=0.5), timedelta(seconds=20)
@@ -413,6 +414,55 @@ def test_an_abort_raises_in_waits(group: Any, device: Device) -> None:
         assert work.is_completed() and not work.is_success()
     with pytest.raises(md.AbortedError):
         md.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+@pytest.mark.parametrize("backend", ["cpu:nccl", "cpu:gloo"])
+def test_a_result_that_was_not_completed_is_never_there(
+    device: Device, tmp_path: Path, backend: str, *, is_fast: bool
+) -> None:
+    def be_interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with world_of_one(tmp_path, backend) as group:
+        md.all_reduce(torch.ones(2))
+        group.fast_path = group.fast_path if is_fast else None
+        work: Any = md.all_reduce(torch.ones(2), async_op=True)
+        work._operation.then = be_interrupted
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        for _ in range(2):
+            with pytest.raises(md.BackendError, match="its result is not complete"):
+                work.wait()
+        assert not work.is_success()
+        md.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_what_a_signals_handler_raises_reaches_the_program(
+    group: Any, monkeypatch: pytest.MonkeyPatch, *, is_fast: bool
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise RuntimeError("enough")
+
+    def wait(work: Work) -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return wait_of_class(work)
+
+    wait_of_class = Work.wait
+    group.fast_path = group.fast_path if is_fast else None
+    work = md.all_reduce(torch.ones(2), async_op=True)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Work, "wait", wait)
+            for timeout in (timedelta(0), LONG):
+                with pytest.raises(RuntimeError, match="enough"):
+                    work.wait(timeout)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert work.wait() and work.is_success()
+    md.all_reduce(torch.ones(2))
 
 
 def test_a_work_that_is_dropped_is_told(group: Any) -> None:
