@@ -395,6 +395,10 @@ struct Entrance<kMethod> {
   static PyObject* call_with(PyObject* self, PyObject* const* given, Py_ssize_t count,
                              std::index_sequence<kPlaces...>) {
     return returned([&]() -> nb::object {
+      if (!nb::inst_ready(self)) {
+        PyErr_SetString(PyExc_TypeError, "a FastPath that its __init__ has not made");
+        throw nb::python_error();
+      }
       FastPath& path = *nb::inst_ptr<FastPath>(self);
       if (!(path.*kMethod)(argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
       return path.take_found();

@@ -203,6 +203,13 @@ def test_what_is_not_plain_changes_nothing(group: Any, device: Device) -> None:
     assert (recorder.num_notes, len(class_of(group).calls)) == (before, calls)
 
 
+def test_a_path_that_is_not_made_takes_no_call(group: Any) -> None:
+    kind = type(group.fast_path.path)
+    for call in (kind.__new__(kind).barrier, lambda: kind.barrier(group), kind.barrier):
+        with pytest.raises(TypeError):
+            call()
+
+
 def test_xccl_has_none(device: Device, tmp_path: Any) -> None:
     with world_of_one(tmp_path, "cpu:xccl") as group:
         md.all_reduce(torch.ones(2))
