@@ -45,7 +45,7 @@ class DtypeFacts:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether it holds whole numbers or bool."""
+        """Return whether values of the dtype are whole numbers or bool."""
         return self.group in ("integers", "unsigned", "bool")
 
 

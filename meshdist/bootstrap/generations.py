@@ -170,7 +170,8 @@ class Attempt:
         self.store.compare_set("open", self._terms, f"[{generation + 1}]")
 
     def try_generation(self, generation: int) -> Rendezvous | None:
-        """Return the world of this generation; None where the next generation has to be tried."""
+        """Return this generation's world, None if it is stale or closed; raise RendezvousError if
+        it failed."""
         keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         mine = self._claim(keys, generation)
         if mine is None:

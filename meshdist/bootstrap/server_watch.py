@@ -84,7 +84,9 @@ class ServerWatch:
             raise
 
     def is_served(self) -> bool:
-        """Return whether the process that serves the store lives; its connections may end later."""
+        """Return False if a look finds the server's process ended; True if it is unknown or between
+        looks."""
+        # The connections of a process that has ended may end later.
         now = time.monotonic()
         if self.server is not None and now > self._next_look:
             self._next_look = now + _LOOK_S

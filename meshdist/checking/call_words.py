@@ -171,7 +171,7 @@ class CallWords:
         return word & _LOW if word >> 32 == self._tag(number) else None
 
     def _read(self, view: memoryview, word: int) -> bytes | None:
-        """The statement that a word stands for; None where it has not arrived."""
+        """Return the statement that a word points to; None while its checksum does not match."""
         place = word & (1 << _PLACE_BITS) - 1
         size, checksum = divmod(view[place], 1 << 32)
         data = view[place + 1 : place + 1 + -(-size // 8)].tobytes()[:size]

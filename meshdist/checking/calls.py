@@ -143,7 +143,7 @@ class Call:
 
     @property
     def is_send(self) -> bool:
-        """Return whether it is a message that leaves this member."""
+        """Return whether the verb sends a message to a peer."""
         return self.verb in SENDING_VERBS
 
     @property
@@ -198,7 +198,7 @@ class Note(NamedTuple):
 
     @property
     def is_message(self) -> bool:
-        """Return whether it is of a send or receive."""
+        """Return whether the call is a send or a receive."""
         return self.call.tag is not None
 
     @property
@@ -221,7 +221,8 @@ class Note(NamedTuple):
 
     @property
     def where(self) -> str:
-        """``train.py:8 in step``, and under it the stack."""
+        """The call's place as ``train.py:8 in step`` and the stack below it, or "an unknown
+        place"."""
         if self.code is None:
             return "an unknown place"
         return "\n  called at ".join([place_text(self.code, self.instruction), *self.stack])

@@ -150,7 +150,8 @@ class HeaderTable:
         )
 
     def close(self) -> None:
-        """Let go of the others' words, and give its own back; compare nothing any more."""
+        """Drop the views of others' words and release this member's own; later calls are not
+        compared."""
         with self._messages_lock:
             self._missing.clear()
             self._views.clear()
@@ -158,7 +159,7 @@ class HeaderTable:
         self._release()
 
     def sees_all(self) -> bool:
-        """Return whether it sees the words of all members, so that every call is compared."""
+        """Return whether this process sees all members' words, so that every call is compared."""
         if self._missing:
             self._find_missing()
         return self._sees_all and not self._missing

@@ -144,7 +144,8 @@ R = TypeVar("R")
 
 
 def end_here(error: BaseException) -> None:
-    """Raise ``error`` again, with a traceback that ends in the frame that has caught it."""
+    """End the traceback of ``error`` at the frame that has caught it, unless program frames
+    follow."""
     # It stays as it is where a frame of the program lies below: the error then comes from there.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:

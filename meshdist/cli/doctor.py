@@ -87,7 +87,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _examine(report: dict[str, Any], timeout_s: float | None) -> None:
-    """Add to the report the checks that need torch; where ``timeout_s`` is None, start no ranks."""
+    """Add to the report what needs torch, and the outcome of a run of two ranks over each CPU wire.
+
+    Args:
+        timeout_s: seconds that a run may take; None starts no ranks.
+    """
     report["gpus"] = find_gpus()
     report["wires"] = wires = find_wires()
     report["mpi"] = find_mpi()

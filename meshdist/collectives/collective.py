@@ -151,7 +151,8 @@ class Collective(VerbCall):
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
-        """Run the call on its group's channel; return its Work with ``async_op``."""
+        """Run the call on its group's channel and wait for it; with ``async_op`` return its Work at
+        once."""
         if async_op is not False:
             check_flag(async_op, self.verb)
         if len(self.written) > 1:

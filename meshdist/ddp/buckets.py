@@ -255,7 +255,7 @@ class Taking(ABC):
 
     @abstractmethod
     def clear(self, filling: Filling) -> None:
-        """Take zeros in place of this rank's gradients."""
+        """Let this rank contribute zeros in place of its gradients."""
 
     @abstractmethod
     def buffer(self, filling: Filling) -> torch.Tensor:

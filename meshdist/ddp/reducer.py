@@ -312,7 +312,13 @@ class Reducer:
             self._state = state
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the backward that a gradient of another task counts for, or keep the gradient."""
+        """Return the averaged backward in whose course a gradient comes; None keeps the gradient
+        for later.
+
+        Args:
+            hook: the hook that saw the gradient; called again if the autograd task reaches an
+                output.
+        """
         self._refuse_traced()
         with self.sending.lock:
             # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other

@@ -54,7 +54,8 @@ class ModelBuffers:
         return bool(self._places) and runs_before is is_before
 
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
-        """Take the buffers of the rank ``source``, or run the hook and return its futures."""
+        """Broadcast the buffers of group rank ``source`` and return []; or return the hook's
+        futures."""
         if self._hook is None:
             # Through ``.data``, whose version is its own: an earlier forward may have saved a
             # buffer for its backward, as batch norm does, which does not read it there.

@@ -23,7 +23,8 @@ class _Single(Taking):
         filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:
-        """Take no gradient, which counts as zeros."""
+        """Record None in place of the gradient, so that this rank adds zeros; ``.grad`` stays as it
+        is."""
         filling.read = [None]
 
     def give(

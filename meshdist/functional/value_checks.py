@@ -114,7 +114,8 @@ def host_checksum(x: torch.Tensor) -> int:
 
 @torch.no_grad()
 def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
-    """Return, per tensor, the distances of ranks that differ from the group's first member.
+    """Return, per tensor, ``{global rank: relative_distance to the first member}`` where they
+    differ.
 
     Args:
         tensors: without gradient; as many on all members, of equal shapes and dtypes.

@@ -377,7 +377,13 @@ class Channel:
             self.refuse_broken()
 
     def _receive_later(self, prepared: PreparedCall, header: int) -> Operation:
-        """Start a receive once its sender has noted a message for it, and compare them."""
+        """Return a receive that starts once its sender is known; its wait raises if the messages
+        differ.
+
+        Args:
+            header: the fingerprint of the message that the receive takes, compared with the
+                sender's.
+        """
         assert self.matching is not None and prepared.number is not None
         peer, tag, number = prepared.root, prepared.tag, prepared.number
         explain = partial(self.explain, note=number)

@@ -240,7 +240,8 @@ class Registry:
                     opened.sees_all_calls = not is_blind
 
     def finish(self, call: str, members: Collection[int]) -> None:
-        """End this rank's part in a call of ``members``, which needs the store no more."""
+        """Note in the store that ``call`` is over here; the store's server waits for
+        ``members``."""
         # On the rank whose process serves the store this returns once all have come here, or cannot
         # come any more: it may end right after the call. It deletes a key for each 60 members.
         world, key = self.world, f"{call}/finished"
@@ -545,7 +546,7 @@ def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
 
 
 def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
-    """The message of an abort as ``abort`` writes it; raises where it is none."""
+    """Return an abort's message with its fields checked; raise if any is missing or malformed."""
     texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
     if value.get("disagreement"):
         texts["disagreement"] = parse_disagreement(value["disagreement"])

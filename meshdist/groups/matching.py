@@ -54,10 +54,12 @@ class UnnamedReceive:
 
 @dataclass(eq=False)
 class Matching:
-    """The receives of one communicator that wait for their sender, in the order of their start.
+    """Receives of a communicator that wait until their sender is known, in the order of their
+    calls.
 
     Attributes:
-        receives: those that wait; ``takes`` is false for a named sender while there are none.
+        receives: those that wait; while there are none, a receive that names its sender starts
+            at once.
     """
 
     communicator: Communicator

@@ -467,7 +467,7 @@ class MeshLike(Protocol):
     """A mesh: its axis, or its axes flattened row-major."""
 
     def open_group(self) -> ProcessGroup:
-        """The group of this rank along them."""
+        """Return this rank's group along the axes of the mesh."""
 
 
 GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"

@@ -64,7 +64,12 @@ class ReplicaHook(JoinHook, ABC):
 
     @abstractmethod
     def begin(self, context: Any, joinable: Any) -> None:
-        """Begin a context that has ``joinable``."""
+        """Prepare this rank's joinable for a join context that begins, until ``end``.
+
+        Args:
+            context: the ``Join`` that begins.
+            joinable: the object that made this hook.
+        """
 
     @abstractmethod
     def end(self) -> None:

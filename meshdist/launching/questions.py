@@ -48,7 +48,7 @@ class Answerer:
 
 
 def ask_where(folder: str) -> None:
-    """Ask all ranks where they are."""
+    """Create the file in ``folder`` that lets all ranks report where in the program they are."""
     open(os.path.join(folder, _QUESTION), "w").close()
 
 

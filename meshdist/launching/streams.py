@@ -182,7 +182,8 @@ def show(screen: TextIO | None, data: bytes) -> None:
 
 @dataclass
 class _OutputLine:
-    """A line without an end that stands on a screen, and the stream that wrote it."""
+    """An unfinished line on a screen, ended or drawn again when a stream beside ``owner`` writes
+    there."""
 
     owner: Stream
     text: bytes
@@ -312,7 +313,7 @@ class Stream:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether it goes to the console."""
+        """Return whether the stream's output goes to the console."""
         return self._screen is not None
 
     def is_holding(self) -> bool:

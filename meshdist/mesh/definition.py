@@ -184,7 +184,11 @@ class MeshDefinition:
             group.connect(device)
 
     def open_groups(self, groups: Sequence[ProcessGroup]) -> None:
-        """Agree with all ranks of the mesh on it, and open this rank's groups of its axes."""
+        """Agree with all ranks of the mesh on its definition, and open this rank's ``groups``.
+
+        Args:
+            groups: this rank's group along each axis, in the order of the axes.
+        """
         device = select_device(self.device_type, self.world)
         members = tuple(self.layout.ranks().ravel().tolist())
         offer: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -46,11 +46,12 @@ class Clock:
         return (time.monotonic() if paused_since is None else paused_since) - paused
 
     def is_paused(self) -> bool:
-        """Return whether some holder has paused it."""
+        """Return whether any holder has paused the clock."""
         return self._state[0] is not None
 
     def pause(self, holder: Hashable) -> None:
-        """Pause it until all holders have resumed it; a second call does nothing."""
+        """Pause the clock until every holder has resumed; a second call by ``holder`` does
+        nothing."""
         with self._changing:
             self._holders.add(holder)
             paused_since, paused = self._state
@@ -59,7 +60,7 @@ class Clock:
                 self._call_followers()
 
     def resume(self, holder: Hashable) -> None:
-        """End the pause of ``holder``, if it has paused it; the clock runs when none is left."""
+        """End the pause of ``holder``, if any; the clock runs on once no holder's pause is left."""
         with self._changing:
             self._holders.discard(holder)
             paused_since, paused = self._state
@@ -152,7 +153,7 @@ class Looks:
         self._begin, self._due = time.monotonic(), Grace(first_s)
 
     def take(self, look: Callable[[], object]) -> None:
-        """Call ``look`` if it is due."""
+        """Call ``look`` if the scheduled time has come, and then schedule the next look."""
         if self._due.is_over:
             begin = time.monotonic()
             look()
@@ -212,7 +213,8 @@ class Timer:
         self._thread.add(self)
 
     def cancel(self) -> bool:
-        """Make no call and return True; return False, once the call is over, where it was made."""
+        """Prevent the call and return True; if the call was begun or made, return False once it is
+        over."""
         if self._thread.remove(self):
             self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
             return True
@@ -255,7 +257,8 @@ class _TimerThread(threading.Thread):
             self._fire_while_used()
 
     def _fire_while_used(self) -> None:
-        """Make the calls that are due, until there has been no timer for a while."""
+        """Make the calls of timers whose deadline is over, until no timer has been set for a
+        while."""
         linger = Grace(_LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)

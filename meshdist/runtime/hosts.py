@@ -131,7 +131,8 @@ def make_descriptor_room(num_needed: int) -> str:
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each socket's descriptor in this process (on Linux), and a copy, closed afterwards."""
+    """Yield each socket's descriptor and a copy, closed afterwards; nothing on systems but
+    Linux."""
     names: list[str] = []
     with suppress(OSError):  # no such folder, or no descriptor is left
         names = os.listdir("/proc/self/fd")
@@ -222,7 +223,7 @@ def is_stopped(card: ProcessCard) -> bool:
 
 
 def name_locker(path: str) -> str:
-    """Return the name of the process that keeps a file locked, as the system lists locks."""
+    """Return "process N" for a process that holds an flock on the file, else "another process"."""
     with suppress(OSError):
         status = os.stat(path)
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"

@@ -214,7 +214,13 @@ def relative(box: Box, origin: Box) -> Box:
 def coordinates_along(
     axes: Sequence[int], sizes: Sequence[int], strides: dict[int, int]
 ) -> list[int]:
-    """Return the number that each coordinate along ``axes`` adds to a place, row-major."""
+    """Return the number that each coordinate along ``axes`` adds to a place, row-major.
+
+    Args:
+        axes: numbers of axes, the major axis first.
+        sizes: of all axes, by their numbers.
+        strides: the number that a step along an axis adds, by the axis's number.
+    """
     added = [0]
     for axis in axes:
         stride = strides[axis]

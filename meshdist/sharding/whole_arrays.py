@@ -180,7 +180,11 @@ def _exchanges(
 def _members(
     placement: Placement, axes: tuple[int, ...], there: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Return the coordinates of the root's group over some axes, by place."""
+    """Return all coordinates that differ from ``there`` along ``axes`` at most, row-major.
+
+    Args:
+        there: the root's coordinate, along all axes of the mesh.
+    """
     found = [there]
     for axis in axes:
         found = [

@@ -126,7 +126,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the communicator when nothing waits in it."""
+        """End this member's part, without later calls; a wire may wait here for calls in flight."""
 
     def leave(self) -> None:  # noqa: B027 (most wires announce nothing)
         """Announce to the others that this process exits normally."""

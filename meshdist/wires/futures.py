@@ -253,7 +253,8 @@ class Watcher:
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Complete it where that is possible; return whether it needs no more watching."""
+        """Call ``complete`` if ``poll()``; return False to poll again later, True also after an
+        error."""
         try:
             if not poll():
                 return False

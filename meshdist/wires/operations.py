@@ -159,7 +159,8 @@ class Operation(ABC):
         """Let the operation count as late after ``timeout``, where no caller waits on the host."""
 
     def source(self) -> int:
-        """Return the member that a finished receive came from; raise for anything else."""
+        """Return the group rank that a finished receive came from; raise BackendError if this is no
+        receive."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
@@ -184,7 +185,7 @@ DONE = Done()
 
 
 class Completed(Protocol):
-    """An operation whose result ``then`` completes, where it has one."""
+    """An operation whose result ``then`` completes, unless ``then`` is None."""
 
     then: Callable[[], None] | None
 

@@ -557,7 +557,8 @@ def may_be_dropped(work: Work) -> Work:
 
 @dataclass(eq=False, slots=True)
 class _SeveralWorks(Operation):
-    """The operations of several Works."""
+    """The operations of several Works as a single operation, which fails if any of the Works
+    does."""
 
     works: Sequence[Work]
 

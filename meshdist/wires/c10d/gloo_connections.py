@@ -214,7 +214,8 @@ class DroppedMessages:
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:
-        """Let a thread wait for messages that were added; called now and then."""
+        """Start a thread that waits for the dropped messages, unless none are left or enough
+        threads wait."""
         with self._counting:
             if not self._unfinished or self._num_waiting >= _MOST_THREADS:
                 return
@@ -226,7 +227,8 @@ class DroppedMessages:
             raise
 
     def close(self) -> bool:
-        """Let go of all of them; returns whether threads wait, which end with the connections."""
+        """Drop all messages; return whether threads wait for some, which end with the
+        connections."""
         self._unfinished.clear()
         self._from_anyone.clear()
         return self._num_waiting > 0

@@ -173,7 +173,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
 
 
 def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
-    """Let the class work in a copy, which it may spoil."""
+    """Return a copy for the class to overwrite, and a function that frees its memory, or None."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
     target = wire.scratch.take(tensors[0].numel(), tensors[0])
@@ -182,7 +182,8 @@ def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
 
 
 def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
-    """Beside those of all members, which are reduced here."""
+    """Return the tensors of an all-gather, and a function that reduces the gathered tensors
+    here."""
     tensor = tensors[0].view(-1)
     whole = tensor.new_empty(size * tensor.numel())
     return (whole, tensor), partial(reduce_parts, tensor, whole, size, op)
@@ -191,7 +192,7 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 def _exchange(
     wire: ShortCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
-    """Exchange parts, and reduce all that members have for this member here."""
+    """Return an all-to-all's arguments, and a function that reduces the parts that came here."""
     sizes = [output.numel()] * wire.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)
@@ -208,7 +209,8 @@ def _reduce_mine(
 
 
 def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:
-    """An all-to-all over parts of two tensors that have all of them."""
+    """Return the arguments of an all-to-all over packed tensors, and a function that unpacks
+    them."""
     together = torch.cat(inputs)  # type: ignore[arg-type]
     gives = list(map(torch.Tensor.numel, inputs))
     takes = list(map(torch.Tensor.numel, outputs))

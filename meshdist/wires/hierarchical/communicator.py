@@ -245,7 +245,7 @@ def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -
 
 
 def _reduces(prepared: PreparedCall) -> bool:
-    """Return whether shared memory reduces it as it is; else it is gathered, and rounded once."""
+    """Return whether shared memory reduces the tensors as they are, ungathered and unconverted."""
     op, dtypes = prepared.op, {output.dtype for output in prepared.outputs}
     assert op is not None
     support = ShmCommunicator.support(prepared.way, "cpu", prepared.outputs[0].dtype, op)

@@ -261,7 +261,7 @@ def all_gather(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Gather inside, exchange each host's part, and spread it, where sizes may differ."""
+    """Gather inside each host, exchange between hosts, and spread inside; sizes may differ."""
     _all_gather(stages, prepared.outputs, prepared.inputs[0])
 
 
@@ -294,7 +294,8 @@ def _all_gather(
 
 
 def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside, to each owner what passes through it; exchange across; hand out inside."""
+    """Reduce inside each host to its owners, then between hosts; send each member its part
+    inside."""
     (output,), op, places = prepared.outputs, _op(prepared), stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
     whole, inputs = _summable(output, op), [_summable(part, op) for part in prepared.inputs]

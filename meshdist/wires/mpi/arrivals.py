@@ -197,7 +197,7 @@ class Arrivals:
 
 
 def milliseconds(timeout: timedelta) -> int:
-    """Return a timeout as a word has it: at least 1 ms."""
+    """Return the timeout in whole milliseconds, at least 1."""
     return max(1, int(timeout.total_seconds() * 1000))
 
 

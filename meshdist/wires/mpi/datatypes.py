@@ -93,7 +93,8 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
 
 
 def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return one flat tensor for all, a view where they lie in a row, and what takes it apart."""
+    """Return a flat tensor for ``outputs``, and a function that copies it there; None for a
+    view."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -132,10 +133,11 @@ class MpiReduction:
 
     Args:
         op: the reduction that MPI does.
-        wide: the dtype to which they are converted; None where they are not.
-        in_order: the whole numbers among which the smallest or largest float is found, or None.
+        wide: the dtype to which the elements are converted before MPI reduces them, or None.
+        in_order: the integer dtype to which floats are mapped in their order for MIN or MAX, or
+            None.
         divides: whether the result is divided by the number of members.
-        ours: the dtype of 16-bit floats that a reduction of ours adds; None where MPI's does it.
+        ours: the 16-bit float dtype that an MPI operation of this package adds, None for MPI's own.
     """
 
     op: ReduceKind
@@ -246,7 +248,7 @@ def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, 
 
 
 def op_of(MPI: Any, plan: MpiReduction) -> Any:
-    """Return the reduction of a plan as MPI takes it."""
+    """Return the MPI operation that does the reduction of a plan."""
     return _mpi_op(MPI, plan.op) if plan.ours is None else _sum_of_two(MPI, plan.ours)
 
 
