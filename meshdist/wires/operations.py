@@ -198,13 +198,14 @@ def complete(operation: Completed) -> None:
     """
     # It may not be done twice, as the division of a mean. Nor is a wait that comes after the
     # exception, such as that of a signal's handler, told that the result is there.
-    then, operation.then = operation.then, _refuse_to_complete
+    then, operation.then = operation.then, refuse_to_complete
     if then is not None:
         then()
     operation.then = None
 
 
-def _refuse_to_complete() -> None:
+def refuse_to_complete() -> None:
+    """Raise the error of a result whose completion an exception has ended."""
     raise BackendError(
         "its result is not complete: an exception has ended the wait in which it was written",
         expected="a first wait that returns, before the result is used",

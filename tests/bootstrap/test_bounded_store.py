@@ -155,8 +155,8 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
 
 
 def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
     with served() as (server, client):
+        monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
         stop(server.pid)
         threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
         with within(Deadline(30.0)):

@@ -38,7 +38,15 @@ from ...runtime.bounded_calls import BoundedCall, keep_thread
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
-from ..operations import DONE, Operation, WireAborted, WireFailure, WireTimeout, complete
+from ..operations import (
+    DONE,
+    Operation,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    complete,
+    refuse_to_complete,
+)
 from ..prepared import PreparedCall
 from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
 from .substitutes import NCCL
@@ -216,9 +224,10 @@ class EnqueuedWork(Operation):
             return 1
         if communicator.is_aborted:
             return 1
-        if self.then is not None:
-            complete(self)
-            self.adds_to_stream = False
+        if (then := self.then) is not None:  # as ``complete``, in a frame less
+            self.then = refuse_to_complete
+            then()
+            self.then, self.adds_to_stream = None, False
         return 0
 
     def finish(self, timeout: timedelta) -> None:

@@ -49,9 +49,9 @@ from ..operations import (
     WireFailure,
     WireTimeout,
     WorkerQueue,
-    complete,
     followed,
     given_up_for,
+    refuse_to_complete,
 )
 from ..prepared import EXCHANGE_TAG, PreparedCall, cuts, parts, write
 from ..registry import Opening, Wire, register_wire
@@ -121,8 +121,10 @@ class GlooOperation(C10dOperation):
             return 1
         if self.then is not None:
             with self.communicator.completing:  # another thread may be at it
-                if self.then is not None:
-                    complete(self)
+                if (then := self.then) is not None:  # as ``complete``, in a frame less
+                    self.then = refuse_to_complete
+                    then()
+                    self.then = None
         return 0
 
     def finish(self, timeout: timedelta) -> None:

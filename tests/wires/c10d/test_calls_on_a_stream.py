@@ -401,7 +401,8 @@ def test_the_watchdog_names_the_call_that_is_late(
         device.holds = False
         for _ in range(3):
             md.broadcast(torch.ones(2), 0)
-        wait_until(group.open_channel("cpu").is_broken)
+        communicator = group.open_channel("cpu").communicator
+        wait_until(lambda: communicator.is_aborted)
         with pytest.raises(md.CollectiveTimeoutError) as caught:
             md.all_reduce(torch.ones(2)) if work is None else work.wait()
         assert "all_gather on the world was not finished within 0.5 s" in str(caught.value)
