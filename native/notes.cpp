@@ -35,7 +35,8 @@ std::uint64_t Notes::keep_message(nb::handle group, nb::handle call, nb::handle 
 }
 
 nb::object Notes::find(std::uint64_t number) const {
-  const Note note = kept_[number % kept_.size()];  // a copy: a tuple may cost a collection, whose code notes
+  // A copy: making the tuple may collect garbage, and a finalizer may note a call in this place.
+  const Note note = kept_[number % kept_.size()];
   if (number == 0 || note.number != number) return nb::none();
   return tuple_of(whole(note.sequence), note.group, note.call, note.sizes, note.among_its_kind, note.code,
                   note.instruction, no_stack_);
@@ -56,7 +57,7 @@ std::uint64_t Notes::keep(nb::handle group, nb::handle call, nb::handle sizes, n
   const std::uint64_t noted = num_notes() + 1;
   Note note{noted, sequence(), nb::borrow(group), nb::borrow(call), nb::borrow(sizes),
             nb::borrow(among_its_kind), std::move(code), get(frame, names::instruction)};
-  std::swap(kept_[noted % kept_.size()], note);  // the older one is freed at the end
+  std::swap(kept_[noted % kept_.size()], note);  // the older note is freed at the end
   moments_.put(0, moments_.get(0) + 1);
   counts_.put(kMoment, moments_.get(0));
   counts_.put(kNumNotes, noted);

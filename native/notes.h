@@ -1,5 +1,5 @@
 // Notes of the calls of one member, as `Recorder` in Python makes them, with its counters: the fields of
-// `Note` in `checking/calls.py`, of which a tuple is made when one is looked for.
+// `Note` in `checking/calls.py`, made as tuples only for readers.
 #pragma once
 
 #include "words.h"

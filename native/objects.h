@@ -19,8 +19,8 @@ using Counts = std::vector<std::uint64_t>;  // of elements, by member
 template <class Numbers>
 std::size_t mixed(const Numbers& numbers) {
   std::size_t mix = 0;
-  for (const auto one : numbers) {
-    mix = (mix ^ static_cast<std::size_t>(one)) * 0x9e3779b97f4a7c15u;
+  for (const auto number : numbers) {
+    mix = (mix ^ static_cast<std::size_t>(number)) * 0x9e3779b97f4a7c15u;
     mix ^= mix >> 29;
   }
   return mix;
@@ -66,9 +66,10 @@ inline PyObject* find_in(nb::handle dict, nb::handle key) {
   return found;
 }
 
-// A function of Python's, as METH_FASTCALL has it, by one of C++'s that returns an object.
+// A function as METH_FASTCALL calls it.
 using FastFunction = PyObject* (*)(PyObject* self, PyObject* const* given, Py_ssize_t num_given);
 
+// The object that `function` returns; an exception of it becomes Python's.
 template <class Function>
 PyObject* returned(Function function) {
   try {

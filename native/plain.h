@@ -35,8 +35,8 @@ struct Spans {
 // Whether any of `some` reaches into any of `others`; whether two of `some` have memory in common.
 bool overlap(const Spans& some, const Spans& others);
 bool overlap_each_other(const Spans& some);
-inline bool overlap(const Plain& one, const Plain& other) {
-  return one.address < other.address + other.bytes() && other.address < one.address + one.bytes();
+inline bool overlap(const Plain& a, const Plain& b) {
+  return a.address < b.address + b.bytes() && b.address < a.address + a.bytes();
 }
 
 // Whether `whole` is one `block` per member: flat, joined along dim 0, or stacked.

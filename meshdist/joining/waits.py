@@ -39,7 +39,7 @@ class Waits:
         self._answers: list[Work] = []
 
     def keep(self, answer: Work | None) -> None:
-        """Add an answer in flight, which this rank does not wait for now."""
+        """Keep an answer in flight, for which this rank waits later."""
         if answer is not None:
             self._answers.append(may_be_dropped(answer))
 
