@@ -61,7 +61,7 @@ class _BackendForHooks(Backend):
         return "meshdist"
 
 
-def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
+def _for_its_wire(method: Callable[..., Any], name: str = "") -> Callable[..., Any]:
     """Decorate a verb so that torch's own group runs it for devices that the wire lacks."""
 
     @wraps(method)
@@ -72,7 +72,7 @@ def _for_its_wire(method: Callable[..., Any]) -> Callable[..., Any]:
             x = next(tensors_of((*given, *named.values())), None)
         if x is None or x.is_cpu or x.device.type in self._wire.device_types:
             return method(self, *given, **named)
-        return getattr(self._other(x.device.type), method.__name__)(*given, **named)
+        return getattr(self._other(x.device.type), name or method.__name__)(*given, **named)
 
     return called
 
@@ -358,7 +358,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
 for _name, _method in vars(VerbMethods).items():
     if callable(_method):
-        setattr(WireGroup, _name, _for_its_wire(_method))
+        setattr(WireGroup, _name, _for_its_wire(_method, _name))
 
 
 @atexit.register

@@ -276,6 +276,7 @@ def no_synchronization() -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("as_views", [True, False])
 def test_a_backward_on_a_gpu_never_waits_for_it(as_views: bool) -> None:
@@ -326,6 +327,7 @@ class TwoStreams(nn.Module):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("size", [4, 300])  # weights that move in with their bucket, and at once
 def test_gradients_of_several_streams_are_all_in_before_a_bucket_goes(size: int) -> None:
@@ -341,6 +343,7 @@ def test_gradients_of_several_streams_are_all_in_before_a_bucket_goes(size: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 def test_a_captured_step_reads_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[bool] = []
@@ -376,6 +379,7 @@ def test_a_captured_step_reads_no_flags(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_no_graph_is_captured_in_the_first_steps() -> None:

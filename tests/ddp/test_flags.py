@@ -77,6 +77,7 @@ def test_the_reader_of_an_accelerator_has_pinned_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float64])
 def test_numbers_on_a_gpu_are_read_without_a_wait_before(dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())

@@ -130,6 +130,7 @@ def test_the_checksum_sees_values_and_neither_strides_nor_devices_threads() -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_checksum_on_a_gpu_awaits_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.ones(5_000_000, device=device), torch.ones(3, device=device).bfloat16()]

@@ -52,7 +52,8 @@ def parts_of(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 def weights_for(y: torch.Tensor) -> torch.Tensor:
     """A loss of many different slopes: the sum of these times the output."""
-    return torch.linspace(-1, 2, max(y.numel(), 1), dtype=y.dtype)[: y.numel()].view(y.shape)
+    weights = torch.linspace(-1, 2, max(y.numel(), 1), dtype=y.dtype, device=y.device)
+    return weights[: y.numel()].view(y.shape)
 
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from tests.load import is_within
 from tests.pool import Pool
 from tests.stand_in_cupy import StandInCupy
 from tests.wires.c10d.nccl_stand_in import Device, Nccl, Xccl, standing_in
-from tests.wires.verb_table import check_every_verb
+from tests.wires.verb_table import OnDevice, check_every_verb
 
 SECONDS = timedelta(seconds=20)
 SHORT = timedelta(seconds=0.5)
@@ -788,7 +788,8 @@ def test_every_verb_over_nccl_of_one_rank(pool: Pool, tmp_path: Any) -> None:
     md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     try:
         communicator = md.group.WORLD.open_channel("cuda").communicator
-        check_every_verb(communicator, (torch.float32, torch.int16, torch.uint8))
+        on_gpu = OnDevice(communicator, "cuda")
+        check_every_verb(on_gpu, (torch.float32, torch.int16, torch.uint8))
     finally:
         md.destroy_process_group()
 
