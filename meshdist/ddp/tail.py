@@ -59,4 +59,7 @@ class Tail:
         if ending is not None:
             self.numbers[: len(Ending)] = self._flags_of[ending]
         if has_gradient is not None:
-            self.numbers[len(Ending) :] = torch.tensor(has_gradient).mul(self._unit)
+            numbers = self.numbers[len(Ending) :]
+            # A copy from memory that is not pinned would wait for the device.
+            found = torch.tensor(has_gradient, dtype=numbers.dtype, pin_memory=numbers.is_cuda)
+            numbers.copy_(found, non_blocking=True).mul_(self._unit)

@@ -292,7 +292,8 @@ class Registry:
             matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
         of_calls = label, communicator, recorder, self.aborts, table, matching
         facts = world.spans_hosts(ranks), communicator.on_stream and len(ranks) == 1, options
-        share_key = None if user.is_private else (wire.name, ranks, id(options))
+        connection = wire.connection_for(opening.device_type)
+        share_key = None if user.is_private else (connection, ranks, id(options))
         users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
         opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks, comparison=comparison)
         agreement.opened.append(opened)
@@ -300,9 +301,9 @@ class Registry:
             self._by_label[label] = opened
         return opened
 
-    def find_label(self, wire: Wire, ranks: tuple[int, ...], options: Any) -> str:
+    def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
         """The label of the communicator that a new group could share, or ""."""
-        key = (wire.name, ranks, id(options))
+        key = (connection, ranks, id(options))
         with self._lock:
             found = [each for each in self._by_label.values() if each.share_key == key]
             return next((each.label for each in reversed(found) if not each.is_leaving), "")

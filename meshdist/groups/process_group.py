@@ -207,9 +207,9 @@ class ProcessGroup(VerbMethods):
         """The communicators that this member could share for ``device_type``, for an agreement."""
         if self.is_private:
             return {}
-        wire = get_wire(self.wire_name(device_type))
-        label = get_registry(self.world).find_label(wire, self.ranks, self.options)
-        return {f"{slot}{wire.name}": (label, self.ranks)} if label else {}
+        connection = get_wire(self.wire_name(device_type)).connection_for(device_type)
+        label = get_registry(self.world).find_label(connection, self.ranks, self.options)
+        return {f"{slot}{connection}": (label, self.ranks)} if label else {}
 
     def needs(self, device_type: str) -> Needs:
         """The needs of a channel for ``device_type`` that opens; none where it may be shared."""
@@ -360,9 +360,9 @@ class ProcessGroup(VerbMethods):
         self.check_usable()
         wire = get_wire(self.wire_name(device_type))
         timeout = self._timeout_on(wire)
-        registry = get_registry(self.world)
+        registry, connection = get_registry(self.world), wire.connection_for(device_type)
         for channel in self._channels.values():
-            if channel.wire is wire:
+            if channel.wire.connection_for(channel.device_type) == connection:
                 self._channels[device_type] = channel
                 self._connect(channel, device_type)
                 return channel
@@ -372,13 +372,13 @@ class ProcessGroup(VerbMethods):
                 if lack:  # of the world, whose ranks have not agreed upon anything
                     found = f"rank {self.world.rank}: {lack}"
                     raise lack_error(self.world, self.name, self.ranks, found)
-                known = replace(known, name=f"{known.name}/{wire.name}", opened=[])
+                known = replace(known, name=f"{known.name}/{connection}", opened=[])
             told = self.ranks, "group", {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             with registry.opening(known) as agree:
                 offers = self.offer(device_type)
                 agreed = known or agree(*told, timeout, offers=offers, lack=lack)
                 return self._open_channel(device_type, agreed, slot)
-        label = agreement.label_for(self.ranks, f"{slot}{wire.name}")
+        label = agreement.label_for(self.ranks, f"{slot}{connection}")
         opening = self._opening(label, device_type, timeout)
         with self._explained_opening(wire):
             try:

@@ -133,6 +133,10 @@ class Wire(ABC):
         """Return why this machine cannot use the wire, and the fix."""
         return f"the wire {self.name!r} says so", "ask whoever registered it"
 
+    def connection_for(self, device_type: str) -> str:
+        """Return a name, equal for the device types that one communicator of a group serves."""
+        return self.name
+
     def needs(self, opening: Opening) -> Needs:
         """Return how many descriptors and threads ``open`` takes."""
         return Needs((len(opening.ranks) - 1) * self.descriptors_per_peer, self.num_threads)

@@ -137,7 +137,7 @@ def test_a_checksum_on_a_gpu_awaits_nothing() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         sums = [checksum(tensors, device)]
-        tensors[1][2] = -1.0
+        tensors[1][2:].fill_(-1.0)
         sums.append(checksum(tensors, device))
     finally:
         torch.cuda.set_sync_debug_mode("default")

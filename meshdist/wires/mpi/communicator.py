@@ -424,6 +424,10 @@ class MpiWire(Wire):
         found = super().support(verb, device_type, dtype, op)
         return "built" if found and device_type != "cpu" else found
 
+    def connection_for(self, device_type: str) -> str:
+        """Return the wire's name; the communicator of CUDA tensors is another, as it may stage."""
+        return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
+
     def is_available(self) -> bool:
         """Return whether mpi4py and an MPI library load."""
         return find_mpi_problem() is None

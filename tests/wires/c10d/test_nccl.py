@@ -711,7 +711,7 @@ try:
             md.all_reduce(x)
         time.sleep(0.01)
 except md.CollectiveTimeoutError as error:
-    print("late" if time.monotonic() - began < 4 else "too late")
+    print("late" if time.monotonic() - began < 4 else "too late", flush=True)
 os._exit(0)
 """
     told, _ = run_on_gpu(pool, body, tmp_path, TORCH_DISTRIBUTED_DEBUG=level)
@@ -732,7 +732,7 @@ for work in works:
     try:
         work.wait()
     except md.AbortedError:
-        print("aborted")
+        print("aborted", flush=True)
 os._exit(0)
 """
     assert run_on_gpu(pool, body, tmp_path)[0] == "aborted\n" * 3

@@ -425,6 +425,22 @@ def test_what_is_queued_starts_while_another_group_is_waited_for(pool: Pool) -> 
     assert job_of(pool, 2).run_in_world(in_two_groups) == [[2.0] * 6] * 2
 
 
+def kinds_of_communicators() -> list[list[bool]]:
+    """Of the world and a group that shares its communicators: which are staged."""
+    groups = [md.group.WORLD, md.new_group()]
+    opened = [[g.open_channel(kind).communicator for kind in ("cpu", "cuda")] for g in groups]
+    assert opened[0] == opened[1]
+    md.barrier()
+    return [[isinstance(each, StagedCommunicator) for each in of_group] for of_group in opened]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_cuda_tensors_have_a_communicator_of_their_own(pool: Pool, size: int) -> None:
+    found = job_of(pool, size).run_in_world(kinds_of_communicators)
+    assert found == [[[False, True]] * 2] * size
+
+
 def verbs_on_a_gpu() -> list[str]:
     torch.cuda.set_device(0)
     wire = md.group.WORLD.open_channel("cuda").communicator
