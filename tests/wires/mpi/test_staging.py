@@ -426,8 +426,8 @@ def test_what_is_queued_starts_while_another_group_is_waited_for(pool: Pool) -> 
 
 
 def kinds_of_communicators() -> list[list[bool]]:
-    """Of the world and a group that shares its communicators: which are staged."""
-    groups = [md.group.WORLD, md.new_group()]
+    """Of two groups of meshes, which share their communicators: which are staged."""
+    groups = [md.init_device_mesh("cpu", (md.get_world_size(),)).get_group() for _ in range(2)]
     opened = [[g.open_channel(kind).communicator for kind in ("cpu", "cuda")] for g in groups]
     assert opened[0] == opened[1]
     md.barrier()
