@@ -101,7 +101,7 @@ class MembersOfWorld(OtherMembers):
                 registry.abort([self._opened.label], {**message, "group": self._group.name})
 
     def report(self, call: Note, but: int | None = None) -> str:
-        if self._world.is_simulated:
+        if self._world.is_simulated or not self.others:
             return ""
         try:
             if not call.is_message and but is None:  # many may give up together

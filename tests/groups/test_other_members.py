@@ -203,6 +203,7 @@ def test_who_has_no_other_member_asks_nobody_and_does_not_wait(
     monkeypatch.setattr(other_members, "_LEAVING_S", 30.0)
     start = time.monotonic()
     assert silent_ranks(World(0, 1, HashStore(), {"cpu": "shm"}), (0,)) == ""
+    assert members(ranks=(0,)).report(CALL) == ""
     assert is_within(time.monotonic() - start, 10.0)
     assert asked.calls == []
 
