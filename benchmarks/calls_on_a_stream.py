@@ -100,6 +100,8 @@ def on_the_stand_in(folder: str) -> Iterator[tuple[torch.Tensor, Callable[[], No
 
         yield x, forget
         md.destroy_process_group()
+        while its_class._enqueued:  # a thread that holds works would end with the process midway
+            time.sleep(0.01)
 
 
 @contextmanager

@@ -61,8 +61,8 @@ class _BackendForHooks(Backend):
         return "meshdist"
 
 
-def _for_its_wire(method: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Decorate a verb so that torch's own group runs it for devices that the wire lacks."""
+def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a verb that torch's own group runs, by ``name``, for devices that the wire lacks."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:
@@ -72,7 +72,7 @@ def _for_its_wire(method: Callable[..., Any], name: str = "") -> Callable[..., A
             x = next(tensors_of((*given, *named.values())), None)
         if x is None or x.is_cpu or x.device.type in self._wire.device_types:
             return method(self, *given, **named)
-        return getattr(self._other(x.device.type), name or method.__name__)(*given, **named)
+        return getattr(self._other(x.device.type), name)(*given, **named)
 
     return called
 
@@ -302,14 +302,12 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
 
         return self._run(verb, asked, start, inputs, list(outputs))
 
-    @_for_its_wire
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """Do ``all_gather_single`` for each pair."""
         return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
 
-    @_for_its_wire
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
@@ -356,9 +354,11 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         return made
 
 
-for _name, _method in vars(VerbMethods).items():
+# Each name alone: torch's group has the names of its version.
+_coalesced = {name: verb for name, verb in vars(WireGroup).items() if name.endswith("_coalesced")}
+for _name, _method in {**vars(VerbMethods), **_coalesced}.items():
     if callable(_method):
-        setattr(WireGroup, _name, _for_its_wire(_method, _name))
+        setattr(WireGroup, _name, _for_its_wire(_name, _method))
 
 
 @atexit.register

@@ -19,6 +19,7 @@ import meshdist as md
 from meshdist.ddp.device_streams import DeferredReader
 from meshdist.errors import GradientError
 from tests.ddp.models import Fragile, Two
+from tests.ddp.no_synchronization import no_synchronization
 from tests.ddp.stand_in_accelerator import in_place_of_the_cpu
 from tests.pool import Pool
 
@@ -265,18 +266,7 @@ def nccl(tmp_path: Path) -> Iterator[None]:
         md.destroy_process_group()
 
 
-@contextlib.contextmanager
-def no_synchronization() -> Iterator[None]:
-    """Let what makes the CPU wait for the GPU raise."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("as_views", [True, False])
 def test_a_backward_on_a_gpu_never_waits_for_it(as_views: bool) -> None:
@@ -327,7 +317,6 @@ class TwoStreams(nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("size", [4, 300])  # weights that move in with their bucket, and at once
 def test_gradients_of_several_streams_are_all_in_before_a_bucket_goes(size: int) -> None:
@@ -343,7 +332,6 @@ def test_gradients_of_several_streams_are_all_in_before_a_bucket_goes(size: int)
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 def test_a_captured_step_reads_no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[bool] = []
@@ -379,7 +367,6 @@ def test_a_captured_step_reads_no_flags(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_no_graph_is_captured_in_the_first_steps() -> None:

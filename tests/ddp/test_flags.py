@@ -9,6 +9,7 @@ import torch
 
 from meshdist.ddp import device_streams
 from meshdist.ddp.device_streams import DeferredReader, TailReader, reader_for
+from tests.ddp.no_synchronization import no_synchronization
 from tests.ddp.stand_in_accelerator import CPU, Accelerator
 
 DTYPES = [torch.float32, torch.float16, torch.complex64]
@@ -77,17 +78,13 @@ def test_the_reader_of_an_accelerator_has_pinned_memory(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16, torch.float64])
 def test_numbers_on_a_gpu_are_read_without_a_wait_before(dtype: torch.dtype) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     reader = reader_for(device, 3)
     sums = torch.zeros(3, dtype=dtype, device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         sums.add_(2)
         assert reader.note(sums)
         sums.zero_()  # of the next backward, behind the copy
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert [taken(reader), taken(reader)] == [[2.0] * 3, None]

@@ -15,6 +15,7 @@ import meshdist as md
 from meshdist.ddp.parting import checksum
 from meshdist.errors import AgreementError, ArgumentError, GradientError
 from tests.ddp.everyday_programs import batch_of, mlp
+from tests.ddp.no_synchronization import no_synchronization
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
@@ -130,17 +131,13 @@ def test_the_checksum_sees_values_and_neither_strides_nor_devices_threads() -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_checksum_on_a_gpu_awaits_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.ones(5_000_000, device=device), torch.ones(3, device=device).bfloat16()]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         sums = [checksum(tensors, device)]
         tensors[1][2:].fill_(-1.0)
         sums.append(checksum(tensors, device))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert int(sums[0]) == int(checksum([one.abs() for one in tensors], device)) != int(sums[1])
 
 

@@ -623,6 +623,24 @@ def test_one_world_serves_both_kinds_of_tensors(tmp_path) -> None:
 
 
 @pytest.mark.gpu
+def test_a_barrier_of_both_kinds_of_wires_waits_for_the_device(tmp_path) -> None:
+    md.init_process_group(init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    try:
+        tensors = [torch.ones(2, device=device) for device in ("cpu", "cuda")]
+        for x in tensors:
+            md.all_reduce(x)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 29)
+        works = [md.all_reduce(x, async_op=True) for x in tensors]
+        assert not torch.cuda.current_stream().query()
+        md.barrier()
+        assert torch.cuda.current_stream().query()
+        assert all(work.is_completed() for work in works)
+    finally:
+        md.destroy_process_group()
+
+
+@pytest.mark.gpu
 def test_nccl_with_one_rank(tmp_path) -> None:
     md.init_process_group("nccl", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     try:
