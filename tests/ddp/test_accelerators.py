@@ -368,6 +368,30 @@ def test_a_captured_step_reads_no_flags(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nccl")
+def test_a_step_that_lacks_gradients_can_be_captured() -> None:
+    model = md.DDP(Two().cuda(), find_unused_parameters=True)
+    x = torch.ones(1, 1, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad(set_to_none=False)
+            model(x, use="left").backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model.zero_grad(set_to_none=False)
+        model(x, use="left").backward()
+    x.fill_(3.0)
+    graph.replay()
+    assert model.module.left.weight.grad.item() == 3.0
+    model.zero_grad()
+    model(x, use="left").backward()
+    assert model.module.left.weight.grad.item() == 3.0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nccl")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_no_graph_is_captured_in_the_first_steps() -> None:
     model = md.DDP(Fragile().cuda())
