@@ -92,6 +92,7 @@ def test_a_killed_server_of_the_store_is_told_in_words_and_nothing_else(pool: Po
         md.init_process_group(timeout=timedelta(seconds=20))
         x = torch.ones(1)
         md.all_reduce(x)
+        time.sleep(1)  # torch tells of a request under way, as others are while a world opens
         if md.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1)
