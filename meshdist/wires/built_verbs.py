@@ -6,7 +6,7 @@ Where tensors of several ranks are reduced in this process, equal parts give the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -147,8 +147,10 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Turn flat floats in place into whole numbers in their order, NaN at ``op``'s end."""
+    """Return flat floats as whole numbers in their order, NaN at ``op``'s end, in their place."""
     bits = x.view(IN_ORDER[x.dtype])
+    if x.is_cuda:  # a new tensor: all at once in one kernel
+        return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
     info = torch.iinfo(bits.dtype)
     end = info.max if op == ReduceOp.MAX else info.min
     with writing():
@@ -159,11 +161,30 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Turn bits of floats, in place, into numbers in the floats' order, or back."""
+    """Return numbers in the floats' order as bits of floats, in their place."""
+    if bits.is_cuda:
+        return _cuda_kernel("flip")(bits)
     with writing():
         for some in bits.unsafe_split(_PIECE):
             _flip(some)
     return bits
+
+
+@cache
+def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a kernel for bits of floats; torch compiles it at its first call."""
+    # In torch's own operations the way there and back are ten kernels, which each read all bits.
+    most = "~(T(1) << (8 * sizeof(T) - 1))"
+    infinity = f"({most} ^ ((T(1) << (sizeof(T) == 4 ? 23 : 52)) - 1))"
+    flipped = f"bits < 0 ? bits ^ {most} : bits"
+    ordered = f"(bits & {most}) > {infinity} ? {{end}} : {flipped}"
+    values = {
+        "flip": flipped,
+        "to_max": ordered.format(end=most),
+        "to_min": ordered.format(end=f"~{most}"),
+    }
+    code = f"template <typename T> T {name}(T bits) {{ return {values[name]}; }}"
+    return torch.cuda.jiterator._create_jit_fn(code)
 
 
 def _flip(bits: torch.Tensor) -> torch.Tensor:
@@ -239,7 +260,7 @@ def in_order(
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype
     if core is None or not tensor.is_cpu or tensor.itemsize == 1:  # the core has no float8
-        bits = to_order(tensor.to(held, copy=True).view(-1), op)
+        bits = to_order(tensor.to(held, copy=not tensor.is_cuda).view(-1), op)
         return ([bits],), lambda: write(tensor, flip(bits).view(held))
     bits, code = torch.empty(tensor.numel(), dtype=IN_ORDER[held]), DTYPE_CODES[tensor.dtype]
     recoding = core.Recoding(held is not tensor.dtype, True, op == ReduceOp.MAX, False)

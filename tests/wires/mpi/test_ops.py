@@ -43,20 +43,23 @@ def test_encoded_reduced_and_decoded(dtype: torch.dtype) -> None:
             assert bits(output) == bits(reduced_in_numpy(data, op)), op
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype) -> None:
+def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype, device: str) -> None:
     info = torch.finfo(dtype)
     values = [-float("inf"), info.min, -1.0, -info.tiny, -0.0, 0.0, info.tiny, 1.0, info.max]
-    x = torch.tensor([*values, float("inf")], dtype=dtype)
+    x = torch.tensor([*values, float("inf")], dtype=dtype, device=device)
     for op, extreme in ((ReduceOp.MIN, min), (ReduceOp.MAX, max)):
         plan = find_plan("mpi", op, dtype)
         codes = plan.encode(x, Scratch()).tolist()
         assert codes == sorted(codes) and len(set(codes)) == len(codes)
         back = torch.empty_like(x)
         plan.decode(plan.encode(x, Scratch()), back, 1)
-        assert bits(back) == bits(x)
-        (nan,) = plan.encode(torch.tensor([float("nan")], dtype=dtype), Scratch()).tolist()
-        assert extreme([nan, *codes]) == nan
+        assert bits(back.cpu()) == bits(x.cpu())
+        undefined = torch.tensor([float("nan")], dtype=dtype, device=device)
+        for either in (undefined, torch.copysign(undefined, x[:1])):
+            (nan,) = plan.encode(either, Scratch()).tolist()
+            assert extreme([nan, *codes]) == nan
 
 
 def test_what_mpi_does_alone() -> None:
