@@ -44,6 +44,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "deadlines",
             "bounded_calls",
             "memory",
+            "torch_worlds",
             "generators",
             "untraced",
         ),
@@ -204,7 +205,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mode",
         ),
         "lax": ("axes", "reducing", "moving", "asserting"),
-        "experts": ("experts",),
     },
     {
         "torch_process_groups": (
@@ -296,6 +296,7 @@ STACKED_FLOORS = (1, 3, 4)
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tensor, of a module
     ("meshdist.collectives.roots", "_base"),
+    ("meshdist.runtime.torch_worlds", "_world"),
     ("meshdist.ddp.replicas", "_buffers"),
     ("meshdist.ddp.precision", "_parameters"),
     ("meshdist.ddp.logging_data", "_threads"),

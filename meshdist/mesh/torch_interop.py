@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.world import World
-from ..errors import BackendError, KindError, MeshError
+from ..errors import KindError, MeshError
 from ..groups.communicators import get_registry
+from ..runtime.torch_worlds import end_torch_world
 from .definition import MeshDefinition
 
 
@@ -68,14 +69,6 @@ def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] |
 
 
 def _check_torch_can(world: World) -> None:
-    if world.is_simulated:
-        raise BackendError(
-            "torch has no mesh over these ranks",
-            where=f"rank {world.rank} of a world from {world.origin}",
-            expected="ranks that are processes",
-            found=", ".join(sorted(set(world.backends.values()))),
-            fix="run the program as processes: meshdist run -n 4 script.py",
-        )
     if torch_distributed.is_initialized():
         found = (torch_distributed.get_rank(), torch_distributed.get_world_size())
         if found != (world.rank, world.size):
@@ -109,14 +102,15 @@ def _start_torch_world(world: World) -> None:
         for device, wire in world.backends.items()
         if device == "cpu" or torch.cuda.is_available()
     }
+    backends = ",".join(f"{device}:{wire}" for device, wire in usable.items() if wire)
     torch_distributed.init_process_group(
-        ",".join(f"{device}:{wire}" for device, wire in usable.items() if wire),
+        "simulated" if world.is_simulated else backends,
         store=PrefixStore("torch", world.make_torch_store()),
         rank=world.rank,
         world_size=world.size,
         timeout=world.timeout,
     )
-    world.closers.append(_end_torch_world)
+    world.closers.append(end_torch_world)
 
 
 def _torch_backend(wire: str, device: str) -> str:
@@ -126,8 +120,3 @@ def _torch_backend(wire: str, device: str) -> str:
     if known and (wire != "mpi" or torch_distributed.is_mpi_available()):
         return wire
     return "gloo" if device == "cpu" else ""
-
-
-def _end_torch_world() -> None:
-    if torch_distributed.is_initialized():
-        torch_distributed.destroy_process_group()

@@ -314,7 +314,6 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
     Raises:
         KindError: no sharded array.
         MeshError: a torch mesh of other ranks.
-        BackendError: torch has no mesh over these ranks (simulated ranks).
         GradientError: torch 2.11 would sum the gradient of reduced axes.
     """
     if not isinstance(x, ShardedArray):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -19,10 +20,14 @@ from ..bootstrap.environments import find_local_size
 from ..bootstrap.generations import Rendezvous
 from ..bootstrap.init_methods import Terms, meet
 from ..bootstrap.stores import cloned, root_of
+from ..bootstrap.world import find_world
 from ..checking.program import never_nested
+from ..errors import BackendError, WorldError
 from ..runtime.deadlines import Deadline
+from ..runtime.torch_worlds import isolate_names
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.registry import Opening, get_wire
+from ..wires.simulated.scheduler import find_rank_here
 from .wire_group import WireGroup
 
 
@@ -78,6 +83,47 @@ def open_mpi_group(ranks: list[int]) -> WireGroup:
             hosts=hosts,
         ),
     )
+
+
+@never_nested
+def open_simulated_group(options: Any) -> WireGroup:
+    """Open a group of simulated ranks; waits for no other member."""
+    if find_rank_here() is None:
+        raise BackendError(
+            "torch's backend 'simulated' serves simulated ranks, and this is a process",
+            expected="a program that meshdist.simulate runs",
+            fix="call meshdist.simulate(program, 4), or name another backend, such as 'shm'",
+        )
+    isolate_names()
+    size, rank = options.group_size, options.group_rank
+    # An earlier world of the rank may have had a group of this name.
+    generation = options.store.add(f"opened by {rank}", 1)
+    store = PrefixStore(f"opened {generation}", options.store)
+    return WireGroup(
+        get_wire("simulated"),
+        Opening(
+            store=store,
+            make_torch_store=lambda: store,
+            ranks=tuple(options.global_ranks_in_group) or tuple(range(size)),
+            rank=rank,
+            device_type="cpu",
+            timeout=options.timeout,
+            name=options.group_id,
+            num_local=size,
+        ),
+    )
+
+
+def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield a simulated rank's store, number and world size, for torch's ``simulated://``."""
+    world = find_world()
+    if world is None or not world.is_simulated:
+        raise WorldError(
+            f"{url!r} names the world of a simulated rank, and this is a process",
+            expected="a program that meshdist.simulate runs",
+            fix="call meshdist.simulate(program, 4), or name another init_method, such as 'env://'",
+        )
+    yield PrefixStore("torch", world.make_torch_store()), world.rank, world.size
 
 
 @cache

@@ -75,7 +75,7 @@ class InnerGroup(ProcessGroup):
                     terms = opening.below(kind, device_type=kind)
                 explained = explained_opening(self.name, ranks, wire, self.here)
                 with explained, within(Deadline(timeout)):
-                    communicator = wire.open(terms)
+                    communicator = wire.open(replace(terms, name=f"group {label!r}"))
                 of_calls = label, communicator, self.recorder, self._aborts, table
                 opened = OpenCommunicator(*of_calls)
                 self._channels[kind] = _SharedChannel(facts, wire, opened, kind, others)

@@ -21,7 +21,7 @@ def offer_at_import() -> None:
 
 
 def offer(*, is_mpi_offered: bool = True) -> None:
-    """Register the backends ``shm`` and ``mpi`` with torch.distributed; once is enough."""
+    """Register the backends ``shm``, ``simulated`` and ``mpi`` with torch.distributed."""
     import torch.distributed as torch_distributed
     from torch.distributed import distributed_c10d
 
@@ -31,6 +31,10 @@ def offer(*, is_mpi_offered: bool = True) -> None:
         torch_distributed.Backend.register_backend(
             "shm", _make_shm, extended_api=True, devices=["cpu"]
         )
+        torch_distributed.Backend.register_backend(
+            "simulated", _make_simulated, extended_api=True, devices=["cpu", "cuda"]
+        )
+        torch_distributed.register_rendezvous_handler("simulated", _meet_simulated)
     # ``mpi`` is torch's own name, for a class that its wheels lack: ``is_mpi_available()`` of torch
     # is True from here on.
     torchs: Any = distributed_c10d
@@ -43,6 +47,18 @@ def _make_shm(options: Any, wire_options: Any) -> Any:
     from .creating import open_group
 
     return open_group("shm", options, wire_options)
+
+
+def _make_simulated(options: Any, _: Any) -> Any:
+    from .creating import open_simulated_group
+
+    return open_simulated_group(options)
+
+
+def _meet_simulated(url: str, **terms: Any) -> Any:
+    from .creating import meet_simulated
+
+    return meet_simulated(url, **terms)
 
 
 class _Mpi:

@@ -22,6 +22,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from ..collectives.torch_private import ENDS_RECORDS_ANYWHERE
 from ..wires.operations import DONE, WorkerQueue
+from ..wires.simulated.scheduler import find_rank_here
 from ..wires.work import Work
 
 _UNSET = timedelta(0)
@@ -72,7 +73,8 @@ class TorchWork(torch_distributed.Work):
         """Let the profiler's record of the verb, the last in the list, end when the verb does."""
         # Another thread ends it, and holds it last: so the profiler sees that the verb went on in
         # the background. torch 2.11 drops such a record: it ends with an async call's start there.
-        if not ENDS_RECORDS_ANYWHERE:
+        # A simulated rank has one thread.
+        if not ENDS_RECORDS_ANYWHERE or find_rank_here() is not None:
             return self._record(records, () if is_async else self._works)
         thread = threading.Thread(target=self._record, args=(records, self._works), daemon=True)
         self._recordings = [thread]
@@ -119,6 +121,9 @@ class TorchWork(torch_distributed.Work):
             done: torch.futures.Future[None] = torch.futures.Future()
             # What a callback raises is an error for C++ too, which a Future's own exception is not.
             self._future = done.then(self._outcome)
+            if find_rank_here() is not None:  # no other thread may wait, and torch's C++ would
+                with suppress(Exception):  # the callback raises it
+                    self.wait()
             if self.is_completed():
                 done.set_result(None)
             else:

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, KindError, WorldError
 from ..groups.communicators import get_registry
 from ..launching.failed_ranks import places_text
 from ..launching.streams import show
+from ..runtime.torch_worlds import callers_torch_world, end_torch_world
 from ..wires.simulated.communicator import DEVICE_TYPES
 from ..wires.simulated.scheduler import Scheduler, find_rank_here
 from ..wires.simulated.store import SimulatedStore
@@ -126,7 +127,7 @@ def simulate(
         show(sys.stderr, places_text(places))
 
     try:
-        with _one_profiler():
+        with callers_torch_world(), _one_profiler():
             return scheduler.run(program_of_rank, show_places)
     except BaseException as error:
         __tracebackhide__ = True
@@ -159,6 +160,7 @@ def _one_profiler() -> Iterator[None]:
 
 def _close(world: World) -> None:
     """Close the world of a simulated rank, or the world that the program has made in its place."""
+    end_torch_world()
     (find_world() or world).close()
 
 

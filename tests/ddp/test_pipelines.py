@@ -190,6 +190,16 @@ def test_outputs_without_a_graph_cannot_be_prepared() -> None:
         assert text.startswith("outputs without a graph were given to prepare_for_backward: ")
 
 
+@pytest.mark.parametrize("name", AVERAGED + SPLIT)
+def test_every_schedule_on_simulated_ranks(name: str) -> None:
+    wrappings = ["bare", "fully_shard", *(["DDP"] if name in AVERAGED else [])]
+    for wrapping in wrappings:
+        assert max(md.simulate(largest_error, 4, args=(name, wrapping))) < 1e-15
+    if name in SPLIT:
+        with pytest.raises(GradientError, match="outputs without a graph were given"):
+            md.simulate(largest_error, 4, args=(name, "DDP"))
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("wrapping", ["DDP", "bare", "fully_shard"])

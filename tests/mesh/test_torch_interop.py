@@ -119,13 +119,22 @@ def test_torchs_world_that_is_there_already_is_adopted(pool: Pool, tmp_path) -> 
     assert pool.call(program, 2) == [8.0, 8.0]
 
 
-def test_simulated_ranks_have_no_mesh_of_torchs() -> None:
-    def program() -> None:
-        md.init_device_mesh("cpu", (2,)).to_torch()
+def test_a_mesh_of_simulated_ranks_is_torchs_too() -> None:
+    def program() -> tuple[float, tuple[int, ...], bool]:
+        ours = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        theirs = ours.to_torch()
+        x = torch.full((1,), float(md.get_rank()))
+        dist.all_reduce(x, group=theirs.get_group("tp"))
+        back = md.DeviceMesh.from_torch(theirs)
+        return x.item(), theirs.get_coordinate(), back == ours
 
-    with pytest.raises(md.BackendError, match="torch has no mesh over these ranks") as caught:
-        md.simulate(program, 2)
-    assert "meshdist run -n 4 script.py" in str(caught.value)
+    found = md.simulate(program, 4)
+    assert found == [
+        (1.0, (0, 0), True),
+        (1.0, (0, 1), True),
+        (5.0, (1, 0), True),
+        (5.0, (1, 1), True),
+    ]
 
 
 def test_from_torch_wants_torchs_mesh() -> None:

@@ -188,14 +188,3 @@ def test_refusals(pool: Pool) -> None:
         assert "Partial('max') has no counterpart" in texts[5]
         assert "shard" in texts[6]
         assert "(1,)" in texts[6]
-
-
-def test_simulated_ranks_have_no_dtensors() -> None:
-    def program() -> str:
-        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        array = md.ShardedArray(torch.ones(2), md.NamedSharding(mesh, md.P("dp")))
-        with pytest.raises(md.BackendError) as caught:
-            md.to_dtensor(array)
-        return str(caught.value)
-
-    assert "torch has no mesh over these ranks" in md.simulate(program, 2)[0]

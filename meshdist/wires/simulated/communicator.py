@@ -147,6 +147,7 @@ class SimulatedWire(Wire):
 
     name = "simulated"
     device_types = frozenset(DEVICE_TYPES)
+    compares_calls = True
     communicator_kind = SimulatedCommunicator
 
     def is_available(self) -> bool:

@@ -1,8 +1,8 @@
 """The scheduler of simulated ranks: threads of one process, of which exactly one runs.
 
 A rank runs until it waits; then the next rank that can run, in rank order, does. The random
-generators and the default dtype are swapped with it. So a run depends on nothing but the program,
-and a deadlock is known at once.
+generators, the default dtype and torch's groups are swapped with it. So a run depends on nothing
+but the program, and a deadlock is known at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from ...checking.program import call_site, is_between, show_site
 from ...error_text import grouped_text
 from ...errors import DeadlockError, RankFailedError, WorldError
-from ...runtime.generators import ProcessState, seed_as
+from ...runtime.generators import ProcessState, start_as
 from ..futures import Completion, collecting_by_need
 
 T = TypeVar("T")
@@ -266,7 +266,7 @@ class Scheduler(Generic[T]):
     def _call(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
         if torch.get_default_dtype() is not dtype:
             torch.set_default_dtype(dtype)
-        seed_as(rank.index)
+        start_as(rank.index)
         try:
             # A context of its own, and the backward on this thread on every device: the engine's
             # device threads serve all ranks, and a rank that waits in a verb would stop them all.

@@ -1,0 +1,111 @@
+"""The groups that torch.distributed knows of, which a process has once, and each simulated rank.
+
+torch keeps its groups in a record of its module, and finds them by name in a registry of its C++. A
+simulated rank has a record of its own, swapped with its generators, and its thread a registry.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as torch_distributed
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+
+from ..errors import BackendError
+
+_OF_PROCESSES = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "shm"})
+_torchs: Any = c10d  # its private names, and those of its C++
+_core: Any = _distributed_c10d
+
+
+class TorchWorld(_torchs._World):  # type: ignore[misc]
+    """The record of one simulated rank."""
+
+    # In torch's own these are properties, which read variables of its module.
+    pg_map: Any = None
+    pg_names: Any = None
+    pg_group_ranks: Any = None
+    pg_backend_config: Any = None
+    tags_to_pg: Any = None
+    pg_to_tag: Any = None
+    group_count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pg_map, self.pg_names, self.pg_group_ranks = {}, {}, {}
+        self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
+
+
+def torch_world() -> Any:
+    """Return the record of groups that is in force."""
+    return _torchs._world
+
+
+def set_torch_world(record: Any) -> None:
+    """Let torch know of the groups in ``record``, and of no other."""
+    _torchs._world = record
+
+
+def isolate_names() -> None:
+    """Let each thread have a registry of names of its own, until ``callers_torch_world`` ends."""
+    global _is_isolated
+    _is_isolated = True
+    _core._set_thread_isolation_mode(True)
+
+
+_is_isolated = False
+
+
+@contextmanager
+def callers_torch_world() -> Iterator[None]:
+    """Leave what torch changes in the process at each of its starts as it was."""
+    # The last two are variables of its module; its hook puts the rank before an exception's lines.
+    global _is_isolated
+    was_isolated, hook, open_group = _is_isolated, sys.excepthook, _torchs._new_process_group_helper
+    names = "_backend", "_default_pg_init_method"
+    values = [getattr(_torchs, name) for name in names]
+    _torchs._new_process_group_helper = partial(_open_checked, open_group)
+    try:
+        yield
+    finally:
+        sys.excepthook, _torchs._new_process_group_helper = hook, open_group
+        for name, value in zip(names, values, strict=True):
+            setattr(_torchs, name, value)
+        if _is_isolated and not was_isolated:
+            _is_isolated = False
+            _core._set_thread_isolation_mode(False)
+
+
+def _open_checked(
+    open_group: Callable[..., Any],
+    size: int,
+    rank: int,
+    ranks: Any,
+    backend: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Let torch open a group; on a simulated rank not over a backend that serves processes."""
+    # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
+    if isinstance(torch_world(), TorchWorld):
+        wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
+        for name in _OF_PROCESSES.intersection(wanted):
+            raise BackendError(
+                f"torch's backend {name!r} serves processes, and this is a simulated rank",
+                expected="the backend 'simulated', for torch's world and each of its groups",
+                fix='torch.distributed.init_process_group("simulated", '
+                'init_method="simulated://"), or run the program as processes: '
+                "meshdist run -n 4 script.py",
+            )
+    return open_group(size, rank, ranks, backend, *rest, **named)
+
+
+def end_torch_world() -> None:
+    """Close torch's groups, if it has any."""
+    if torch_distributed.is_initialized():
+        torch_distributed.destroy_process_group()
