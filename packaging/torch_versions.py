@@ -37,6 +37,7 @@ TESTS = (
     "tests/ddp/test_as_torch.py",
     "tests/ddp/test_data_parallel.py",
     "tests/ddp/test_everyday.py",
+    "tests/ddp/test_pipelines.py",
     "tests/ddp/test_torch_*.py",
     "tests/typed_contexts/test_custom_functions.py",
     "tests/functional/test_leaf_gradients.py",

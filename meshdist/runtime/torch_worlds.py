@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as torch_distributed
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
@@ -21,6 +22,7 @@ from ..errors import BackendError
 _OF_PROCESSES = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "shm"})
 _torchs: Any = c10d  # its private names, and those of its C++
 _core: Any = _distributed_c10d
+_ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
 
 
 class TorchWorld(_torchs._World):  # type: ignore[misc]
@@ -70,6 +72,8 @@ def callers_torch_world() -> Iterator[None]:
     names = "_backend", "_default_pg_init_method"
     values = [getattr(_torchs, name) for name in names]
     _torchs._new_process_group_helper = partial(_open_checked, open_group)
+    if torch.__version__ < "2.12":  # else DTensor and torch.compile crash once a rank has used them
+        _ensure_device_guard()
     try:
         yield
     finally:

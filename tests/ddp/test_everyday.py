@@ -315,9 +315,6 @@ def test_buffers_of_several_forwards_before_a_backward(run: Run) -> None:
     assert run(program, 2) == [([1.0, 1.5, 1.75], 9.0), ([2.0, 2.5, 2.75], 9.0)]
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."), reason="its compiler may crash in several threads"
-)
 @pytest.mark.parametrize("of", ["wrapper", "module"])
 def test_a_compiled_model_with_a_static_graph(of: str) -> None:
     def program() -> list[list[torch.Tensor]]:
