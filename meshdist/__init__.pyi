@@ -1,6 +1,6 @@
 """The public names, and the home of each: what the front door loads, and type checkers read."""
 
-from . import distributed as distributed, errors as errors, lax as lax
+from . import distributed as distributed, errors as errors, experts as experts, lax as lax
 from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.data_parallel import DDP as DDP
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets

@@ -13,8 +13,9 @@ is any.
   protocols in the docstring of the module.
 * It has no inner word that the glossary of ``docs/architecture.md`` has dropped.
 
-Public are the names that the front door offers (``DOORS``), and the methods of such classes and of
-their bases: their docstrings give shapes, costs and sources, and have any length.
+Public are the names that the front door offers (``DOORS``, the ``__all__`` of its modules), and the
+methods of such classes and of their bases: their docstrings give shapes, costs and sources, and
+have any length.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def public_names(root: Path = ROOT) -> set[tuple[Path, str]]:
                 room = folder.joinpath(*(node.module or "").split("."))
                 file = room / "__init__.py" if room.is_dir() else room.with_suffix(".py")
                 found |= {(file, alias.name) for alias in node.names}
+                modules = [folder / f"{alias.name}.py" for alias in node.names if not node.module]
+                found |= {(file, name) for file in modules for name in _listed_names(file)}
     classes = _classes(root)
     unread = [key for key in found if key in classes]
     while unread:
@@ -84,6 +87,13 @@ def public_names(root: Path = ROOT) -> set[tuple[Path, str]]:
             found |= set(parents)
             unread += parents
     return found
+
+
+def _listed_names(file: Path) -> list[str]:
+    """Return the names in the ``__all__`` of a module; none where it is no literal list."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
+    lists = [node.value for node in body if ast.unparse(node).startswith("__all__ = ['")]
+    return [name for names in lists for name in ast.literal_eval(names)]
 
 
 def _classes(root: Path) -> dict[tuple[Path, str], ast.ClassDef]:

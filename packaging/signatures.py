@@ -3,7 +3,7 @@
     python packaging/signatures.py
 
 A signature stands in the first cell of a table's row, or is that of P2POp or breakpoint. Under
-"Functional verbs" names are those of ``lax``.
+"Functional verbs" names are those of ``lax``, under "Experts" those of ``experts``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_signatures(page: str) -> str:
     lines = []
     for line in page.split("\n"):
         if line.startswith("## "):
-            home = md.lax if line == "## Functional verbs" else md
+            home = {"## Functional verbs": md.lax, "## Experts": md.experts}.get(line, md)
         if line.startswith("| `"):
             head, mark, rest = line[2:].partition(" | ")
             line = "| " + _SPAN.sub(written, head) + mark + rest

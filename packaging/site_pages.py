@@ -33,6 +33,7 @@ _TITLES = {
     "worlds": "Worlds",
     "collectives": "Verbs",
     "lax": "lax: JAX's names",
+    "experts": "experts",
     "typed_contexts": "Types",
     "sharding": "Sharded arrays",
     "ddp": "Data parallelism",
@@ -45,7 +46,8 @@ _ELSEWHERE = {
     "lax": "typed_contexts",
     "reduce_ops": "collectives",
 }
-_MODULES = ("distributed", "errors", "lax")
+_MODULES = ("distributed", "errors", "experts", "lax")
+_OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 
 
@@ -110,7 +112,8 @@ def names_by_page() -> dict[str, list[str]]:
     for name in sorted(listed - {*meshdist.errors.__all__}, key=str.lower):
         first = modules[name].partition(".")[0]
         found[_ELSEWHERE.get(first, first)].append(name)
-    found["lax"] += meshdist.lax.__all__
+    for module in _OF_VERBS:
+        found[module] += getattr(meshdist, module).__all__
     found["errors"] += meshdist.errors.__all__
     alone = {*dir(meshdist.distributed)} - listed - {"comm_hooks", *meshdist.errors.__all__}
     found["distributed"] += sorted(alone, key=str.lower)
@@ -122,8 +125,8 @@ def names_by_page() -> dict[str, list[str]]:
 
 def _found(page: str, name: str) -> tuple[Any, str]:
     """What a name of a page means, and the module that has it."""
-    if page == "lax":
-        thing = getattr(meshdist.lax, name)
+    if page in _OF_VERBS:
+        thing = getattr(getattr(meshdist, page), name)
         return thing, thing.__module__
     home = "errors" if page == "errors" else homes()[name]
     return getattr(meshdist, name), f"meshdist.{home}"
@@ -152,7 +155,7 @@ def _index(listed: dict[str, list[str]]) -> str:
         "",
     ]
     for page, title in _TITLES.items():
-        shown = [f"`lax.{name}`" if page == "lax" else f"`{name}`" for name in listed[page]]
+        shown = [f"`{page}.{name}`" if page in _OF_VERBS else f"`{name}`" for name in listed[page]]
         if page in ("errors", "distributed"):
             shown = [f"all of `meshdist.{page}`"]
         lines.append(f"* [{title}]({page}.md): {', '.join(shown)}")

@@ -205,6 +205,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "mode",
         ),
         "lax": ("axes", "reducing", "moving", "asserting"),
+        "experts": ("experts",),
     },
     {
         "torch_process_groups": (

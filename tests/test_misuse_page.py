@@ -33,12 +33,13 @@ def names_in(cell: str) -> list[str]:
 
 
 def public_names() -> set[str]:
-    """Return the names of all doors, those of lax as ``lax.psum``, and DeviceMesh's methods."""
+    """Return the names of all doors, with ``lax.psum`` and its like, and DeviceMesh's methods."""
     found = {*dir(md), *dir(md.distributed), *md.errors.__all__, "PartitionSpec"}
-    found -= {"__version__", "distributed", "lax"}
+    found -= {"__version__", "distributed", "experts", "lax"}
     for kind in (md.DeviceMesh,):
         public = (name for name in vars(kind) if not name.startswith("_"))
         found |= {f"{kind.__name__}.{name}" for name in public if callable(getattr(kind, name))}
+    found |= {f"experts.{name}" for name in md.experts.__all__}
     return found | {f"lax.{name}" for name in md.lax.__all__}
 
 

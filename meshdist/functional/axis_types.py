@@ -84,6 +84,8 @@ VERB_KINDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "pshuffle": MappingProxyType({"V": "V"}),
         "pswapaxes": MappingProxyType({"V": "V"}),
         "pbroadcast": MappingProxyType({"V": "I"}),
+        "experts.dispatch": MappingProxyType({"V": "V"}),
+        "experts.combine": MappingProxyType({"V": "V"}),
     }
 )
 """The kinds of all other verbs: from each that a verb takes to that which it gives."""

@@ -78,7 +78,8 @@ def ragged_all_to_all(
         _check_everywhere(output, arriving, offsets, taken, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
-    arrived = call_function(_RaggedExchange, rows, group, _sums(sent, count), _sums(taken, count))
+    title = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
+    arrived = exchange_rows(rows, group, _sums(sent, count), _sums(taken, count), title)
     return output.index_copy(0, _rows(offsets, taken, output.device), arrived)
 
 
@@ -182,23 +183,43 @@ def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
-class _RaggedExchange(LinearFunction):
+def exchange_rows(
+    rows: torch.Tensor,
+    group: ProcessGroup,
+    sent: tuple[int, ...],
+    taken: tuple[int, ...],
+    title: str,
+) -> torch.Tensor:
+    """Return the rows that have come, by sender, where both sides know how many; V -> V.
+
+    Args:
+        sent, taken: how many of ``rows``, in their order, go to each member; how many come.
+        title: what the members compare, and reports show.
+    """
+    return call_function(_RowExchange, rows, group, sent, taken, title)
+
+
+class _RowExchange(LinearFunction):
     """An all-to-all of rows, uneven; its transpose has the sizes sent and taken exchanged."""
 
     takes_blocks = gives_blocks = True
 
     @staticmethod
     def forward(
-        rows: torch.Tensor, group: ProcessGroup, sent: tuple[int, ...], taken: tuple[int, ...]
+        rows: torch.Tensor,
+        group: ProcessGroup,
+        sent: tuple[int, ...],
+        taken: tuple[int, ...],
+        title: str,
     ) -> torch.Tensor:
         arrived = rows.new_empty((sum(taken), *rows.shape[1:]))
-        list_verbs.all_to_all_single(arrived, rows, list(taken), list(sent), group=group)
+        run_titled("all_to_all_single", group, title, arrived, rows, list(taken), list(sent))
         return arrived
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        group, sent, taken = ctx.rest
-        return call_function(_RaggedExchange, grad, group, taken, sent), None, None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        group, sent, taken, title = ctx.rest
+        return call_function(_RowExchange, grad, group, taken, sent, title), None, None, None, None
 
 
 Pairs = tuple[tuple[int, int], ...]

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from meshdist import lax
+from meshdist import experts, lax
 from meshdist.functional.axis_types import (
     CASTS,
     GATHERED,
@@ -18,7 +18,9 @@ from meshdist.functional.axis_types import (
 
 
 def test_every_verb_has_its_kinds() -> None:
-    assert {*VERB_KINDS, "pcast", "all_gather", "axis_index", "axis_size"} == set(lax.__all__)
+    of_experts = {f"experts.{verb}" for verb in experts.__all__ if verb != "Route"}
+    others = {"pcast", "all_gather", "axis_index", "axis_size"}
+    assert {*VERB_KINDS, *others} == {*lax.__all__, *of_experts}
 
 
 def test_kinds_are_the_four() -> None:
@@ -53,7 +55,8 @@ def test_what_a_verb_makes_of_each_kind(verb: str, to: str | None, found: dict[s
 @pytest.mark.parametrize("verb", [*VERB_KINDS, "pcast", "all_gather"])
 def test_docstrings_tell_the_kinds(verb: str) -> None:
     """As in: Varying -> invariant; unreduced -> invariant."""
-    doc = " ".join(str(getattr(lax, verb).__doc__).split())
+    home, _, name = verb.rpartition(".")
+    doc = " ".join(str(getattr(experts if home else lax, name).__doc__).split())
     tos = {"pcast": list(CASTS), "all_gather": list(GATHERED)}.get(verb, [None])
     told = {
         f"{KINDS[kind]} -> {KINDS[result]}"

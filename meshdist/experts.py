@@ -1,0 +1,341 @@
+"""Experts along a mesh axis: tokens travel to the experts that a router chose, and rows back.
+
+    verb      from -> to   backward
+    dispatch  V -> V       combine without weights
+    combine   V -> V       dispatch of the gradient, times the weights
+
+Nothing is dropped and nothing is padded: each expert gets as many rows as chose it. The forward of
+a layer is three exchanges, a small one of counts and one of rows each way; its backward is two. A
+router, its losses, a capacity (-1 drops an entry) and shared experts are the program's.
+
+Drawn case: 3 experts over 2 ranks, the first rank has experts 0 and 1. Each token chose 2 experts.
+
+                 rank 0                 rank 1
+    tokens       a        b             c        d
+    experts      [0, 2]   [1, 0]        [2, -1]  [0, 1]
+    entries by expert, which lie together for each rank:
+                 a0 b0 b1 | a2          d0 d1 | c2
+    arrived      a0 b0 b1 | d0 d1       a2 | c2
+    rows         a0 b0 d0  b1 d1        a2 c2
+    counts       [3, 2]                 [2]
+
+    >>> import torch, meshdist as md
+    >>> def program():
+    ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    ...     tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0]][md.get_rank()])
+    ...     experts = torch.tensor([[[0, 2], [1, 0]], [[2, -1], [0, 1]]][md.get_rank()])
+    ...     rows, route = md.experts.dispatch(tokens, experts, "ep", 3, mesh=mesh)
+    ...     print(rows.tolist(), route.counts.tolist(), md.experts.combine(rows, route).tolist())
+    >>> _ = md.simulate(program, 2)
+    [1.0, 2.0, 4.0, 2.0, 4.0] [3, 2] [2.0, 4.0]
+    [1.0, 3.0] [2] [3.0, 8.0]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from .arguments import get_whole_number
+from .arrays import as_tensor, describe, like, shape_text
+from .checking.program import one_frame
+from .collectives.prepare import run_titled
+from .collectives.torch_private import HiddenFromModes, outside_transforms
+from .dtypes import dtype_name
+from .error_text import grouped_text
+from .errors import ArgumentError, DtypeError, KindError, ShapeError
+from .functional.moving import exchange_rows
+from .groups.process_group import ProcessGroup, resolve_group
+from .lax.axes import AxisName, get_axes
+from .mesh.device_mesh import DeviceMesh
+from .mesh.placement import balanced_boundaries
+from .typed_contexts.context import mark
+from .typed_contexts.verb_calls import find_typed_verb
+
+__all__ = ["Route", "combine", "dispatch"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The way that the rows of one ``dispatch`` took, which ``combine`` takes back.
+
+    Attributes:
+        counts: the number of rows of each expert of this rank, in the order of the experts: int64,
+            in the library and on the device of the tokens. ``counts.cumsum(0)`` are the ends of
+            their blocks, which ``torch.nn.functional.grouped_mm`` takes as ``offs`` (in int32).
+    """
+
+    counts: Any
+    _axes: DeviceMesh = field(repr=False)
+    _shape: tuple[int, int] = field(repr=False)  # of the experts that were given: n, k
+    _entries: torch.Tensor = field(repr=False)  # the places in it of the rows sent, in their order
+    _by_expert: torch.Tensor = field(repr=False)  # for each row, its place among those arrived
+    _sent: tuple[int, ...] = field(repr=False)  # how many rows went to each rank
+    _taken: tuple[int, ...] = field(repr=False)  # how many came from each rank
+    _empty: torch.Tensor | None = field(repr=False)  # the rows, where there are none
+
+
+@one_frame
+def dispatch(
+    tokens: T,
+    experts: Any,
+    axis_name: AxisName,
+    num_experts: int,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> tuple[T, Route]:
+    """Every rank holds the tokens of all ranks that chose one of its experts, expert after expert.
+
+    Varying -> varying. The experts lie in contiguous blocks along ``axis_name``, by the balanced
+    rule: of 5 experts on 2 ranks the first has 3. A rank may have none.
+
+    Args:
+        tokens: this rank's array, shape [n, ...], any dtype; n may differ between ranks.
+        experts: which experts each token goes to, whole numbers of shape [n, k]; -1 sends nothing:
+            an entry that is dropped, or padding. A token may name an expert twice.
+        num_experts: how many experts all ranks have together, equal on every rank.
+        axis_name, mesh: as for ``lax.psum``.
+
+    Returns:
+        The rows of this rank's experts, shape [rows, ...] and dtype as ``tokens``, fresh memory:
+        expert after expert, in each by sender and token. And the ``Route``, whose ``counts`` say
+        how many rows each expert has.
+
+    Gradient:
+        ``combine`` without weights: a token gets the sum of the gradients of its rows.
+
+    Cost:
+        One small all-to-all, of 2 p + num_experts int64 a rank, and one of the rows: n k tokens.
+
+    Raises:
+        AxisError, MeshError, NotInGroupError: as for ``lax.psum``.
+        KindError, DtypeError: ``tokens`` or ``experts`` are no arrays; ``experts`` or
+        ``num_experts`` no whole numbers. ShapeError: their lengths differ.
+        ArgumentError, on every rank: an expert outside -1 to num_experts - 1 on any of them.
+        AgreementError, on every rank: another ``num_experts``, dtype or shape of tokens on any.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * md.get_rank()
+        ...     experts = torch.tensor([[0, 1], [1, 2]])
+        ...     rows, route = md.experts.dispatch(tokens, experts, "ep", 3, mesh=mesh)
+        ...     return rows.flatten().tolist(), route.counts.tolist()
+        >>> md.simulate(program, 2)
+        [([1.0, 11.0, 1.0, 2.0, 11.0, 12.0], [2, 4]), ([2.0, 12.0], [2])]
+
+    Source:
+        Shazeer et al., "Outrageously large neural networks" (arXiv:1701.06538), section 3.1;
+        without a capacity as in Gale et al., "MegaBlocks" (arXiv:2211.15841).
+    """
+    axes = get_axes("experts.dispatch", axis_name, mesh)
+    typed = find_typed_verb("experts.dispatch", axes)
+    if typed is None:
+        return _dispatch(tokens, experts, axes, num_experts)
+    (x, chosen), text = typed.joined(tokens, experts)
+    with HiddenFromModes():
+        rows, route = _dispatch(x, chosen, axes, num_experts)
+        mark([rows, route.counts], text)  # an array of another library has no type
+    return rows, route
+
+
+@one_frame
+def combine(rows: T, route: Route, weights: Any = None) -> T:
+    """Every rank holds, at each of its tokens, the sum of the rows that came of it.
+
+    Varying -> varying. It turns ``dispatch`` round.
+
+    Args:
+        rows: this rank's array, a row for each that ``dispatch`` returned, in that order: shape
+            [rows, ...], of any width.
+        route: what ``dispatch`` returned beside them.
+        weights: shape [n, k] as the experts had, what each row is multiplied by; None for 1. Those
+            of entries that sent nothing (-1) are not read.
+
+    Returns:
+        An array of shape [n, ...], fresh memory: at token i the sum over j of weights[i, j] times
+        the row of entry j; zeros where it sent nothing. The dtype of a product of both.
+
+    Gradient:
+        ``rows`` get what ``dispatch`` would send of the gradient, times the weights; ``weights``
+        the inner product of gradient and row, zero where nothing was sent.
+
+    Cost:
+        One all-to-all of the rows; the same in the backward.
+
+    Raises:
+        KindError: ``route`` is none. ShapeError: another number of rows than ``dispatch`` gave,
+        weights of another shape. GroupClosedError, MeshError: the route is of a mesh that has
+        ended, or of another rank. AgreementError, on every rank: rows of another dtype or shape.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        ...     tokens = torch.tensor([[1.0], [2.0]]) + 10 * md.get_rank()
+        ...     experts, weights = torch.tensor([[0, 1], [1, -1]]), torch.full((2, 2), 0.5)
+        ...     rows, route = md.experts.dispatch(tokens, experts, "ep", 2, mesh=mesh)
+        ...     return md.experts.combine(10 * rows, route, weights).flatten().tolist()
+        >>> md.simulate(program, 2)
+        [[10.0, 10.0], [110.0, 60.0]]
+
+    Source:
+        That of ``dispatch``.
+    """
+    if not isinstance(route, Route):
+        raise KindError(
+            "experts.combine: route must be what experts.dispatch returned beside the rows",
+            found=f"{route!r}, a {type(route).__name__}",
+            fix="rows, route = experts.dispatch(...), then experts.combine(rows, route, weights)",
+        )
+    typed = find_typed_verb("experts.combine", route._axes)
+    result: T
+    if typed is None:
+        result = _combine(rows, route, weights)
+        return result
+    (y, scale), text = typed.joined(rows, weights)
+    with HiddenFromModes():
+        result = _combine(y, route, scale)
+        mark(result, text)
+    return result
+
+
+def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
+    """Exchange the counts, then the rows, and sort these by expert."""
+    x = as_tensor(tokens, argument="tokens", verb="experts.dispatch", writable=False)
+    chosen = as_tensor(experts, argument="experts", verb="experts.dispatch", writable=False)
+    num_experts = get_whole_number(num_experts, "experts.dispatch: num_experts", 1)
+    group = resolve_group(axes)
+    _check_here(x, chosen, group)
+    title = f"experts.dispatch(num_experts={num_experts}, {_row_text(x)})"
+    with outside_transforms():
+        flat = chosen.detach().flatten().to(x.device, torch.int64)
+        sent, theirs = _exchange_counts(flat, num_experts, group, title)
+        dropped = len(flat) - sum(sent)
+        entries = flat.argsort(stable=True)[dropped:]  # -1 stands before all experts
+        # What has come lies by sender, in each by expert: the experts 0 1 0 1 of two senders.
+        of_rows = (
+            torch.arange(theirs.shape[1]).repeat(len(theirs)).repeat_interleave(theirs.ravel())
+        )
+        by_expert = of_rows.argsort(stable=True).to(x.device)
+    taken = tuple(theirs.sum(1).tolist())
+    rows = x.index_select(0, entries // chosen.shape[1])
+    rows = exchange_rows(rows, group, sent, taken, title).index_select(0, by_expert)
+    route = Route(
+        counts=like(theirs.sum(0).to(x.device), tokens),
+        _axes=axes,
+        _shape=(chosen.shape[0], chosen.shape[1]),
+        _entries=entries,
+        _by_expert=by_expert,
+        _sent=sent,
+        _taken=taken,
+        _empty=None if len(rows) else rows,
+    )
+    return like(rows, tokens), route
+
+
+def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
+    """Raise unless this rank's tokens and experts fit one another."""
+    where = f"rank {group.world.rank}, {group.name}"
+    is_whole = not (chosen.is_floating_point() or chosen.is_complex())
+    if not is_whole or chosen.dtype == torch.bool:
+        raise DtypeError(
+            "experts.dispatch: experts must be whole numbers",
+            where=where,
+            found=f"experts {describe(chosen)}",
+            fix="pass the indices that topk returns beside the weights: scores.topk(k).indices",
+        )
+    if chosen.dim() != 2 or x.shape[:1] != chosen.shape[:1]:
+        raise ShapeError(
+            "experts.dispatch: each token must have its row of experts",
+            where=where,
+            expected="tokens of shape (n, ...) and experts of shape (n, k)",
+            found=f"tokens {describe(x)}; experts {describe(chosen)}",
+            fix="experts.unsqueeze(1), where each token goes to a single expert"
+            if chosen.dim() == 1
+            else None,
+        )
+
+
+def _exchange_counts(
+    flat: torch.Tensor, num_experts: int, group: ProcessGroup, title: str
+) -> tuple[tuple[int, ...], torch.Tensor]:
+    """Return how many rows go to each member, and for each member how many come by expert.
+
+    Raises:
+        ArgumentError: a member's entries name an expert that is not there; on every member.
+    """
+    # To each member go the lowest and the highest expert that is named, then a count for each of
+    # its experts. So all members know what is wrong on any of them, also those without experts.
+    size = group.size()
+    bounds = balanced_boundaries(num_experts, (size,))
+    lowest, highest = (int(end) for end in flat.aminmax()) if len(flat) else (-1, -1)
+    counts = torch.bincount(flat.clamp(-1, num_experts - 1) + 1, minlength=num_experts + 1)[1:]
+    blocks = [counts[start:stop].tolist() for start, stop in pairwise(bounds)]
+    mine = torch.tensor([number for block in blocks for number in (lowest, highest, *block)])
+    theirs = mine.new_empty(size * (num_own := 2 + len(blocks[group.rank()])))
+    device = group.first_device_type()
+    mine, theirs = mine.to(device), theirs.to(device)
+    splits = [num_own] * size, [2 + len(block) for block in blocks]
+    run_titled("all_to_all_single", group, title, theirs, mine, *splits)
+    theirs = theirs.cpu().view(size, num_own)
+    ranges = dict(zip(group.ranks, theirs[:, :2].tolist(), strict=True))
+    wrong = {rank: ends for rank, ends in ranges.items() if ends[0] < -1 or ends[1] >= num_experts}
+    if wrong:
+        raise ArgumentError(
+            f"experts.dispatch over {group.name}: there are no such experts",
+            expected=f"experts from 0 to {num_experts - 1}, and -1 for what is not sent",
+            found=grouped_text(
+                (rank, f"from {low} to {high}") for rank, (low, high) in wrong.items()
+            ),
+        )
+    return tuple(map(sum, blocks)), theirs[:, 2:]
+
+
+def _combine(rows: Any, route: Route, weights: Any) -> Any:
+    """Bring rows back into the order of arrival, exchange them, and add them up by token."""
+    y = as_tensor(rows, argument="rows", verb="experts.combine", writable=False)
+    group = resolve_group(route._axes)
+    num_rows = sum(route._taken)
+    if y.shape[:1] != (num_rows,):
+        raise ShapeError(
+            "experts.combine: rows must be as many as experts.dispatch gave, in their order",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"shape ({num_rows}, ...)",
+            found=describe(y),
+        )
+    factors = None
+    if weights is not None:
+        scale = as_tensor(weights, argument="weights", verb="experts.combine", writable=False)
+        if scale.shape != route._shape:
+            raise ShapeError(
+                "experts.combine: weights must have the shape of the experts",
+                where=f"rank {group.world.rank}, {group.name}",
+                expected=f"shape {route._shape}",
+                found=describe(scale),
+            )
+        factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
+    with outside_transforms():
+        arrived = torch.empty_like(route._by_expert)
+        arrived[route._by_expert] = torch.arange(num_rows, device=arrived.device)
+    if route._empty is not None:
+        # What is computed of no rows may not depend on them, as on a rank without experts. Its
+        # backward must come to both exchanges all the same, since the others wait there.
+        y = y + route._empty.sum().to(y.dtype)
+    title = f"experts.combine({_row_text(y)})"
+    y = exchange_rows(y.index_select(0, arrived), group, route._taken, route._sent, title)
+    y = y if factors is None else y * factors
+    num_tokens, num_chosen = route._shape
+    result = y.new_zeros(num_tokens, *y.shape[1:])
+    return like(result.index_add(0, route._entries // num_chosen, y), rows)
+
+
+def _row_text(x: torch.Tensor) -> str:
+    """Return the shape and dtype of a row, which are equal on all ranks."""
+    return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"
