@@ -164,7 +164,9 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
     Gradient:
         ``rows`` get what ``dispatch`` would send of the gradient, times the weights; ``weights``
-        the inner product of gradient and row, zero where nothing was sent.
+        the inner product of gradient and row, zero where nothing was sent. All ranks take part, as
+        in every verb: rows must require a gradient on all of them or on none, also where a rank has
+        no experts, and none of their parameters.
 
     Cost:
         One all-to-all of the rows; the same in the backward.
