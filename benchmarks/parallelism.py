@@ -1,0 +1,302 @@
+"""Long sequences, experts and pipelines on four ranks: CPU time beside what each is compared with.
+
+    python benchmarks/parallelism.py [REPORT.json] [--rounds 15]
+
+Four processes with one thread each on one world of torch's, which meshdist adopts, with groups over
+shared memory and over Gloo; all rounds are interleaved. A sample is a forward and a backward: the
+CPU time of all ranks together, of 1F1B the wall time of the slowest. What one device does, rank 0
+does while the others wait in the kernel.
+
+* attention: causal, 4,096 places, 8 heads of 64, float32; the ring and the heads are those of
+  ``examples/long_context.py``. "gathered" gathers keys and values, and masks what is later.
+* experts: 2,048 tokens of 512 on each rank, 2 of 8 experts each. "by ragged_all_to_all" is the same
+  written with that verb. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
+  compared with these products alone, on the rows that came.
+* 1F1B: torch's, a stage on each rank of two linear layers, 8 microbatches of 16 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import meshdist as md
+import meshdist.torch_backends  # offers "shm" to torch
+from benchmarks._report import interleaved, parser_of, spread, start_ranks, write_report
+from examples import long_context
+
+NUM_RANKS = 4
+PLACES, HEADS, HEAD_WIDTH = 4096, 8, 64
+TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 2048, 512, 1024, 8, 2
+MICROBATCHES, ROWS = 8, 16
+# The side, what it is compared with, and the quotient to reach.
+TARGETS = (
+    ("ring", "one device", 1.25),
+    ("ulysses", "one device", 1.1),
+    ("gathered", "one device", None),
+    ("experts, shm", "by ragged_all_to_all, shm", 0.65),
+    ("experts, gloo", "by ragged_all_to_all, gloo", 0.7),
+    ("layer, shm", "products alone", 1.1),
+    ("1F1B 64, shm", "1F1B 64, gloo", 0.5),
+    ("1F1B 512, shm", "1F1B 512, gloo", 0.8),
+)
+SLOWEST = 1.05  # of the ring, the slowest rank over the mean
+
+Step = Callable[[], Any]
+
+
+def attention_sides(mesh: md.DeviceMesh) -> dict[str, Step]:
+    """Attention of one device, around the ring, by heads, and by gathering."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, HEADS, 1, PLACES, HEAD_WIDTH) for _ in range(4)]
+    rank = md.get_rank()
+
+    def run(call: Callable[..., torch.Tensor], places: torch.Tensor) -> Step:
+        gradient, *given = (x[..., places, :].contiguous() for x in whole)
+        leaves = [x.requires_grad_() for x in given]
+
+        def step() -> None:
+            with mesh:
+                torch.autograd.grad(call(*leaves), leaves, gradient)
+
+        return step
+
+    def one_device(q: Any, k: Any, v: Any) -> torch.Tensor:
+        flat = (x.flatten(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*flat, is_causal=True).view_as(q)
+
+    def gathered(q: Any, k: Any, v: Any) -> torch.Tensor:
+        k, v = (md.lax.all_gather(x, "a", axis=3, tiled=True).flatten(1, 2) for x in (k, v))
+        out = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, attn_mask=mask)
+        return out.view_as(q)
+
+    here = long_context.places_of(PLACES, NUM_RANKS, rank, "ulysses")
+    mask = here.unsqueeze(1) >= torch.arange(PLACES)
+    sides = {
+        "ring": run(
+            partial(long_context.ring, axis="a", is_causal=True),
+            long_context.places_of(PLACES, NUM_RANKS, rank, "ring"),
+        ),
+        "ulysses": run(partial(long_context.ulysses, axis="a", is_causal=True), here),
+        "gathered": run(gathered, here),
+    }
+    alone = run(one_device, torch.arange(PLACES)) if rank == 0 else lambda: None
+    return {"one device": alone, **sides}
+
+
+def dispatch_by_ragged(tokens: Any, experts: Any, mesh: md.DeviceMesh) -> Any:
+    """The rows of my experts, expert after expert, by ``lax.ragged_all_to_all``."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=NUM_EXPERTS)
+    theirs = md.lax.all_to_all(counts, mesh, 0, 0, tiled=True)
+    sent, taken = (x.view(NUM_RANKS, -1).sum(1) for x in (counts, theirs))
+    starts, places = sent.cumsum(0) - sent, taken.cumsum(0) - taken
+    rows = tokens[order // NUM_CHOSEN]
+    arrived = md.lax.ragged_all_to_all(
+        rows,
+        rows.new_zeros(int(taken.sum()), WIDTH),
+        starts,
+        sent,
+        md.lax.all_to_all(places, mesh, 0, 0, tiled=True),
+        taken,
+        axis_name=mesh,
+    )
+    of_rows = torch.arange(NUM_EXPERTS // NUM_RANKS).repeat(NUM_RANKS).repeat_interleave(theirs)
+    by_expert = of_rows.argsort(stable=True)
+    return arrived[by_expert], (order, by_expert, sent, taken, starts, places)
+
+
+def combine_by_ragged(rows: Any, route: Any, weights: Any, mesh: md.DeviceMesh) -> torch.Tensor:
+    """The weighted sum of what came of each token, by ``lax.ragged_all_to_all``."""
+    order, by_expert, sent, taken, starts, places = route
+    back = torch.empty_like(by_expert)
+    back[by_expert] = torch.arange(len(by_expert))
+    came = md.lax.ragged_all_to_all(
+        rows[back],
+        rows.new_zeros(int(sent.sum()), WIDTH),
+        places,
+        taken,
+        md.lax.all_to_all(starts, mesh, 0, 0, tiled=True),
+        sent,
+        axis_name=mesh,
+    )
+    weighted = came * weights.flatten()[order].unsqueeze(1)
+    return came.new_zeros(TOKENS, WIDTH).index_add(0, order // NUM_CHOSEN, weighted)
+
+
+def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
+    """Dispatch and combine over each wire, written both ways; the layer, and its products alone."""
+    torch.manual_seed(md.get_rank())
+    tokens = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    experts = torch.randn(TOKENS, NUM_EXPERTS).topk(NUM_CHOSEN).indices
+    weights = torch.rand(TOKENS, NUM_CHOSEN, requires_grad=True)
+    gradient = torch.randn(TOKENS, WIDTH)
+    num_own = NUM_EXPERTS // NUM_RANKS
+    up = (torch.randn(num_own, WIDTH, HIDDEN) / WIDTH**0.5).requires_grad_()
+    down = (torch.randn(num_own, HIDDEN, WIDTH) / HIDDEN**0.5).requires_grad_()
+
+    def products(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(F.gelu(F.grouped_mm(rows, up, offs=ends)), down, offs=ends)
+
+    def ours(mesh: md.DeviceMesh) -> None:
+        rows, route = md.experts.dispatch(tokens, experts, mesh, NUM_EXPERTS)
+        value = md.experts.combine(rows, route, weights)
+        torch.autograd.grad(value, (tokens, weights), gradient)
+
+    def by_ragged(mesh: md.DeviceMesh) -> None:
+        rows, route = dispatch_by_ragged(tokens, experts, mesh)
+        value = combine_by_ragged(rows, route, weights, mesh)
+        torch.autograd.grad(value, (tokens, weights), gradient)
+
+    def layer(mesh: md.DeviceMesh) -> None:
+        rows, route = md.experts.dispatch(tokens, experts, mesh, NUM_EXPERTS)
+        value = md.experts.combine(products(rows, route.counts), route, weights)
+        torch.autograd.grad(value, (tokens, weights, up, down), gradient)
+
+    def products_alone() -> None:
+        torch.autograd.grad(products(arrived, counts), (arrived, up, down), of_arrived)
+
+    rows, route = md.experts.dispatch(tokens, experts, meshes["shm"], NUM_EXPERTS)
+    arrived, counts = rows.detach().requires_grad_(), route.counts
+    of_arrived = torch.randn(arrived.shape)
+    sides: dict[str, Step] = {}
+    for wire, mesh in meshes.items():
+        sides[f"experts, {wire}"] = partial(ours, mesh)
+        sides[f"by ragged_all_to_all, {wire}"] = partial(by_ragged, mesh)
+    return {
+        **sides,
+        "layer, shm": partial(layer, meshes["shm"]),
+        "products alone": products_alone,
+    }
+
+
+def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
+    """torch's 1F1B over each wire, for stages of two widths."""
+    rank = md.get_rank()
+    sides: dict[str, Step] = {}
+    for width in (64, 512):
+        batch = torch.randn(MICROBATCHES * ROWS, width)
+        for wire, group in groups.items():
+            torch.manual_seed(rank)
+            module = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"), group=group)
+            schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+
+            def step(
+                module: nn.Module = module,
+                schedule: Schedule1F1B = schedule,
+                batch: torch.Tensor = batch,
+            ) -> None:
+                module.zero_grad()
+                if rank == 0:
+                    schedule.step(batch)
+                elif rank == NUM_RANKS - 1:
+                    schedule.step(target=batch, losses=[])
+                else:
+                    schedule.step()
+
+            sides[f"1F1B {width}, {wire}"] = step
+    return sides
+
+
+def sample(step: Step) -> dict[str, Any]:
+    """The CPU time of each rank in ms, and the wall time of the slowest."""
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    step()
+    wall = time.perf_counter() - wall
+    # Over Gloo ranks that have ended wait in the kernel, for a rank that computes alone, too.
+    taken = torch.tensor([time.process_time() - cpu, wall], dtype=torch.float64) * 1e3
+    everywhere = [torch.empty_like(taken) for _ in range(NUM_RANKS)]
+    dist.all_gather(everywhere, taken)
+    of_ranks, walls = torch.stack(everywhere).unbind(1)
+    return {"cpu": of_ranks.tolist(), "wall": walls.max().item()}
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One rank's part."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/world", world_size=NUM_RANKS, rank=rank)
+    groups = {wire: dist.new_group(backend=wire) for wire in ("shm", "gloo")}
+    meshes = {
+        wire: md.init_device_mesh(
+            "cpu",
+            (NUM_RANKS,),
+            mesh_dim_names=("a",),
+            axis_options={"a": md.AxisOptions(backend=wire)},
+        )
+        for wire in ("shm", "gloo")
+    }
+    steps = {
+        **attention_sides(meshes["shm"]),
+        **expert_sides(meshes),
+        **pipeline_sides(groups),
+    }
+    sides = {name: partial(sample, step) for name, step in steps.items()}
+    samples = interleaved(sides, options.rounds)
+    found = {
+        name: [each["wall"] if name.startswith("1F1B") else sum(each["cpu"]) for each in taken]
+        for name, taken in samples.items()
+    }
+    medians = {name: statistics.median(taken) for name, taken in found.items()}
+    rows = [
+        {
+            "side": name,
+            "time": "wall" if name.startswith("1F1B") else "CPU, all ranks",
+            **spread(taken, "ms"),
+        }
+        for name, taken in found.items()
+    ]
+    shares = [max(each["cpu"]) / statistics.mean(each["cpu"]) for each in samples["ring"]]
+    targets: list[dict[str, Any]] = [
+        {
+            "what": side,
+            "beside": other,
+            "quotient": medians[side] / medians[other],
+            "to reach": most,
+        }
+        for side, other, most in TARGETS
+    ]
+    targets.append(
+        {
+            "what": "ring, slowest rank",
+            "beside": "mean rank",
+            "quotient": statistics.median(shares),
+            "to reach": SLOWEST,
+        }
+    )
+    for target in targets:
+        most = target["to reach"]
+        target["reached"] = "" if most is None else target["quotient"] <= most
+    if rank == 0:
+        notes = (
+            f"{NUM_RANKS} ranks, one thread each, {options.rounds} interleaved rounds; a forward "
+            "and a backward; see the docstring of the benchmark"
+        )
+        write_report("parallelism", rows, notes, options.report, targets=targets)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Read the command line and start the ranks."""
+    start_ranks(measure, NUM_RANKS, parser_of(__doc__, rounds=15).parse_args())
+
+
+if __name__ == "__main__":
+    main()
