@@ -12,7 +12,7 @@ does while the others wait in the kernel.
 * experts: 2,048 tokens of 512 on each rank, 2 of 8 experts each. "by ragged_all_to_all" is the same
   written with that verb. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
   compared with these products alone, on the rows that came.
-* 1F1B: torch's, a stage on each rank of two linear layers, 8 microbatches of 16 rows.
+* 1F1B: torch's, on two ranks a stage of two linear layers each, 8 microbatches of 16 rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from examples import long_context
 NUM_RANKS = 4
 PLACES, HEADS, HEAD_WIDTH = 4096, 8, 64
 TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 2048, 512, 1024, 8, 2
-MICROBATCHES, ROWS = 8, 16
+NUM_STAGES, MICROBATCHES, ROWS = 2, 8, 16
+WIDTHS = (64, 512)  # of the stages
 # The side, what it is compared with, and the quotient to reach.
 TARGETS = (
     ("ring", "one device", 1.25),
@@ -188,13 +189,15 @@ def expert_sides(meshes: dict[str, md.DeviceMesh]) -> dict[str, Step]:
 def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
     """torch's 1F1B over each wire, for stages of two widths."""
     rank = md.get_rank()
+    if rank >= NUM_STAGES:
+        return {f"1F1B {width}, {wire}": lambda: None for width in WIDTHS for wire in groups}
     sides: dict[str, Step] = {}
-    for width in (64, 512):
+    for width in WIDTHS:
         batch = torch.randn(MICROBATCHES * ROWS, width)
         for wire, group in groups.items():
             torch.manual_seed(rank)
             module = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-            stage = PipelineStage(module, rank, NUM_RANKS, torch.device("cpu"), group=group)
+            stage = PipelineStage(module, rank, NUM_STAGES, torch.device("cpu"), group=group)
             schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
 
             def step(
@@ -205,10 +208,8 @@ def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
                 module.zero_grad()
                 if rank == 0:
                     schedule.step(batch)
-                elif rank == NUM_RANKS - 1:
-                    schedule.step(target=batch, losses=[])
                 else:
-                    schedule.step()
+                    schedule.step(target=batch, losses=[])
 
             sides[f"1F1B {width}, {wire}"] = step
     return sides
@@ -232,7 +233,8 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One rank's part."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/world", world_size=NUM_RANKS, rank=rank)
-    groups = {wire: dist.new_group(backend=wire) for wire in ("shm", "gloo")}
+    stages = list(range(NUM_STAGES))
+    groups = {wire: dist.new_group(stages, backend=wire) for wire in ("shm", "gloo")}
     meshes = {
         wire: md.init_device_mesh(
             "cpu",

@@ -212,7 +212,7 @@ class _RowExchange(LinearFunction):
         taken: tuple[int, ...],
         title: str,
     ) -> torch.Tensor:
-        arrived = rows.new_empty((sum(taken), *rows.shape[1:]))
+        arrived = new_like(rows, (sum(taken), *rows.shape[1:]))
         run_titled("all_to_all_single", group, title, arrived, rows, list(taken), list(sent))
         return arrived
 
