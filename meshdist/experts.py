@@ -43,15 +43,17 @@ from .arguments import get_whole_number
 from .arrays import as_tensor, describe, like, shape_text
 from .checking.program import one_frame
 from .collectives.prepare import run_titled
-from .collectives.torch_private import HiddenFromModes, outside_transforms
+from .collectives.torch_private import HiddenFromModes, call_function, outside_transforms
 from .dtypes import dtype_name
 from .error_text import grouped_text
 from .errors import ArgumentError, DtypeError, KindError, ShapeError
+from .functional.linear_function import LinearFunction
 from .functional.moving import exchange_rows
 from .groups.process_group import ProcessGroup, resolve_group
 from .lax.axes import AxisName, get_axes
 from .mesh.device_mesh import DeviceMesh
 from .mesh.placement import balanced_boundaries
+from .runtime.memory import new_like
 from .typed_contexts.context import mark
 from .typed_contexts.verb_calls import find_typed_verb
 
@@ -227,8 +229,9 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
         )
         by_expert = of_rows.argsort(stable=True).to(x.device)
     taken = tuple(theirs.sum(1).tolist())
-    rows = x.index_select(0, entries // chosen.shape[1])
-    rows = exchange_rows(rows, group, sent, taken, title).index_select(0, by_expert)
+    rows = call_function(_Taken, x, entries // chosen.shape[1], len(x))
+    rows = exchange_rows(rows, group, sent, taken, title)
+    rows = call_function(_Taken, rows, by_expert, len(rows))
     route = Route(
         counts=like(theirs.sum(0).to(x.device), tokens),
         _axes=axes,
@@ -323,19 +326,45 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
                 found=describe(scale),
             )
         factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
-    with outside_transforms():
-        arrived = torch.empty_like(route._by_expert)
-        arrived[route._by_expert] = torch.arange(num_rows, device=arrived.device)
     if route._empty is not None:
         # What is computed of no rows may not depend on them, as on a rank without experts. Its
         # backward must come to both exchanges all the same, since the others wait there.
         y = y + route._empty.sum().to(y.dtype)
     title = f"experts.combine({_row_text(y)})"
-    y = exchange_rows(y.index_select(0, arrived), group, route._taken, route._sent, title)
+    y = call_function(_Added, y, route._by_expert, num_rows)
+    y = exchange_rows(y, group, route._taken, route._sent, title)
     y = y if factors is None else y * factors
     num_tokens, num_chosen = route._shape
-    result = y.new_zeros(num_tokens, *y.shape[1:])
-    return like(result.index_add(0, route._entries // num_chosen, y), rows)
+    return like(call_function(_Added, y, route._entries // num_chosen, num_tokens), rows)
+
+
+class _Taken(LinearFunction):
+    """The rows at some places, of ``num_rows``; its transpose adds rows up at these places."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+        found = new_like(x, (len(places), *x.shape[1:]))
+        return torch.index_select(x, 0, places, out=found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_Added, grad, *ctx.rest), None, None
+
+
+class _Added(LinearFunction):
+    """Rows added up at places of ``num_rows``, zeros elsewhere; its transpose takes them there."""
+
+    takes_blocks = gives_blocks = True
+
+    @staticmethod
+    def forward(rows: torch.Tensor, places: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return new_like(rows, (num_rows, *rows.shape[1:])).zero_().index_add_(0, places, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return call_function(_Taken, grad, *ctx.rest), None, None
 
 
 def _row_text(x: torch.Tensor) -> str:
