@@ -1,24 +1,32 @@
-"""Calls into libraries that may stay for ever: made in a thread that can be left behind.
+"""Threads beside the program's: for calls that may stay for ever, and can be left behind.
 
 And ``begin_elsewhere``, for calls that come often: it keeps threads, since to start a thread takes
-as long as Gloo needs for 100 KB.
+as long as Gloo needs for 100 KB. And ``watch``: the watchdog, which looks after communicators.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from .deadlines import Deadline
 from .hosts import num_forks
 
 _SLICE_S = 0.2
 _IDLE_S = 10.0
+_PERIOD_S = 0.1
+_WATCHDOG_END_S = 5.0
+
+_log = logging.getLogger("meshdist.watchdog")
 
 
 class BoundedCall:
@@ -153,3 +161,60 @@ def await_calls_elsewhere(limit_s: float) -> bool:
     """Wait for all calls that were begun, at most ``limit_s``; return whether all have returned."""
     # A thread that comes back from torch's C++ while the interpreter ends takes the process down.
     return _threads(num_forks()).await_returns(limit_s)
+
+
+class Watched(Protocol):
+    """An object that the watchdog's thread checks ten times a second, as long as it lives."""
+
+    def look(self) -> None:
+        """Look how what is under way ends, and fail where it has failed or is late."""
+
+
+def watch(watched: Watched) -> None:
+    """Let the watchdog look at ``watched`` from now on."""
+    _watchdog().add(watched)
+
+
+class _Watchdog:
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self._changing = threading.Lock()
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshdist-watchdog", daemon=True)
+        self._thread.start()
+        # A thread that Python ends inside torch's C++ would take the process down with it.
+        atexit.register(self.end)
+
+    def add(self, watched: Watched) -> None:
+        with self._changing:
+            self._watched.add(watched)
+
+    def _run(self) -> None:
+        while not self._is_ending.wait(_PERIOD_S):
+            with self._changing:
+                watched = tuple(self._watched)
+            for each in watched:
+                try:
+                    each.look()
+                except Exception:
+                    _log.exception("a communicator could not be looked after")
+            del watched
+
+    def end(self) -> None:
+        self._is_ending.set()
+        self._thread.join(_WATCHDOG_END_S)
+
+
+@cache
+def _watchdog() -> _Watchdog:
+    return _Watchdog()
+
+
+def _forget_watchdog() -> None:
+    """Forget the thread in a forked child, which has not got it; it may have held a lock."""
+    if _watchdog.cache_info().currsize:
+        atexit.unregister(_watchdog().end)
+    _watchdog.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_watchdog)

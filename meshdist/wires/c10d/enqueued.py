@@ -16,17 +16,15 @@ Facts of c10d: ProcessGroupNCCL.cpp and ProcessGroupNCCL.hpp of pytorch 2.8 to 2
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
@@ -34,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ...checking.program import is_of_handler
 from ...errors import MeshdistError
-from ...runtime.bounded_calls import BoundedCall, keep_thread
+from ...runtime.bounded_calls import BoundedCall, keep_thread, watch
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import is_ending_by_exception
 from ..communicator import Communicator, Explain
@@ -54,69 +52,7 @@ from .substitutes import NCCL
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["ENDS_LATER", "EnqueueingCommunicator", "watch"]
-
-_log = logging.getLogger("meshdist.watchdog")
-_PERIOD_S = 0.1
-_END_S = 5.0
-
-
-class Watched(Protocol):
-    """The communicator whose works the watchdog thread checks, as long as it lives."""
-
-    def look(self) -> None:
-        """Look how its works end, and fail where any has failed or is late."""
-
-
-def watch(watched: Watched) -> None:
-    """Let the watchdog look at ``watched`` from now on."""
-    _watchdog().add(watched)
-
-
-class _Watchdog:
-    def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._changing = threading.Lock()
-        self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meshdist-watchdog", daemon=True)
-        self._thread.start()
-        # A thread that Python ends inside torch's C++ would take the process down with it.
-        atexit.register(self.end)
-
-    def add(self, watched: Watched) -> None:
-        with self._changing:
-            self._watched.add(watched)
-
-    def _run(self) -> None:
-        while not self._is_ending.wait(_PERIOD_S):
-            with self._changing:
-                watched = tuple(self._watched)
-            for each in watched:
-                try:
-                    each.look()
-                except Exception:
-                    _log.exception("a communicator could not be looked after")
-            del watched
-
-    def end(self) -> None:
-        self._is_ending.set()
-        self._thread.join(_END_S)
-
-
-@cache
-def _watchdog() -> _Watchdog:
-    return _Watchdog()
-
-
-def _forget_watchdog() -> None:
-    """Forget the thread in a forked child, which has not got it; it may have held a lock."""
-    if _watchdog.cache_info().currsize:
-        atexit.unregister(_watchdog().end)
-    _watchdog.cache_clear()
-
-
-os.register_at_fork(after_in_child=_forget_watchdog)
-
+__all__ = ["ENDS_LATER", "EnqueueingCommunicator"]
 
 _log = logging.getLogger("meshdist.nccl")
 

@@ -19,9 +19,9 @@ from torch.distributed import HashStore
 
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.reduce_ops import ReduceOp
+from meshdist.runtime import bounded_calls
 from meshdist.runtime.deadlines import clock
 from meshdist.wires import work as work_module
-from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
 from meshdist.wires.operations import Chain, Operation, WireAborted, WireFailure, WireTimeout
 from meshdist.wires.prepared import PreparedCall
@@ -351,12 +351,12 @@ def test_the_watchdog_outlives_whatever_it_watches(
             if self.num_looks == 1:
                 raise ValueError("a bad one")
 
-    monkeypatch.setattr(enqueued, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(bounded_calls, "_PERIOD_S", 0.0)
     first = One()
-    enqueued.watch(first)
+    bounded_calls.watch(first)
     kept = [One() for _ in range(3000)]
     for one in kept:
-        enqueued.watch(one)
+        bounded_calls.watch(one)
     wait_for(lambda: first.num_looks > 3 and kept[-1].num_looks > 3)
     assert "a communicator could not be looked after" in caplog.text
 
