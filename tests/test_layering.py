@@ -304,7 +304,7 @@ TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tens
     ("meshdist.wires.c10d.communicator", "_source_rank"),
     ("meshdist.wires.c10d.enqueued", "_source_rank"),
     ("meshdist.wires.c10d.torch_classes", "_timeout"),
-    ("meshdist.wires.c10d.gloo", "_devices"),
+    ("meshdist.wires.c10d.torch_classes", "_devices"),
     ("meshdist.wires.c10d.gloo", "_timeout"),
 }
 

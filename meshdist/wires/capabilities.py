@@ -18,7 +18,6 @@ from ..reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
 from ..verb_table import VERBS
 
 # The wires, each of which registers itself.
-from .c10d.gloo import GlooWire as GlooWire
 from .c10d.torch_classes import C10dWire as C10dWire, adopt_torch_backends
 from .hierarchical.communicator import HierarchicalWire as HierarchicalWire
 from .mpi.communicator import MpiWire as MpiWire

@@ -19,28 +19,24 @@ import atexit
 import ctypes
 import hashlib
 import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch.distributed import DistNetworkError, ProcessGroupGloo, Store
+from torch.distributed import DistNetworkError, Store
 
 from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
 from ...runtime.deadlines import Deadline, Timer, clock, start_timers, wait_until
-from ...runtime.hosts import num_cores
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
-from ..communicator import Communicator
 from ..messages import TagNumbers
 from ..operations import (
     DONE,
@@ -54,31 +50,20 @@ from ..operations import (
     refuse_to_complete,
 )
 from ..prepared import EXCHANGE_TAG, PreparedCall, cuts, parts, write
-from ..registry import Opening, Wire, register_wire
-from .communicator import (
-    CLOSED,
-    C10dCommunicator,
-    C10dOperation,
-    C10dTransfer,
-    is_timeout,
-    plain_text,
-)
-from .gloo_connections import DroppedMessages, agreed_devices, check_interfaces, connects_late
+from .communicator import CLOSED, C10dCommunicator, C10dOperation, C10dTransfer
+from .gloo_connections import DroppedMessages, connects_late, drop_within, expire, start_expiring
 from .substitutes import GLOO, Substitute
 
-__all__ = ["GlooCommunicator", "GlooWire"]
+__all__ = ["GlooCommunicator"]
 
 _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1
-_END_S = 1.0
 _LAST_S = 5.0  # for threads that wait for Gloo, as the program ends
 _LONGEST_PAUSE_S = 0.001
 _AT_ONCE = timedelta(milliseconds=10)
-_CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
 _ALMOST_FOR_EVER = timedelta(days=3650)
 _EXPIRED_SLICE = "Operation timed out!"
-_ABORT_TAG = (1 << 30) + 7  # of no message, see _slot
 _GATHERED_BYTES = 1 << 20
 """Narrow floats of all members that are gathered as a whole: one step in place of two."""
 _LONG_BYTES = 1 << 16
@@ -249,7 +234,7 @@ class GlooCommunicator(C10dCommunicator):
         """Close all connections; whatever waits for one fails."""
         group = self._group
         if group is not CLOSED:
-            _expire(_start_expiring(group, peer) for peer in self._peers())
+            expire(start_expiring(group, peer) for peer in self._peers())
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -272,14 +257,14 @@ class GlooCommunicator(C10dCommunicator):
             return
         # The group ends only when all of its operations have, and one may be in flight that other
         # members do not come to.
-        messages = [_start_expiring(group, peer) for peer in self._peers()]
+        messages = [start_expiring(group, peer) for peer in self._peers()]
         if has_waiting_threads:
-            _expire(messages)
+            expire(messages)
         timeout, last_references = group.options._timeout, [group]
         del group
-        timer = Timer(timeout, partial(_expire, messages))
+        timer = Timer(timeout, partial(expire, messages))
         try:
-            _drop_within(timeout if any(messages) else timedelta(0), last_references)
+            drop_within(timeout if any(messages) else timedelta(0), last_references)
         finally:
             timer.cancel()
 
@@ -478,47 +463,6 @@ class GlooTransfer(C10dTransfer):
             waited.set()
 
 
-class GlooWire(Wire):
-    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
-
-    name = "gloo"
-    device_types = frozenset({"cpu", "cuda"})
-    communicator_kind = GlooCommunicator
-    num_threads = 2  # c10d's default, for each group
-
-    @property
-    def descriptors_per_peer(self) -> int:  # type: ignore[override]
-        return 0 if connects_late() else 1
-
-    def is_available(self) -> bool:
-        return True
-
-    def open(self, opening: Opening) -> Communicator:
-        kind: Any = ProcessGroupGloo
-        given = isinstance(opening.options, kind._Options)
-        options = opening.options if given else kind._Options()
-        options._timeout = opening.timeout / _CONNECT_TIMEOUTS
-        try:
-            devices = agreed_devices(opening)
-            options._devices = devices.made
-            with devices.hearing():
-                group = kind(opening.store, opening.rank, len(opening.ranks), options)
-            options._timeout = opening.timeout
-        except RuntimeError as error:
-            with suppress(RuntimeError):  # the store may be lost
-                check_interfaces(opening, timedelta(0))
-            text = plain_text(error)
-            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
-        return GlooCommunicator(
-            self.name,
-            opening.rank,
-            len(opening.ranks),
-            group,
-            opening.store,
-            spins=opening.num_local <= num_cores(),
-        )
-
-
 def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
     if (communicator := alive()) is not None:
         communicator.disconnect()
@@ -540,46 +484,6 @@ def _code(numel: int, dtype: torch.dtype) -> int:
     return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
 
 
-def _start_expiring(group: Any, peer: int) -> Any:
-    """Start a receive of a message that is never sent; return None where the connection is lost."""
-    try:
-        return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
-    except RuntimeError:
-        return None
-
-
-def _expire(messages: Iterable[Any]) -> None:
-    """Let the first receive that can still expire do so, which closes all connections."""
-    for message in messages:
-        if message is None:
-            continue
-        try:
-            message.wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if is_timeout(str(error)):
-                return
-            # That connection was lost already, and with it nothing expires: try the next.
-
-
-def _drop_within(limit: timedelta, last_references: list[Any]) -> None:
-    """Drop the last references, which ends a group's messages; wait about ``limit`` at most."""
-    # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
-    has_ended = threading.Event()
-
-    def end() -> None:
-        last_references.clear()
-        has_ended.set()
-
-    try:
-        if sys.is_finalizing():  # no other thread runs any more
-            end()
-        else:
-            begin_elsewhere(end)
-    except RuntimeError:  # no thread can be started
-        end()
-    has_ended.wait(limit.total_seconds() + _END_S)
-
-
 def _close_all() -> None:
     """Close all Gloo communicators that are open at exit, while other threads can still run."""
     for communicator in tuple(_open):
@@ -589,6 +493,3 @@ def _close_all() -> None:
 
 _open: weakref.WeakSet[GlooCommunicator] = weakref.WeakSet()
 atexit.register(_close_all)
-
-
-register_wire(GlooWire())

@@ -1,4 +1,4 @@
-"""Gloo's devices, its listeners, and messages whose Work was dropped.
+"""Gloo's devices, its listeners, messages whose Work was dropped, and how connections end.
 
 A device of Gloo accepts every connection to its port as long as the process lives. It keeps the
 descriptor of each that is no member's, also when the other side has closed it, and ends the process
@@ -18,14 +18,16 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroupGloo
 
 from ...bootstrap.bounded_store import read_jsons
@@ -35,6 +37,7 @@ from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
 from ..operations import WireRefused
 from ..registry import Opening
+from .communicator import is_timeout
 
 __all__ = [
     "Devices",
@@ -42,8 +45,11 @@ __all__ = [
     "agreed_devices",
     "check_interfaces",
     "connects_late",
+    "drop_within",
+    "expire",
     "gloo_devices",
     "gloo_interfaces",
+    "start_expiring",
 ]
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux, in asm-generic/socket.h
@@ -53,6 +59,8 @@ _drop = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN_CONSTANT, 0, 0, 
 _DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_drop))
 _LOOPBACK = ("127.0.0.1",)
 _YES = frozenset({"1", "y", "yes", "t", "true"})  # as c10d reads switches
+_ABORT_TAG = (1 << 30) + 7  # of no message, as the communicator numbers them
+_END_S = 1.0
 _MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
@@ -247,3 +255,43 @@ class DroppedMessages:
     def _has_finished(self) -> None:
         with self._counting:
             self._num_waiting -= 1
+
+
+def start_expiring(group: Any, peer: int) -> Any:
+    """Start a receive of a message that is never sent; return None where the connection is lost."""
+    try:
+        return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
+    except RuntimeError:
+        return None
+
+
+def expire(messages: Iterable[Any]) -> None:
+    """Let the first receive that can still expire do so, which closes all connections."""
+    for message in messages:
+        if message is None:
+            continue
+        try:
+            message.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if is_timeout(str(error)):
+                return
+            # That connection was lost already, and with it nothing expires: try the next.
+
+
+def drop_within(limit: timedelta, last_references: list[Any]) -> None:
+    """Drop the last references, which ends a group's messages; wait about ``limit`` at most."""
+    # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
+    has_ended = threading.Event()
+
+    def end() -> None:
+        last_references.clear()
+        has_ended.set()
+
+    try:
+        if sys.is_finalizing():  # no other thread runs any more
+            end()
+        else:
+            begin_elsewhere(end)
+    except RuntimeError:  # no thread can be started
+        end()
+    has_ended.wait(limit.total_seconds() + _END_S)

@@ -1,4 +1,4 @@
-"""NCCL, UCC, XCCL, and backends that were written for torch."""
+"""Gloo, NCCL, UCC, XCCL, and backends that were written for torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ import torch.distributed as torch_distributed
 from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 
 from ...error_text import first_line, ranks_text
+from ...runtime.hosts import num_cores
 from ..communicator import Communicator
-from ..operations import WireFailure
+from ..operations import WireFailure, WireTimeout
 from ..registry import Opening, Wire, find_wire, register_wire
-from .communicator import C10dCommunicator, plain_text
+from .communicator import C10dCommunicator, is_timeout, plain_text
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
 from .gloo import GlooCommunicator
+from .gloo_connections import agreed_devices, check_interfaces, connects_late
 from .substitutes import UCC
 
 __all__ = [
     "C10dWire",
+    "GlooWire",
     "NcclWire",
     "RegisteredWire",
     "UccCommunicator",
     "XcclWire",
     "adopt_torch_backends",
 ]
+
+_CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
 
 
 @dataclass(eq=False)
@@ -76,6 +81,47 @@ class RegisteredWire(Wire):
         if isinstance(group, ProcessGroupGloo):
             return GlooCommunicator(self.name, opening.rank, size, group, opening.store)
         return C10dCommunicator(self.name, opening.rank, size, group)
+
+
+class GlooWire(Wire):
+    """Gloo: CPU tensors over TCP, and CUDA tensors by way of host memory."""
+
+    name = "gloo"
+    device_types = frozenset({"cpu", "cuda"})
+    communicator_kind = GlooCommunicator
+    num_threads = 2  # c10d's default, for each group
+
+    @property
+    def descriptors_per_peer(self) -> int:  # type: ignore[override]
+        return 0 if connects_late() else 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def open(self, opening: Opening) -> Communicator:
+        kind: Any = ProcessGroupGloo
+        given = isinstance(opening.options, kind._Options)
+        options = opening.options if given else kind._Options()
+        options._timeout = opening.timeout / _CONNECT_TIMEOUTS
+        try:
+            devices = agreed_devices(opening)
+            options._devices = devices.made
+            with devices.hearing():
+                group = kind(opening.store, opening.rank, len(opening.ranks), options)
+            options._timeout = opening.timeout
+        except RuntimeError as error:
+            with suppress(RuntimeError):  # the store may be lost
+                check_interfaces(opening, timedelta(0))
+            text = plain_text(error)
+            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
+        return GlooCommunicator(
+            self.name,
+            opening.rank,
+            len(opening.ranks),
+            group,
+            opening.store,
+            spins=opening.num_local <= num_cores(),
+        )
 
 
 def adopt_torch_backends() -> None:
@@ -224,6 +270,7 @@ def _options(kind: Any, opening: Opening) -> Any:
     return options
 
 
+register_wire(GlooWire())
 register_wire(
     NcclWire(
         "nccl",

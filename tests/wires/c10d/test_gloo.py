@@ -17,10 +17,11 @@ from torch.distributed import HashStore, PrefixStore
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
 from meshdist.runtime import bounded_calls
-from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer, _drop_within
+from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer
 from meshdist.wires.c10d.gloo_connections import (
     agreed_devices,
     check_interfaces,
+    drop_within,
     gloo_devices,
     gloo_interfaces,
 )
@@ -90,7 +91,7 @@ def test_a_group_that_does_not_end_is_left_to_a_thread() -> None:
             has_ended.set()
 
     start = time.monotonic()
-    _drop_within(timedelta(seconds=0.1), [Stuck()])
+    drop_within(timedelta(seconds=0.1), [Stuck()])
     assert is_within(time.monotonic() - start, 10.0)
     assert not has_ended.is_set()
     may_end.set()
@@ -111,7 +112,7 @@ def test_a_group_ends_here_where_no_thread_can_be_started(monkeypatch: pytest.Mo
         def __del__(self) -> None:
             ended.append(threading.get_ident())
 
-    _drop_within(timedelta(0), [Group()])
+    drop_within(timedelta(0), [Group()])
     assert ended == [threading.get_ident()]
 
 
