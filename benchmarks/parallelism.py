@@ -12,7 +12,8 @@ does while the others wait in the kernel.
 * experts: 2,048 tokens of 512 on each rank, 2 of 8 experts each. "by ragged_all_to_all" is the same
   written with that verb. The layer has experts of 512 x 1,024 x 512 by ``grouped_mm``, and is
   compared with these products alone, on the rows that came.
-* 1F1B: torch's, on two ranks a stage of two linear layers each, 8 microbatches of 16 rows.
+* 1F1B: torch's, on two ranks a stage of two linear layers each, 8 microbatches of 16 rows;
+  five steps a sample.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from examples import long_context
 NUM_RANKS = 4
 PLACES, HEADS, HEAD_WIDTH = 4096, 8, 64
 TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, NUM_CHOSEN = 2048, 512, 1024, 8, 2
-NUM_STAGES, MICROBATCHES, ROWS = 2, 8, 16
+NUM_STAGES, MICROBATCHES, ROWS, STEPS = 2, 8, 16, 5
 WIDTHS = (64, 512)  # of the stages
 # The side, what it is compared with, and the quotient to reach.
 TARGETS = (
@@ -205,11 +206,12 @@ def pipeline_sides(groups: dict[str, dist.ProcessGroup]) -> dict[str, Step]:
                 schedule: Schedule1F1B = schedule,
                 batch: torch.Tensor = batch,
             ) -> None:
-                module.zero_grad()
-                if rank == 0:
-                    schedule.step(batch)
-                else:
-                    schedule.step(target=batch, losses=[])
+                for _ in range(STEPS):
+                    module.zero_grad()
+                    if rank == 0:
+                        schedule.step(batch)
+                    else:
+                        schedule.step(target=batch, losses=[])
 
             sides[f"1F1B {width}, {wire}"] = step
     return sides
