@@ -51,6 +51,7 @@ from .sharding.making_arrays import (
 from .sharding.placing import reshard as reshard, shard as shard, unshard as unshard
 from .sharding.requests import plan as plan
 from .sharding.routes import Link as Link
+from .sharding.shard_mapping import shard_map as shard_map
 from .sharding.sharded_array import ShardedArray as ShardedArray
 from .sharding.whole_arrays import device_put as device_put
 from .typed_contexts.annotations import annotate as annotate, typeof as typeof

@@ -233,6 +233,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "whole_arrays",
             "making_arrays",
             "placing",
+            "mapped_arrays",
+            "shard_mapping",
             "dtensors",
         ),
     },

@@ -72,6 +72,11 @@ def check_invariant(
         )
 
 
+def is_compared(mesh: DeviceMesh) -> bool:
+    """Return whether ranks compare what they hold unasked: simulated ranks, and all at DETAIL."""
+    return mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
+
+
 @hidden_from_modes
 def check_replicas(
     x: torch.Tensor, mesh: DeviceMesh, axes: Collection[str], call: str, check: bool | None
@@ -82,7 +87,7 @@ def check_replicas(
         check: whether to compare; None compares on simulated ranks, and at debug level DETAIL.
     """
     if check is None:
-        check = mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
+        check = is_compared(mesh)
     sizes = mesh.axis_sizes if check else {}
     names = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
     if not names or are_transforms_active():

@@ -1,0 +1,354 @@
+"""The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
+
+Whatever does not fit its spec is refused here, on all ranks alike, before anything is sent: a call
+raises a single error, which shows all arrays that do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import optree
+import torch
+
+from ..arrays import as_tensor, describe, shape_text
+from ..collectives.objects import all_gather_object
+from ..collectives.torch_private import HiddenFromModes
+from ..error_text import first_texts, grouped_text
+from ..errors import (
+    ArgumentError,
+    AxisError,
+    AxisTypeError,
+    KindError,
+    MeshdistError,
+    MeshError,
+    ShapeError,
+)
+from ..functional.axis_types import KINDS, kinds_in
+from ..lax.reducing import pcast
+from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import P, axes_of
+from ..mesh.pattern_sizes import size_side
+from ..mesh.placement import Placement
+from ..mesh.spec import NamedSharding
+from ..typed_contexts.annotations import checked_spec
+from ..typed_contexts.refusals import tensor_text, type_of
+from .requests import on_mesh, whole_shape
+from .resharding import kinds_of
+from .sharded_array import ShardedArray
+from .shardings import mesh_text, sharding_of
+
+_NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
+
+_CASTS: Mapping[tuple[str, str], str] = {("I", "V"): "varying", ("V", "U"): "unreduced"}
+"""How a result of one kind is cast to the kind that its spec says: where JAX does it, too."""
+
+
+class _Infer:
+    """The sentinel that stands for the sharding which an argument has."""
+
+    def __repr__(self) -> str:
+        return "shard_map.Infer"
+
+    def __reduce__(self) -> str:
+        return "Infer"
+
+
+Infer = _Infer()
+
+
+@dataclass(frozen=True)
+class MappedArray:
+    """An array of a mapped function's arguments or results, and how the whole lies.
+
+    Args:
+        path: the array in messages, such as ``params['w']``.
+        shape: of the whole.
+    """
+
+    value: Any
+    path: str
+    sharding: NamedSharding
+    shape: tuple[int, ...]
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether all shards have one size."""
+        return all(split.is_even for split in self.sharding.placement(self.shape).dims)
+
+
+def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
+    """Return the spec of each leaf of ``tree``, of which ``specs`` is a tree prefix.
+
+    Args:
+        name, side: the mapped function's, and the argument's that has the specs; for messages.
+    """
+    try:
+        found: list[Any] = optree.broadcast_prefix(specs, tree, none_is_leaf=True)
+        return found
+    except ValueError:
+        first, *_ = optree.prefix_errors(specs, tree, none_is_leaf=True)
+    is_list = side == "in_specs" and isinstance(specs, list)
+    what = "the tuple of arguments" if side == "in_specs" else "the result"
+    raise ArgumentError(
+        f"shard_map of {name}: {side} is no tree prefix of {what}",
+        expected=f"{side} with the structure of {what}, or one spec in place of a part of it",
+        found=str(first(side)),
+        fix="write a tuple of specs, one for each argument"
+        if is_list
+        else f"give one spec where all below it lie alike: {side}=P(...)",
+    )
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def find_argument(
+    mesh: DeviceMesh, given: DeviceMesh | None, x: Any, spec: Any, path: str
+) -> MappedArray | None:
+    """Return an argument's array with its sharding, or None for what is passed as it is.
+
+    Args:
+        given: the mesh that the program names; None where the mesh is that in force.
+    """
+    if spec is None or x is None:
+        return None
+    if isinstance(x, ShardedArray):
+        _check_lies_so(mesh, given, x, spec, path)
+        return MappedArray(x, path, x.sharding, x.shape)
+    said = P() if spec is Infer else spec
+    if type(x) in _NUMBERS:
+        if said != P():
+            raise KindError(
+                "a number has no dims and no shards",
+                expected="an array, or the spec P() or None",
+                fix="write P(), with which a number stays what it is",
+            )
+        return None
+    tensor = as_tensor(x, argument=path, verb="shard_map", writable=False)
+    for axis, kind in sorted(kinds_in(type_of(tensor)).items()):
+        if axis in mesh.axis_names:
+            raise AxisTypeError(
+                f"it is {KINDS[kind]} over {axis!r}, and a whole is equal on all ranks",
+                expected="an array that is invariant over all axes, or a ShardedArray",
+                fix=f"pass md.ShardedArray({path}, sharding), which says how the shards lie",
+            )
+    shape = tuple(tensor.shape)
+    sharding = _sharding(mesh, given, tensor, said)
+    if isinstance(said, str):  # whose groups are cut between whole parts
+        sharding = on_mesh(mesh, size_side(said, mesh.layout, shape=shape, sizes={}).sharding)
+    sharding.placement(shape)  # raises unless given sizes of shards fit
+    return MappedArray(x, path, sharding, shape)
+
+
+def _check_lies_so(
+    mesh: DeviceMesh, given: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
+) -> None:
+    """Raise unless a ShardedArray lies on the mesh, and as its spec says."""
+    if x.mesh != mesh:
+        raise MeshError(
+            f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
+            expected=f"an array on the mesh of the call, ({mesh.layout.axis_text()})",
+            fix=f"pass {path}.reshard(md.NamedSharding(mesh, spec)), with the spec that it needs",
+        )
+    if spec is Infer:
+        return
+    local = as_tensor(x.local, argument=path, verb="shard_map", writable=False)
+    wanted = _sharding(mesh, given, local, spec)
+    here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
+    # A spec says nothing about sizes: those of the array may be its own.
+    if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
+        raise ArgumentError(
+            f"it lies as {x.sharding.spec!r}",
+            expected="an array that lies as its spec says: nothing is moved unasked",
+            fix=f"pass {path}.reshard({spec!r}); or leave in_specs out",
+        )
+
+
+def _axes(placement: Placement) -> tuple[Any, ...]:
+    """Return the axes that cut each dim, and those over which the array is unreduced, reduced."""
+    return [split.axes for split in placement.dims], placement.unreduced, placement.reduced
+
+
+def _sharding(
+    mesh: DeviceMesh, given: DeviceMesh | None, x: torch.Tensor, spec: Any
+) -> NamedSharding:
+    """Return the sharding on the mesh that a spec, pattern or sharding says, or raise."""
+    try:
+        checked = checked_spec(x, spec, mesh.layout, "shard_map")
+    except AxisError as error:
+        raise with_hidden_mesh(error, given) from None
+    if not isinstance(spec, NamedSharding):
+        return NamedSharding(mesh, checked)
+    if spec.layout != mesh.layout:
+        raise MeshError(
+            f"the sharding is on another mesh, ({spec.layout.axis_text()})",
+            expected=f"a sharding on the mesh of the call, ({mesh.layout.axis_text()})",
+            fix="give its spec alone",
+        )
+    return on_mesh(mesh, spec)
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+def get_result(
+    mesh: DeviceMesh,
+    given: DeviceMesh | None,
+    y: Any,
+    spec: Any,
+    path: str,
+    *,
+    is_typed: bool,
+) -> MappedArray:
+    """Return a result with its sharding, all shards being of one size, or raise.
+
+    Args:
+        given: as for ``find_argument``.
+        is_typed: whether a tensor must be of the kinds that its spec says, and is cast to them.
+    """
+    if spec is None or spec is Infer:
+        raise KindError(
+            f"{spec!r} is no spec of a result",
+            expected="P(...), a pattern or a NamedSharding",
+            fix="write P() for a value that is equal on all ranks",
+        )
+    tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
+    sharding = _sharding(mesh, given, tensor, spec)
+    if is_typed and isinstance(y, torch.Tensor):
+        y = _cast(y, sharding)
+    return MappedArray(y, path, sharding, whole_shape(sharding, tuple(tensor.shape)))
+
+
+def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
+    """Return a result, cast to the kinds of its spec where that is right; raise elsewhere."""
+    mesh, kinds = sharding.mesh, kinds_in(type_of(y))
+    casts: dict[str, list[str]] = {}
+    for axis, wanted in kinds_of(sharding).items():
+        kind = kinds.get(axis, "I")
+        if kind != wanted:
+            to = _CASTS.get((kind, wanted))
+            if to is None:
+                raise _refused_kind(axis, mesh.axis_sizes[axis], kind, wanted, y.dim())
+            casts.setdefault(to, []).append(axis)
+    for to, axes in casts.items():
+        y = pcast(y, tuple(axes), to=to, mesh=mesh)
+    return y
+
+
+def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
+    """Return the error of a result that is not of the kind over an axis that its spec says."""
+    dim = "" if ndim else ", and give the value a dim: y[None]"
+    fixes = {
+        "V": f"lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over {axis!r} makes one "
+        f"value; to lay the ranks' own side by side, name {axis!r} in the spec{dim}",
+        "U": f"lax.psum(y, {axis!r}) adds the summands; or say it: P(unreduced={{{axis!r}}})",
+        "R": f"say it: P(reduced={{{axis!r}}})",
+        "I": f"lax.pcast(y, {axis!r}, to={KINDS[wanted]!r}) first",
+    }
+    says = {"I": "leaves out", "V": "mentions"}.get(wanted, f"calls {KINDS[wanted]}")
+    return AxisTypeError(
+        f"it is {KINDS[kind]} over {axis!r} (size {size}), which its spec {says}",
+        expected=f"a value that is {KINDS[wanted]} over {axis!r}",
+        fix=fixes[kind],
+    )
+
+
+def with_common_shapes(
+    name: str, mesh: DeviceMesh, arrays: list[MappedArray], *, is_even: bool
+) -> list[MappedArray]:
+    """Return results with the sizes that the ranks' shards have; collective over the mesh.
+
+    Args:
+        name: of the mapped function.
+        is_even: whether the shards of each result must have one size.
+    """
+    group = mesh[mesh.axis_names].open_group()
+    of_all: list[Any] = [None] * group.size()
+    with HiddenFromModes():
+        all_gather_object(of_all, [tuple(array.value.shape) for array in arrays], group)
+    found = []
+    for place, array in enumerate(arrays):
+        shapes = {rank: each[place] for rank, each in zip(group.ranks, of_all, strict=True)}
+        sized = array if is_even else _sized(array, shapes)
+        sharding, shape = sized.sharding, sized.shape
+        if any(sharding.shard_shape(shape, rank) != shapes[rank] for rank in shapes):
+            raise _no_whole(name, array, shapes, is_even=is_even)
+        found.append(sized)
+    return found
+
+
+def _sized(array: MappedArray, shapes: Mapping[int, tuple[int, ...]]) -> MappedArray:
+    """Return a result with the sizes of its dims' parts, from the shapes of the ranks' shards.
+
+    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1; the
+    shapes of ranks 0 and 2 tell the sizes, those of ranks 1 and 3 must be the same.
+    """
+    sharding = array.sharding
+    layout, spec = sharding.layout, sharding.spec
+    sizes = dict(sharding.shard_sizes)
+    for dim, entry in enumerate(spec.partitions):
+        axes = layout.axis_indices(axes_of(entry)) if entry else ()
+        if axes and dim not in sizes:
+            count = math.prod(layout.sizes[axis] for axis in axes)
+            ranks = np.moveaxis(layout.ranks(), axes, range(len(axes))).reshape(count, -1)
+            sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
+    sharding = NamedSharding(sharding.mesh, spec, shard_sizes=sizes)
+    shape = whole_shape(sharding, tuple(array.value.shape))
+    dims = sharding.placement(shape).dims
+    kinds = {"unreduced": spec.unreduced, "reduced": spec.reduced}
+    plain = sharding_of(sharding.mesh, dims, **kinds)  # without sizes of a balanced cut
+    return replace(array, sharding=plain, shape=shape)
+
+
+def _no_whole(
+    name: str, array: MappedArray, shapes: Mapping[int, tuple[int, ...]], *, is_even: bool
+) -> ShapeError:
+    spec = array.sharding.spec
+    sizes = f"out_specs=md.NamedSharding(mesh, {spec!r}, shard_sizes={{dim: sizes}})"
+    texts = ((rank, shape_text(shape)) for rank, shape in shapes.items())
+    return ShapeError(
+        f"shard_map of {name}: the shards of {array.path} make no whole",
+        where=f"{mesh_text(array.sharding.mesh)}, spec {spec!r}",
+        expected="shards of one size, since all arguments are cut evenly"
+        if is_even
+        else "sizes that differ along the axes of their own dim alone",
+        found=grouped_text(texts, "; "),
+        fix=f"say the sizes: {sizes}"
+        if is_even
+        else "let f return equal shapes along axes that do not cut the dim",
+    )
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def refuse(
+    summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
+) -> NoReturn:
+    """Raise one error for all arrays that do not fit, each with its text: of the first's class."""
+    first = problems[0][1]
+    error = type(first)(
+        summary,
+        where=mesh_text(mesh),
+        expected=first.expected,
+        found=first_texts([f"{shown}: {error.summary}" for shown, error in problems]),
+        fix=first.fix,
+    )
+    if isinstance(first, AxisError) and isinstance(error, AxisError):
+        error.axis = first.axis
+    raise error
+
+
+def described(value: Any) -> str:
+    """Return an argument or a result for messages."""
+    if isinstance(value, ShardedArray):
+        return f"ShardedArray of shape {shape_text(value.shape)}"
+    if isinstance(value, torch.Tensor):
+        return tensor_text(value)
+    return describe(value) if hasattr(value, "dtype") else f"a {type(value).__name__}"

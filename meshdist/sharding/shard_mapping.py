@@ -1,0 +1,345 @@
+"""``md.shard_map``: a function of shards becomes a function of whole arrays, as in JAX.
+
+Drawn case: two ranks along axis 'i', ``f(x, w) = x @ w`` with ``in_specs=(P('i'), P())`` and
+``out_specs=P('i')``; x has three rows, w is 2 by 2.
+
+                 rank 0          rank 1
+    the call     x, w            x, w             wholes, equal on both ranks: nothing is sent
+    f's x        rows 0 and 1    row 2            float32[2, 2]{V:i} and float32[1, 2]{V:i}
+    f's w        all             all              float32[2, 2]
+    f returns    two rows        one row          it varies over 'i', which the spec mentions
+    sizes        2, 1            2, 1             exchanged, since x is cut unevenly
+    the result   ShardedArray of three rows, of which each rank holds its own
+
+The gradients of x and w come back whole: that of x is gathered, that of w is summed by the cast
+that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be refused: a value
+that varies over 'i' is not one value.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import optree
+import torch
+
+from ..arrays import as_tensor
+from ..checking.program import one_frame
+from ..collectives.torch_private import HiddenFromModes
+from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalError
+from ..functional.value_checks import check_replicas, is_compared
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.spec import NamedSharding
+from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.context import find_context
+from ..typed_contexts.mode import typed, untyped
+from .mapped_arrays import (
+    Infer,
+    MappedArray,
+    described,
+    find_argument,
+    get_result,
+    refuse,
+    specs_of_leaves,
+    with_common_shapes,
+)
+from .placing import shard
+from .requests import get_mesh
+from .resharding import typed_operand
+from .sharded_array import ShardedArray
+from .shardings import mesh_text
+
+__all__ = ["shard_map"]
+
+_mapped_over: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_shard_map", default=())
+"""The meshes of the mapped functions that this context is inside of."""
+
+
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    /,
+    *,
+    out_specs: Any,
+    in_specs: Any = Infer,
+    mesh: DeviceMesh | None = None,
+    axis_names: frozenset[str] | set[str] = frozenset(),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """Map ``f``, which works on each rank's shards, to a function of whole arrays, as JAX does.
+
+    The mapped function is called by all ranks of the mesh with equal arguments, by position. ``f``
+    may call the verbs of ``md.lax``; the mesh is in force inside. Without ``f`` it is a decorator.
+
+    Args:
+        f: gets this rank's shards, and returns shards: torch tensors, or arrays of NumPy or CuPy,
+            in any nesting that optree knows.
+        out_specs: how the shards that ``f`` returns make wholes: a tree prefix of its result, whose
+            leaves are specs. A spec is a ``PartitionSpec``, a pattern such as ``"b@dp d"``, or a
+            ``NamedSharding`` on the mesh, which may say sizes of shards. An axis that a spec leaves
+            out promises that values are equal along it.
+        in_specs: how each argument is cut: a tree prefix of the tuple of arguments, of specs and
+            two others: None passes what stands there as it is, and ``shard_map.Infer`` takes the
+            sharding that a ``ShardedArray`` has.
+        mesh: whose axes the specs name; None takes the mesh in force at each call.
+        axis_names: must be empty, or name all axes.
+        check_vma: run ``f`` in ``md.typed(mesh)``, and refuse results that are not what their spec
+            says. If False nothing is cast, summed or checked: gradients are those of the verbs.
+
+    Returns:
+        The mapped function. Its arguments: a ``ShardedArray`` must lie as its spec says; any other
+        array is a whole, equal on all ranks, of any size, cut by ``md.shard``; a Python number
+        stays what it is. Its result: what ``f`` returns, with a ``ShardedArray`` in place of each
+        array, whose local array shares the memory of what ``f`` has returned.
+
+    Gradient:
+        Those of one device: the gradient of a whole comes back whole, on every rank; that of a
+        ``ShardedArray`` lies as it does.
+
+    Cost:
+        Nothing is sent but what ``f`` sends, and what ``md.typed`` sums in the backward. Where an
+        argument is cut unevenly ranks exchange the shapes of results: one all-gather of objects.
+
+    Raises:
+        KindError: what is no function, no spec or no array; arguments by name. PatternError,
+            AxisError, ShapeError, DtypeError, MeshError: a spec that does not fit.
+        LengthError: ``in_specs`` for another number of arguments.
+        ArgumentError: specs of another structure; a ``ShardedArray`` that lies otherwise.
+        AxisTypeError: a whole that varies; a result that varies over an axis that its spec leaves
+            out, or is unreduced without ``P(unreduced=)``.
+        MeshError: ``axis_names`` other than all; inside of a function mapped over the same mesh.
+        UnequalError: on simulated ranks, and at debug level DETAIL: wholes, or results, that
+            differ along an axis over which they are equal by their spec.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("i",))
+        ...     @md.shard_map(mesh=mesh, in_specs=(md.P(None, "i"), md.P("i")), out_specs=md.P())
+        ...     def product(x, w):
+        ...         return md.lax.psum(x @ w, "i")
+        ...     return product(torch.ones(2, 4), torch.ones(4, 3)).full().tolist()
+        >>> md.simulate(program, 2)[0]
+        [[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]]
+
+    Source: ``jax.shard_map``, https://docs.jax.dev/en/latest/notebooks/shard_map.html.
+    """
+    if f is None:
+        return partial(
+            shard_map,
+            out_specs=out_specs,
+            in_specs=in_specs,
+            mesh=mesh,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+    if not callable(f):
+        raise KindError(
+            "shard_map takes a function",
+            found=f"{f!r}, a {type(f).__name__}",
+            fix="name the rest: shard_map(f, mesh=mesh, in_specs=..., out_specs=...)",
+        )
+    name = getattr(f, "__name__", type(f).__name__)
+    if in_specs is None:
+        raise KindError(
+            f"shard_map of {name}: in_specs is None",
+            expected="a spec, None or shard_map.Infer for each argument",
+            fix="write in_specs=P() where all arguments are whole on every rank, or leave it out",
+        )
+    mapping = _Mapping(f, name, mesh, in_specs, out_specs, axis_names, bool(check_vma))
+
+    @wraps(f)
+    def mapped(*args: Any, **by_name: Any) -> Any:
+        if by_name:
+            raise KindError(
+                f"shard_map of {name}: arguments are given by position",
+                found=", ".join(f"{each}=..." for each in by_name),
+                fix=f"bind the rest before: functools.partial({name}, {next(iter(by_name))}=...)",
+            )
+        return mapping(args)
+
+    return one_frame(mapped)
+
+
+shard_map.Infer = Infer  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """A function that is mapped, and how."""
+
+    f: Callable[..., Any]
+    name: str
+    mesh: DeviceMesh | None
+    in_specs: Any
+    out_specs: Any
+    axis_names: Any
+    check_vma: bool
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """Return the mapped function's result on ``args``."""
+        mesh = get_mesh("shard_map", self.mesh)
+        self._check_mesh(mesh)
+        leaves, tree = self._arguments(mesh, args)
+        is_even = all(leaf.is_even for leaf in leaves if isinstance(leaf, MappedArray))
+        # Wholes are cut outside the context: how they were made is not seen there, and need not be,
+        # since they are equal on all ranks.
+        cut = [
+            shard(leaf.value, leaf.sharding)
+            if isinstance(leaf, MappedArray) and not isinstance(leaf.value, ShardedArray)
+            else leaf
+            for leaf in leaves
+        ]
+        with self._inside(mesh):
+            local = [self._own(leaf) if isinstance(leaf, MappedArray) else leaf for leaf in cut]
+            result = self.f(*tree.unflatten(local))
+            return self._wrapped(mesh, result, is_even=is_even)
+
+    def _check_mesh(self, mesh: DeviceMesh) -> None:
+        """Raise where f would be mapped again over a mesh, or over some of its axes alone."""
+        if mesh.mesh_dim_names is None:
+            raise MeshError(
+                f"shard_map of {self.name} needs a mesh with axis names",
+                found=repr(mesh),
+                fix="give it names: mesh_dim_names=('dp', 'tp')",
+            )
+        if mesh in _mapped_over.get():
+            raise MeshError(
+                f"shard_map of {self.name} inside of a function that is mapped over the same mesh",
+                where=mesh_text(mesh),
+                expected="a call on whole arrays: there f has this rank's shards already",
+                fix=f"call {self.name} itself there",
+            )
+        names = self.axis_names
+        if not isinstance(names, (set, frozenset)):
+            raise KindError(
+                f"shard_map of {self.name}: axis_names is a set of names",
+                found=f"{names!r}, a {type(names).__name__}",
+                fix="leave it out: f works on shards over all axes",
+            )
+        if names and names != set(mesh.axis_names):
+            raise MeshError(
+                f"shard_map of {self.name} over some axes of the mesh alone",
+                where=mesh_text(mesh),
+                expected=f"all of {', '.join(map(repr, mesh.axis_names))}, or no axis_names",
+                found=f"axis_names={{{', '.join(map(repr, sorted(names, key=repr)))}}}",
+                fix="leave it out, and name no other axis in the specs: values are equal there",
+            )
+
+    @contextmanager
+    def _inside(self, mesh: DeviceMesh) -> Iterator[None]:
+        """Put the mesh in force, with types or without, and note that f is mapped over it."""
+        token = _mapped_over.set((*_mapped_over.get(), mesh))
+        try:
+            if self.check_vma:
+                with typed(mesh):
+                    yield
+            else:
+                with mesh, untyped():
+                    yield
+        finally:
+            _mapped_over.reset(token)
+
+    def _arguments(self, mesh: DeviceMesh, args: Any) -> tuple[list[Any], Any]:
+        """Return the leaves of the arguments, arrays as ``MappedArray``, and their structure."""
+        names = self._parameters(len(args))
+        if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
+            raise LengthError(
+                f"shard_map of {self.name}: a call with {len(args)} arguments, in_specs of "
+                f"{len(self.in_specs)}",
+                expected=f"in_specs={self.in_specs!r}",
+                found=f"arguments {', '.join(names) or 'none'}",
+                fix="give a spec for each argument; None passes an argument as it is",
+            )
+        specs = specs_of_leaves(self.name, "in_specs", self.in_specs, args)
+        accessors, values, tree = optree.tree_flatten_with_accessor(args, none_is_leaf=True)
+        leaves: list[Any] = []
+        problems: list[tuple[str, MeshdistError]] = []
+        for accessor, value, spec in zip(accessors, values, specs, strict=True):
+            place = accessor[0].entry
+            path = accessor[1:].codify(names[place])
+            try:
+                found = find_argument(mesh, self.mesh, value, spec, path)
+                leaves.append(value if found is None else found)
+            except MeshdistError as error:
+                shown = f"argument {place}, {path}: {described(value)}, spec {spec!r}"
+                problems.append((shown, error))
+        if problems:
+            refuse(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
+        return leaves, tree
+
+    def _parameters(self, count: int) -> list[str]:
+        """Return the names of f's parameters for so many arguments, such as ``x``, ``args[0]``."""
+        try:
+            found = list(inspect.signature(self.f).parameters.values())
+        except (TypeError, ValueError):  # a function of C's
+            found = []
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [each.name for each in found if each.kind in plain][:count]
+        rest = next((each.name for each in found if each.kind == each.VAR_POSITIONAL), "args")
+        return names + [f"{rest}[{place}]" for place in range(count - len(names))]
+
+    def _own(self, argument: MappedArray) -> Any:
+        """Return this rank's shard of a ShardedArray, in a typed context of its sharding's type."""
+        local, mode = argument.value.local, find_context()
+        if mode is None or not isinstance(local, torch.Tensor):
+            return local
+        verb = f"shard_map of {self.name}, argument {argument.path},"
+        mesh, sharding = argument.sharding.mesh, argument.sharding
+        return _marked(typed_operand(mode, verb, local, sharding, mesh), sharding)
+
+    def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
+        """Return f's result with a ShardedArray in place of each array."""
+        specs = specs_of_leaves(self.name, "out_specs", self.out_specs, result)
+        accessors, values, tree = optree.tree_flatten_with_accessor(result, none_is_leaf=True)
+        arrays: list[MappedArray] = []
+        problems: list[tuple[str, MeshdistError]] = []
+        for accessor, value, spec in zip(accessors, values, specs, strict=True):
+            if value is None:
+                continue
+            path = accessor.codify("result")
+            try:
+                arrays.append(
+                    get_result(mesh, self.mesh, value, spec, path, is_typed=self.check_vma)
+                )
+            except MeshdistError as error:
+                problems.append((f"{path}: {described(value)}, spec {spec!r}", error))
+        if problems:
+            refuse(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
+        if not is_even or is_compared(mesh):
+            arrays = with_common_shapes(self.name, mesh, arrays, is_even=is_even)
+        wrapped = iter([self._sharded(array) for array in arrays])
+        return tree.unflatten(None if value is None else next(wrapped) for value in values)
+
+    def _sharded(self, result: MappedArray) -> ShardedArray:
+        """Return the ShardedArray of a result; checked results are compared along equal axes."""
+        local, sharding = result.value, result.sharding
+        if self.check_vma:
+            tensor = as_tensor(local, argument=result.path, verb="shard_map", writable=False)
+            what = f"{result.path} of shard_map of {self.name}, spec {sharding.spec!r}"
+            try:
+                check_replicas(tensor, sharding.mesh, sharding.replicated_axes, what, None)
+            except UnequalError as error:
+                raise UnequalError(
+                    f"shard_map of {self.name}: {result.path} is not the same on every rank",
+                    where=error.where,
+                    expected="equal values along each axis that the spec leaves out",
+                    found=error.found,
+                    fix="name the axis in out_specs; or lax.pvary(x, axis) before a value meets what "
+                    "types do not see: a number of this rank's own, as of lax.axis_index, or NumPy",
+                ) from None
+        if isinstance(local, torch.Tensor):
+            local = _marked(local, sharding)
+        with untyped():
+            return ShardedArray(local, sharding, result.shape)
+
+
+def _marked(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
+    """Return an alias of ``x`` that carries the sharding's spec; the marks of ``x`` stay."""
+    with HiddenFromModes():
+        return mark_spec(x.view_as(x), sharding.spec)
