@@ -77,8 +77,7 @@ _INSTEAD = {
     "hook_with_zero_step_interleaved noop_hook "
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
-    "a plain function, which each rank calls on its own shards; inside of "
-    "`with meshdist.typed(mesh):` kinds are checked as in shard_map": "shard_map pmap",
+    "meshdist.shard_map": "pmap",
     "torch.compile; verbs end its graphs": "jit pjit",
     "torch.func.{}, or backward()": "grad value_and_grad vjp",
     "torch.func.{}": "jvp vmap",

@@ -24,7 +24,7 @@ HOMES = ("", ".fsdp", ".optim", ".pipelining", ".tensor", ".tensor.parallel")
 # What people type besides: names of torch's deeper modules, of JAX, of rooms of ours.
 TYPED = """
 FSDP NamedOptimizer ElasticDistributedSampler RRef RemoteModule ShardedGradScaler save
-load async_save rpc_sync init_rpc _make_nccl_premul_sum deprecated shard_map jit pjit pmap
+load async_save rpc_sync init_rpc _make_nccl_premul_sum deprecated jit pjit pmap
 vmap grad value_and_grad Mesh psum pmean ppermute axis_index process_index device_count
 with_sharding_constraint init rank size world_size local_rank manual_seed allreduce allgather
 clip_grad_norm_ DataParallel no_sync
@@ -128,9 +128,9 @@ def test_the_ours_that_are_named_exist() -> None:
             "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP; the world: ",
         ),
         (
-            "from meshdist import shard_map",
-            "ImportError: meshdist has no shard_map",
-            "meshdist.typed(mesh)",
+            "from meshdist import pmap",
+            "ImportError: meshdist has no pmap",
+            "meshdist.shard_map",
         ),
         (
             "import meshdist; meshdist.local_rank",

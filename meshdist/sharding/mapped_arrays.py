@@ -41,7 +41,7 @@ from ..typed_contexts.refusals import tensor_text, type_of
 from .requests import on_mesh, whole_shape
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
-from .shardings import mesh_text, sharding_of
+from .shardings import mesh_text
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 
@@ -141,7 +141,15 @@ def find_argument(
     shape = tuple(tensor.shape)
     sharding = _sharding(mesh, given, tensor, said)
     if isinstance(said, str):  # whose groups are cut between whole parts
-        sharding = on_mesh(mesh, size_side(said, mesh.layout, shape=shape, sizes={}).sharding)
+        try:
+            side = size_side(said, mesh.layout, shape=shape, sizes={})
+        except ShapeError as error:
+            raise ShapeError(
+                error.summary,
+                expected="a pattern whose groups of dims are cut evenly",
+                fix="say how it is cut: md.NamedSharding(mesh, spec, shard_sizes={dim: sizes})",
+            ) from None
+        sharding = on_mesh(mesh, side.sharding)
     sharding.placement(shape)  # raises unless given sizes of shards fit
     return MappedArray(x, path, sharding, shape)
 
@@ -301,9 +309,9 @@ def _sized(array: MappedArray, shapes: Mapping[int, tuple[int, ...]]) -> MappedA
     sharding = NamedSharding(sharding.mesh, spec, shard_sizes=sizes)
     shape = whole_shape(sharding, tuple(array.value.shape))
     dims = sharding.placement(shape).dims
-    kinds = {"unreduced": spec.unreduced, "reduced": spec.reduced}
-    plain = sharding_of(sharding.mesh, dims, **kinds)  # without sizes of a balanced cut
-    return replace(array, sharding=plain, shape=shape)
+    sizes = {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes}
+    sharding = NamedSharding(sharding.mesh, spec, shard_sizes=sizes)  # a balanced cut says none
+    return replace(array, sharding=sharding, shape=shape)
 
 
 def _no_whole(

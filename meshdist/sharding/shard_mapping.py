@@ -330,8 +330,8 @@ class _Mapping:
                     where=error.where,
                     expected="equal values along each axis that the spec leaves out",
                     found=error.found,
-                    fix="name the axis in out_specs; or lax.pvary(x, axis) before a value meets what "
-                    "types do not see: a number of this rank's own, as of lax.axis_index, or NumPy",
+                    fix="name the axis in out_specs; or lax.pvary(x, axis) before a value meets "
+                    "what types do not see: a number of this rank's own, as of lax.axis_index",
                 ) from None
         if isinstance(local, torch.Tensor):
             local = _marked(local, sharding)
