@@ -187,12 +187,16 @@ def _sharding(
     mesh: DeviceMesh, given: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
     """Return the sharding on the mesh that a spec, pattern or sharding says, or raise."""
+    key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
+    found = mesh.caches.find(NamedSharding, key)
+    if found is not None:
+        return found
     try:
         checked = checked_spec(x, spec, mesh.layout, "shard_map")
     except AxisError as error:
         raise with_hidden_mesh(error, given) from None
     if not isinstance(spec, NamedSharding):
-        return NamedSharding(mesh, checked)
+        return mesh.caches.keep(NamedSharding, key, NamedSharding(mesh, checked))
     if spec.layout != mesh.layout:
         raise MeshError(
             f"the sharding is on another mesh, ({spec.layout.axis_text()})",

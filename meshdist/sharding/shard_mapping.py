@@ -1,19 +1,30 @@
 """``md.shard_map``: a function of shards becomes a function of whole arrays, as in JAX.
 
-Drawn case: two ranks along axis 'i', ``f(x, w) = x @ w`` with ``in_specs=(P('i'), P())`` and
-``out_specs=P('i')``; x has three rows, w is 2 by 2.
+Drawn case: two ranks along axis 'i' map ``f(x, w) = x * w``; x has three elements.
 
-                 rank 0          rank 1
-    the call     x, w            x, w             wholes, equal on both ranks: nothing is sent
-    f's x        rows 0 and 1    row 2            float32[2, 2]{V:i} and float32[1, 2]{V:i}
-    f's w        all             all              float32[2, 2]
-    f returns    two rows        one row          it varies over 'i', which the spec mentions
-    sizes        2, 1            2, 1             exchanged, since x is cut unevenly
-    the result   ShardedArray of three rows, of which each rank holds its own
+                 rank 0            rank 1
+    the call     x, w              x, w            wholes, equal on both ranks: nothing is sent
+    f gets x     0, 1              2               float32[2@i] and float32[1@i]: P('i')
+    f gets w     3                 3               float32[]: P()
+    f returns    0, 3              6               it varies over 'i', which out_specs mentions
+    sizes        2, 1              2, 1            exchanged, since x is cut unevenly
+    the result   a ShardedArray of three elements, of which each rank holds its own
 
-The gradients of x and w come back whole: that of x is gathered, that of w is summed by the cast
-that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be refused: a value
-that varies over 'i' is not one value.
+The gradients of x and w come back whole: that of x is gathered, and that of w is summed by the cast
+that ``md.typed`` inserts where w meets x. With ``out_specs=P()`` the call would be refused: ranks
+hold no common value.
+
+    >>> import torch, meshdist as md
+    >>> def program():
+    ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("i",))
+    ...     specs = {"in_specs": (md.P("i"), md.P()), "out_specs": md.P("i")}
+    ...     f = md.shard_map(torch.mul, mesh=mesh, **specs)
+    ...     x, w = torch.arange(3.0).requires_grad_(), torch.tensor(3.0, requires_grad=True)
+    ...     y = f(x, w)
+    ...     y.full().sum().backward()
+    ...     return y.local.tolist(), x.grad.tolist(), w.grad.item()
+    >>> md.simulate(program, 2)
+    [([0.0, 3.0], [3.0, 3.0, 3.0], 3.0), ([6.0], [3.0, 3.0, 3.0], 3.0)]
 """
 
 from __future__ import annotations
@@ -151,7 +162,8 @@ def shard_map(
             expected="a spec, None or shard_map.Infer for each argument",
             fix="write in_specs=P() where all arguments are whole on every rank, or leave it out",
         )
-    mapping = _Mapping(f, name, mesh, in_specs, out_specs, axis_names, bool(check_vma))
+    options = (in_specs, out_specs, axis_names, bool(check_vma))
+    mapping = _Mapping(f, name, mesh, *options, *_parameters_of(f))
 
     @wraps(f)
     def mapped(*args: Any, **by_name: Any) -> Any:
@@ -180,6 +192,10 @@ class _Mapping:
     out_specs: Any
     axis_names: Any
     check_vma: bool
+    parameters: tuple[str, ...]
+    """The names of f's parameters by position."""
+    rest: str
+    """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
         """Return the mapped function's result on ``args``."""
@@ -275,14 +291,8 @@ class _Mapping:
 
     def _parameters(self, count: int) -> list[str]:
         """Return the names of f's parameters for so many arguments, such as ``x``, ``args[0]``."""
-        try:
-            found = list(inspect.signature(self.f).parameters.values())
-        except (TypeError, ValueError):  # a function of C's
-            found = []
-        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [each.name for each in found if each.kind in plain][:count]
-        rest = next((each.name for each in found if each.kind == each.VAR_POSITIONAL), "args")
-        return names + [f"{rest}[{place}]" for place in range(count - len(names))]
+        names = list(self.parameters[:count])
+        return names + [f"{self.rest}[{place}]" for place in range(count - len(names))]
 
     def _own(self, argument: MappedArray) -> Any:
         """Return this rank's shard of a ShardedArray, in a typed context of its sharding's type."""
@@ -337,6 +347,17 @@ class _Mapping:
             local = _marked(local, sharding)
         with untyped():
             return ShardedArray(local, sharding, result.shape)
+
+
+def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
+    """Return the names of f's parameters by position, and of its ``*args``."""
+    try:
+        found = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # a function of C's
+        return (), "args"
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = next((each.name for each in found if each.kind == each.VAR_POSITIONAL), "args")
+    return tuple([each.name for each in found if each.kind in plain]), rest
 
 
 def _marked(x: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:

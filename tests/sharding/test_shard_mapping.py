@@ -13,6 +13,7 @@ from torch.distributed import DebugLevel
 
 import meshdist as md
 from meshdist.errors import (
+    AgreementError,
     ArgumentError,
     AxisError,
     AxisTypeError,
@@ -560,6 +561,18 @@ def test_shards_that_make_no_whole() -> None:
         "  found:    ranks 0-1: (2, 2); ranks 2-3: (1, 2)",
         "  fix:      let f return equal shapes along axes that do not cut the dim",
     ]
+
+
+def test_sizes_that_were_not_said_are_found_by_the_next_verb(pool: Pool) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        f = mapped(lambda x: x[: 1 + md.lax.axis_index("dp")], mesh=mesh)
+        with pytest.raises(AgreementError) as raised:
+            f(rows()).full()
+        return str(raised.value)
+
+    for text in pool.run(program, 2):
+        assert "of shape (2, 2)" in text and "of shape (4, 2)" in text
 
 
 def test_results_that_differ_unseen_are_found_at_detail_and_on_simulated_ranks(pool: Pool) -> None:
