@@ -354,6 +354,19 @@ def test_refused_arguments(name: str) -> None:
     assert fix in text.partition("  fix:      ")[2]
 
 
+def test_shards_whose_marks_contradict_their_sharding() -> None:
+    def call(mesh: Any) -> None:
+        local = md.annotate(torch.ones(2, 2), varying=("dp", "tp"))
+        mapped()(md.ShardedArray(local, md.NamedSharding(mesh, P("dp"))))
+
+    lines = refused(AxisTypeError, call)
+    assert lines[0] == (
+        "shard_map of itself, argument x, of a value that is varying over 'tp', and invariant "
+        "there by its pattern or spec"
+    )
+    assert "expected: a value that lies as P('dp',)" in lines[2]
+
+
 def returning(value: Any, **options: Any) -> Any:
     def body(x: Any) -> Any:
         return value(x)
