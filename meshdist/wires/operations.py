@@ -6,6 +6,7 @@ The channel, or ``Work``, turns a failure into an error that explains.
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from queue import SimpleQueue
 from typing import Protocol
 from weakref import WeakMethod, finalize
 
+from ..error_text import first_line
 from ..errors import BackendError
 from ..runtime.deadlines import Deadline
 
@@ -68,6 +70,23 @@ class Interrupted(WireFailure):
 def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
     """Return the failure of a collective that this member gives up: the wire's, or Interrupted."""
     return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
+
+
+def plain_text(error: Exception) -> str:
+    """The first sentence of an error from torch, without source positions."""
+    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", first_line(error))
+    return text.split(". This is typically caused")[0].strip()
+
+
+def is_timeout(text: str) -> bool:
+    """Return whether an error from torch is a timeout."""
+    return "timed out" in text.lower() or "timeout" in text.lower()
+
+
+def failure_of(error: RuntimeError) -> WireFailure:
+    """Return the failure that an error from torch means."""
+    text = plain_text(error)
+    return WireTimeout(text) if is_timeout(text) else WireFailure(text)
 
 
 class WireRefused(WireFailure):

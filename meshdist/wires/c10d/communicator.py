@@ -9,19 +9,16 @@ class does not know its dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
 from ...checking.program import is_of_handler
-from ...dtypes import DTYPES
-from ...error_text import first_line
 from ...reduce_ops import ReduceKind, ReduceOp, is_whole_mean
 from ...verb_table import REDUCING_VERBS, ROOTED_VERBS
 from ..built_verbs import (
@@ -33,36 +30,25 @@ from ..built_verbs import (
     reduce_scatter_by_exchange,
 )
 from ..communicator import Communicator, Explain
-from ..core import core
 from ..messages import Mailbox
 from ..operations import (
     DONE,
     Chain,
-    Interrupted,
     Operation,
     WireAborted,
     WireFailure,
-    WireTimeout,
+    failure_of,
     followed,
+    plain_text,
 )
 from ..prepared import PreparedCall, Tensors, parts, writing
-from .shortcuts import REDUCTIONS, find_shortcut
-from .substitutes import Arithmetic, Substitute, read_as
+from .shortcuts import open_fast_path
+from .substitutes import Arithmetic, Substitute, all_movable, movable, read_as
 
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = [
-    "CLOSED",
-    "C10dCommunicator",
-    "C10dOperation",
-    "C10dTransfer",
-    "is_timeout",
-    "plain_text",
-]
-
-_MOVED = frozenset(dtype for dtype, facts in DTYPES.items() if facts.is_in_c10d)
-"""The dtypes that all of these classes move as they are."""
+__all__ = ["CLOSED", "C10dCommunicator", "C10dOperation", "C10dTransfer"]
 
 _NOT_MADE: tuple[timedelta | None, Any] = (None, None)
 
@@ -88,17 +74,6 @@ CLOSED = _Closed()
 
 class _VerbLacking(WireFailure):
     """The class has no such verb, and said so before anything was sent."""
-
-
-def plain_text(error: Exception) -> str:
-    """The first sentence of an error from c10d, without source positions."""
-    text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", first_line(error))
-    return text.split(". This is typically caused")[0].strip()
-
-
-def is_timeout(text: str) -> bool:
-    """Return whether an error from c10d is a timeout."""
-    return "timed out" in text.lower() or "timeout" in text.lower()
 
 
 @dataclass(eq=False, slots=True)
@@ -211,49 +186,49 @@ class C10dCommunicator(Communicator):
         if substitute is not None:
             options = self.options_for(c10d.ReduceOptions, prepared, substitute.op)
             views = [read_as(tensor, substitute.dtype)]
-            started = self._start_if_there(prepared, "reduce", views, options)
+            started = self._start_own(prepared, "reduce", views, options)
         return started or self.build(prepared)
 
     def _broadcast(self, prepared: PreparedCall) -> Operation:
         options = self.options_for(c10d.BroadcastOptions, prepared)
-        return self._start(prepared, "broadcast", _all_movable(prepared.outputs), options)
+        return self._operation(
+            prepared, self._call("broadcast", all_movable(prepared.outputs), options)
+        )
 
     def _all_gather(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
         if output.numel() == 0:  # some refuse to cut nothing into blocks; wait for all the same
             return self._meet(prepared, output)
         options = self.options_for(c10d.AllgatherOptions, prepared)
-        started = self._start_if_there(
-            prepared, "_allgather_base", _movable(output), _movable(tensor), options
+        started = self._start_own(
+            prepared, "_allgather_base", movable(output), movable(tensor), options
         )
         if started is not None:
             return started
-        lists = [_all_movable(parts(output, [tensor.numel()] * self.size))]
-        return self._start(prepared, "allgather", lists, [_movable(tensor)], options)
+        lists = [all_movable(parts(output, [tensor.numel()] * self.size))]
+        return self._operation(prepared, self._call("allgather", lists, [movable(tensor)], options))
 
     def _all_gather_list(self, prepared: PreparedCall) -> Operation:
         outputs, (tensor,) = prepared.outputs, prepared.inputs
         count, started = tensor.numel(), None
         if self.gathers_uneven or all(out.numel() == count for out in outputs):
             options = self.options_for(c10d.AllgatherOptions, prepared)
-            lists = [_all_movable(outputs)]
-            started = self._start_if_there(
-                prepared, "allgather", lists, [_movable(tensor)], options
-            )
+            lists = [all_movable(outputs)]
+            started = self._start_own(prepared, "allgather", lists, [movable(tensor)], options)
         return started or self.build(prepared)
 
     def _gather(self, prepared: PreparedCall) -> Operation:
         options = self.options_for(c10d.GatherOptions, prepared)
-        lists = [_all_movable(prepared.outputs)] if self.rank == prepared.root else []
-        mine = _all_movable(prepared.inputs)
-        started = self._start_if_there(prepared, "gather", lists, mine, options)
+        lists = [all_movable(prepared.outputs)] if self.rank == prepared.root else []
+        mine = all_movable(prepared.inputs)
+        started = self._start_own(prepared, "gather", lists, mine, options)
         return started or self.build(prepared)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         options = self.options_for(c10d.ScatterOptions, prepared)
-        lists = [_all_movable(prepared.inputs)] if self.rank == prepared.root else []
-        mine = _all_movable(prepared.outputs)
-        started = self._start_if_there(prepared, "scatter", mine, lists, options)
+        lists = [all_movable(prepared.inputs)] if self.rank == prepared.root else []
+        mine = all_movable(prepared.outputs)
+        started = self._start_own(prepared, "scatter", mine, lists, options)
         return started or self.build(prepared)
 
     def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
@@ -264,7 +239,7 @@ class C10dCommunicator(Communicator):
         if substitute is not None:
             whole, mine = (read_as(x, substitute.dtype) for x in (tensor, output))
             options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
-            started = self._start_if_there(prepared, "_reduce_scatter_base", mine, whole, options)
+            started = self._start_own(prepared, "_reduce_scatter_base", mine, whole, options)
             if started is not None:
                 return started
         sizes = [output.numel()] * self.size
@@ -277,7 +252,7 @@ class C10dCommunicator(Communicator):
             views = [read_as(part, substitute.dtype) for part in inputs]
             mine = read_as(output, substitute.dtype)
             options = self.options_for(c10d.ReduceScatterOptions, prepared, substitute.op)
-            started = self._start_if_there(prepared, "reduce_scatter", [mine], [views], options)
+            started = self._start_own(prepared, "reduce_scatter", [mine], [views], options)
             if started is not None:
                 return started
         sizes = [part.numel() for part in inputs]
@@ -288,39 +263,39 @@ class C10dCommunicator(Communicator):
         return followed(started, lambda: self.scratch.give(whole))
 
     def _all_to_all(self, prepared: PreparedCall) -> Operation:
-        some, data = _all_movable(prepared.outputs), _all_movable(prepared.inputs)
+        some, data = all_movable(prepared.outputs), all_movable(prepared.inputs)
         if "all_to_all" in self.lacking:
             return all_to_all_by_packing(self, prepared, some, data)
         options = self.options_for(c10d.AllToAllOptions, prepared)
-        started = self._start_if_there(prepared, "alltoall", some, data, options)
+        started = self._start_own(prepared, "alltoall", some, data, options)
         return started or self.build(prepared)
 
     def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
         assert sizes is not None
-        whole, data = _movable(output), _movable(tensor)
+        whole, data = movable(output), movable(tensor)
         item = 1 if data.dtype is tensor.dtype else tensor.itemsize
         gives, takes = sizes if item == 1 else [[n * item for n in some] for some in sizes]
         options = self.options_for(c10d.AllToAllOptions, prepared)
-        started = self._start_if_there(
-            prepared, "alltoall_base", whole, data, takes, gives, options
-        )
+        started = self._start_own(prepared, "alltoall_base", whole, data, takes, gives, options)
         return started or self.build(prepared)
 
     def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
         """Wait for all members, where there is nothing to move."""
-        empty = [_movable(nothing)]
+        empty = [movable(nothing)]
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
-        return self._start(prepared, "barrier", self.options_for(c10d.BarrierOptions, prepared))
+        return self._operation(
+            prepared, self._call("barrier", self.options_for(c10d.BarrierOptions, prepared))
+        )
 
     def _send(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.inputs, prepared.root, prepared.tag
         if peer == self.rank:
             return self._mailbox.send(tensor, tag)
         slot = self._slot(tag, tensor)
-        work = self._call("send", [_movable(tensor)], peer, slot)
+        work = self._call("send", [movable(tensor)], peer, slot)
         return self._transfer(work, prepared)
 
     def _recv(self, prepared: PreparedCall) -> Operation:
@@ -332,10 +307,10 @@ class C10dCommunicator(Communicator):
             if self.size == 1 or self._mailbox.has_sent(tag):
                 return self._mailbox.recv(tensor, tag)
             # c10d refuses to receive nothing from anyone; a place for one byte takes it as well.
-            place = _movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
+            place = movable(tensor) if tensor.numel() else tensor.new_empty(1, dtype=torch.uint8)
             work = self._call("recv_anysource", [place], slot)
         else:
-            work = self._call("recv", [_movable(tensor)], peer, slot)
+            work = self._call("recv", [movable(tensor)], peer, slot)
         return self._transfer(work, prepared)
 
     def has_sent_itself(self, tag: int) -> bool:
@@ -344,19 +319,7 @@ class C10dCommunicator(Communicator):
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        if self.operation_kind is None or core is None:
-            return None
-        waiting = PreparedCall("", "", (), ()).as_own(timeout)
-        going_on = PreparedCall("", "", (), ()).as_own(timeout).later()
-        failing = partial(_explained, explain, timeout)
-        find, finish = partial(find_shortcut, self, waiting), partial(self._operation, waiting)
-        runner = core.TorchRunner(self, find, finish, failing)
-        path: FastPath = core.FastPath(entry, runner, REDUCTIONS)
-        kind: Callable[..., Operation] = self.operation_kind
-        find, make = partial(find_shortcut, self, going_on), partial(kind, self, timeout)
-        runner = core.TorchRunner(self, find, make, failing)
-        path.starting = core.FastPath(entry, runner, REDUCTIONS, works)
-        return path
+        return open_fast_path(self, self._operation, entry, explain, timeout, works)
 
     @contextmanager
     def batch(self, explain: Explain) -> Iterator[None]:
@@ -400,10 +363,7 @@ class C10dCommunicator(Communicator):
 
     def failure(self, error: RuntimeError) -> WireFailure:
         """The failure that an error from c10d means."""
-        text = plain_text(error)
-        if self.is_aborted:
-            return WireAborted(text)
-        return WireTimeout(text) if is_timeout(text) else WireFailure(text)
+        return WireAborted(plain_text(error)) if self.is_aborted else failure_of(error)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -449,7 +409,7 @@ class C10dCommunicator(Communicator):
             views = tensors
             if substitute.dtype is not tensors[0].dtype:
                 views = [read_as(tensor, substitute.dtype) for tensor in tensors]
-            started = self._start_if_there(prepared, "allreduce_coalesced", views, options)
+            started = self._start_own(prepared, "allreduce_coalesced", views, options)
             if started is not None:
                 return started
         alike = prepared.by("all_reduce_list", tensors, tensors, prepared.op)
@@ -480,18 +440,12 @@ class C10dCommunicator(Communicator):
         """Return whether c10d shall return a work."""
         return True
 
-    def _start_if_there(
-        self, prepared: PreparedCall, verb: str, *arguments: Any
-    ) -> Operation | None:
+    def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:
         """Start a verb of the class as an operation; return None where the class lacks the verb."""
         try:
             return self._operation(prepared, self._call(verb, *arguments))
         except _VerbLacking:
             return None
-
-    def _start(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation:
-        """Start a collective of c10d."""
-        return self._operation(prepared, self._call(verb, *arguments))
 
     def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
         """Return the operation of a collective; finished, where the caller waits.
@@ -543,24 +497,3 @@ class C10dCommunicator(Communicator):
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
         """The wire's own tag for a message."""
         return tag
-
-
-def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
-    """Return the error that a channel would raise of a failure on the fast path."""
-    if not isinstance(error, WireFailure):
-        if not is_of_handler(error):
-            return error
-        error = Interrupted(error)
-    error.limit = timeout
-    return explain(error, None)
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, flat, in a dtype that every wire moves: its own, or its bytes."""
-    if tensor.dtype not in _MOVED:
-        return read_as(tensor, torch.uint8)
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-def _all_movable(tensors: Tensors) -> list[torch.Tensor]:
-    return [_movable(tensor) for tensor in tensors]

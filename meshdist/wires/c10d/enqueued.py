@@ -43,10 +43,11 @@ from ..operations import (
     WireFailure,
     WireTimeout,
     complete,
+    failure_of,
     refuse_to_complete,
 )
 from ..prepared import PreparedCall
-from .communicator import CLOSED, C10dCommunicator, is_timeout, plain_text
+from .communicator import CLOSED, C10dCommunicator
 from .substitutes import NCCL
 
 if TYPE_CHECKING:
@@ -238,8 +239,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         except TimeoutError as late:
             raise WireTimeout(f"the members did not connect: {late}") from None
         except RuntimeError as error:
-            text = plain_text(error)
-            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
+            raise failure_of(error) from None
         self._device = device
 
     def watch(self, explain: Explain) -> None:
@@ -257,7 +257,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         current = torch.get_device_module(self._device_type).current_device
         options.device_ids = [current() if device is None else device.index]
         options.asyncOp = True  # a blocking one would wait for the stream without end
-        return self._start(prepared, "barrier", options)
+        return self._operation(prepared, self._call("barrier", options))
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]

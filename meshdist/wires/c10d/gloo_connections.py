@@ -35,9 +35,8 @@ from ...error_text import grouped_text
 from ...runtime.bounded_calls import begin_elsewhere
 from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import own_sockets
-from ..operations import WireRefused
+from ..operations import WireRefused, is_timeout
 from ..registry import Opening
-from .communicator import is_timeout
 
 __all__ = [
     "Devices",

@@ -15,20 +15,27 @@ what is built here is what ``built_verbs`` builds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, is_whole_mean
 from ..built_verbs import BuildingCommunicator, divide, find_lack, in_order, reduce_parts
-from ..core import DTYPE_CODES
+from ..communicator import Explain
+from ..core import DTYPE_CODES, core
+from ..operations import WireFailure, given_up_for
 from ..prepared import PreparedCall, Tensors, write, writing
 from .substitutes import Substitute
 
-__all__ = ["REDUCTIONS", "Shortcut", "find_shortcut"]
+if TYPE_CHECKING:
+    from ..native import FastPath
+
+__all__ = ["open_fast_path"]
 
 Finished: TypeAlias = Callable[[], None] | None
 Prepared: TypeAlias = tuple[tuple[Any, ...], Finished]
@@ -38,7 +45,7 @@ _ANY_SIZE = (1 << 63) - 1
 _SMALL_BYTES = 1 << 16
 """Of so few no memory is kept, which takes longer than to get some anew."""
 
-REDUCTIONS = [
+_REDUCTIONS = [
     (op, op.value, {dtype: (0, 0) for dtype in DTYPES if find_lack(op, dtype) is None})
     for op in PLAIN_OPS
 ]
@@ -88,6 +95,7 @@ class ShortCommunicator(BuildingCommunicator, Protocol):
     lacking: ClassVar[frozenset[str]]
     spoils_others: ClassVar[bool]
     most_gathered_bytes: ClassVar[int]
+    operation_kind: ClassVar[type[Any] | None]
 
     def find_substitute(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None: ...
     def options_for(
@@ -112,7 +120,45 @@ class _CallsAlike(NamedTuple):
     is_empty: bool
 
 
-def find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
+def open_fast_path(
+    wire: ShortCommunicator,
+    finish: Callable[..., Any],
+    entry: Any,
+    explain: Explain,
+    timeout: timedelta,
+    works: tuple[Any, ...],
+) -> FastPath | None:
+    """Return the fast path of a communicator's plain calls; None where there is none.
+
+    Args:
+        finish: makes the operation of a prepared call that waits, its work and its note.
+        entry, explain, timeout, works: as ``Communicator.fast_path`` takes them.
+    """
+    kind: Callable[..., Any] | None = wire.operation_kind
+    if kind is None or core is None:
+        return None
+    waiting = PreparedCall("", "", (), ()).as_own(timeout)
+    going_on = PreparedCall("", "", (), ()).as_own(timeout).later()
+    failing = partial(_explained, explain, timeout)
+    find = partial(_find_shortcut, wire, waiting)
+    runner = core.TorchRunner(wire, find, partial(finish, waiting), failing)
+    path: FastPath = core.FastPath(entry, runner, _REDUCTIONS)
+    find = partial(_find_shortcut, wire, going_on)
+    runner = core.TorchRunner(wire, find, partial(kind, wire, timeout), failing)
+    path.starting = core.FastPath(entry, runner, _REDUCTIONS, works)
+    return path
+
+
+def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> BaseException:
+    """Return the error that a channel would raise of a failure on the fast path."""
+    if not isinstance(error, WireFailure) and not is_of_handler(error):
+        return error
+    failure = given_up_for(error)
+    failure.limit = timeout
+    return explain(failure, None)
+
+
+def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
     """Return the shortcut of calls that are alike, given their fields; None: Python does them.
 
     Args:

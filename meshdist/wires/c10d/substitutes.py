@@ -6,12 +6,12 @@ dtype holds all values, a copy is reduced and rounded once. The smallest and lar
 found among whole numbers in their order, since c10d's classes keep or lose a NaN by the rank that
 has it. What has neither (bits over NCCL, the order of uint64) is gathered and reduced in this
 process; for a mean of whole numbers, whose sum wraps in their own dtype, the sum is asked for and
-divided.
+divided. What is only moved travels as bytes where no class knows its dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,7 +20,16 @@ import torch
 from ...dtypes import DTYPES, IN_ORDER, DtypeFacts
 from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp, is_whole_mean
 
-__all__ = ["GLOO", "NCCL", "UCC", "Arithmetic", "Substitute", "read_as"]
+__all__ = [
+    "GLOO",
+    "NCCL",
+    "UCC",
+    "Arithmetic",
+    "Substitute",
+    "all_movable",
+    "movable",
+    "read_as",
+]
 
 _SUM, _AVG, _PRODUCT = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT
 _MIN, _MAX = ReduceOp.MIN, ReduceOp.MAX
@@ -92,10 +101,23 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(dtype)
 
 
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, flat, in a dtype that every class of torch's moves: its own, or its bytes."""
+    if tensor.dtype not in _MOVED:
+        return read_as(tensor, torch.uint8)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, each as ``movable`` gives it."""
+    return [movable(tensor) for tensor in tensors]
+
+
 _ADDED = frozenset({_SUM, _PRODUCT})
 _NUMBERS = frozenset({*_ADDED, _MIN, _MAX})
 _MEAN = frozenset({*_ADDED, _AVG})
 _KNOWN = [facts for facts in DTYPES.values() if facts.is_in_c10d]
+_MOVED = frozenset(facts.dtype for facts in _KNOWN)
 _INTEGERS = [facts.dtype for facts in _KNOWN if facts.is_whole and facts.group != "bool"]
 _FLOATS = [facts.dtype for facts in _KNOWN if facts.group == "floating"]
 

@@ -18,9 +18,9 @@ from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 from ...error_text import first_line, ranks_text
 from ...runtime.hosts import num_cores
 from ..communicator import Communicator
-from ..operations import WireFailure, WireTimeout
+from ..operations import WireFailure, failure_of, plain_text
 from ..registry import Opening, Wire, find_wire, register_wire
-from .communicator import C10dCommunicator, is_timeout, plain_text
+from .communicator import C10dCommunicator
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
 from .gloo import GlooCommunicator
 from .gloo_connections import agreed_devices, check_interfaces, connects_late
@@ -112,8 +112,7 @@ class GlooWire(Wire):
         except RuntimeError as error:
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
-            text = plain_text(error)
-            raise (WireTimeout if is_timeout(text) else WireFailure)(text) from None
+            raise failure_of(error) from None
         return GlooCommunicator(
             self.name,
             opening.rank,
