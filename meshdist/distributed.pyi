@@ -81,19 +81,17 @@ from .errors import (
     QueueEmptyError as QueueEmptyError,
 )
 from .groups.group_calls import (
+    GroupMember as GroupMember,
     get_global_rank as get_global_rank,
     get_group_rank as get_group_rank,
     get_process_group_ranks as get_process_group_ranks,
+    group as group,
     new_group as new_group,
     new_subgroups as new_subgroups,
     new_subgroups_by_enumeration as new_subgroups_by_enumeration,
     split_group as split_group,
 )
-from .groups.process_group import (
-    GroupMember as GroupMember,
-    ProcessGroup as ProcessGroup,
-    group as group,
-)
+from .groups.process_group import ProcessGroup as ProcessGroup
 from .joining.join import Join as Join, Joinable as Joinable, JoinHook as JoinHook
 from .mesh.device_mesh import DeviceMesh as DeviceMesh
 from .mesh.making import init_device_mesh as init_device_mesh

@@ -62,11 +62,13 @@ __all__ = [
     "stack_text",
     "under_way",
     "warn_caller",
+    "warn_once_at",
 ]
 
 Site: TypeAlias = tuple[str, int] | None
 """A line of the program, as file and line number; None where no frame is of the program."""
 
+_warned: set[tuple[type[Warning], tuple[str, int]]] = set()
 _BETWEEN = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -108,6 +110,15 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, category, *place, registry=registry)
+
+
+def warn_once_at(
+    place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
+) -> None:
+    """Warn at a line of the program, unless it has been warned there of the same category."""
+    if (category, place) not in _warned:
+        _warned.add((category, place))
+        warnings.warn_explicit(text(), category, *place)
 
 
 def show_site(site: Site) -> str:

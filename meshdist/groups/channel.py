@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
 from functools import partial
@@ -13,14 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..checking.calls import Call, GroupFacts, Note, calls, get_call, get_message
-from ..checking.debug_levels import (
-    TRACE,
-    DebugLevel,
-    get_debug_level,
-    verbs_log,
-)
+from ..checking.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..checking.header_table import CHECK_EVERY, HeaderTable
-from ..checking.program import is_of_handler, line_of
+from ..checking.program import is_of_handler, line_of, warn_once_at
 from ..checking.recorder import Recorder
 from ..error_text import explain
 from ..errors import MeshdistError
@@ -30,7 +24,6 @@ from ..wires.operations import (
     DONE,
     Interrupted,
     MembersDisagree,
-    Operation,
     WireAborted,
     WireFailure,
     WireTimeout,
@@ -52,7 +45,6 @@ __all__ = ["CallGuard", "Channel"]
 _EVEN: tuple[Sizes, Sizes] = ((), ())
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 """The devices on which calls take the fast path, as DLPack numbers them."""
-_warned: set[tuple[str, int]] = set()
 
 
 class CallGuard(Protocol):
@@ -114,7 +106,7 @@ class Channel:
             _warn_dropped, self.recorder, self.aborts, opened.label
         )
         entry = self._native_entry()
-        self._enter = _is_not_entered if entry is None else entry.enter
+        self._enter = (lambda *_: False) if entry is None else entry.enter
         self.fast_path: FastPath | None = None
         if entry is not None:
             works = (
@@ -309,9 +301,12 @@ class Channel:
         prepared.recorder = recorder
         if not is_send and self.matching is not None and self.matching.takes(peer, tag):
             self._note_message(call, is_numbered=False)
-            _, _, prepared.number = recorder.counts
+            _, _, number = recorder.counts
+            prepared.number = number
             prepared.begin_here()
-            prepared.operation = self._receive_later(prepared, call.fingerprint)
+            of_message = prepared.outputs[0], peer, tag, call.fingerprint, number, self.timeout
+            receive = UnnamedReceive(*of_message, partial(self.explain, note=number))
+            prepared.operation = self.matching.add(receive, waits=prepared.waits)
             return
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
@@ -376,22 +371,6 @@ class Channel:
         if self.aborts:
             self.refuse_broken()
 
-    def _receive_later(self, prepared: PreparedCall, header: int) -> Operation:
-        """Return a receive that starts once its sender is known; its wait raises if the messages
-        differ.
-
-        Args:
-            header: the fingerprint of the message that the receive takes, compared with the
-                sender's.
-        """
-        assert self.matching is not None and prepared.number is not None
-        peer, tag, number = prepared.root, prepared.tag, prepared.number
-        explain = partial(self.explain, note=number)
-        receive = UnnamedReceive(
-            prepared.outputs[0], peer, tag, header, number, self.timeout, explain
-        )
-        return self.matching.add(receive, waits=prepared.waits)
-
     def _native_entry(self) -> Any:
         """The native core's ``enter``, for plain calls; None where there is none."""
         notes = None
@@ -421,11 +400,6 @@ class Channel:
             device_type=_DEVICE_TYPES.get(device_type, 0),
         )
 
-    def _compares_first(self) -> bool:
-        """Return whether no data move before all members have come and their calls are compared."""
-        # On a wire whose verbs are enqueued the others wait no more as a late member differs.
-        return bool(get_debug_level().value > self._most_level.value)
-
     @property
     def _most_level(self) -> DebugLevel:
         """The highest debug level at which data may move before all members have come."""
@@ -439,13 +413,16 @@ class Channel:
         taken: Sequence[int] = (),
     ) -> None:
         """Compare the call that was noted last with all members', where that is done first."""
-        compares_first = self._compares_first()
+        # On a wire whose verbs are enqueued the others wait no more as a late member differs.
+        compares_first = get_debug_level().value > self._most_level.value
         try:
             if self.opened.sees_all_calls:
                 if compares_first:
                     self._wait_for_all()
             elif compares_first:
-                self._compare_by_a_round(call.header, sent, taken, _device_of(tensor))
+                first = tensor[0] if isinstance(tensor, list) else tensor
+                device = self.device_type if first is None else first.device
+                self._compare_by_a_round(call.header, sent, taken, device)
         except BaseException as error:
             raise self.failed(error) from None
 
@@ -475,13 +452,13 @@ class Channel:
         common: tuple[int, ...],
         sent: Sequence[int],
         taken: Sequence[int],
-        device: torch.device | None,
+        device: torch.device | str,
     ) -> None:
         """Compare headers by a gather of their own, on the call's device: no memory is shared."""
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]
-        mine = torch.tensor(values, dtype=torch.int64, device=device or self.device_type)
+        mine = torch.tensor(values, dtype=torch.int64, device=device)
         all_of_them = mine.new_empty(size * len(values))
         gather = PreparedCall("", "all_gather", [mine], [all_of_them]).as_own(self.timeout)
         self.communicator.start(gather).finish(self.timeout)
@@ -509,22 +486,12 @@ def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: 
     if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return
     place = noted.code.co_filename, line_of(noted.code, noted.instruction)
-    if place not in _warned:
-        _warned.add(place)
-        text = explain(
+    warn_once_at(
+        place,
+        lambda: explain(
             f"the Work of {noted.call.name} was dropped, and nothing has waited for it",
             where=noted.heading,
             expected="wait(), or a future, before its tensors are used: they may hold anything",
             fix="keep it and call wait(), or let the verb itself wait",
-        )
-        warnings.warn_explicit(text, UserWarning, *place)
-
-
-def _device_of(tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | None:
-    """Return the device of a call's tensors; None for a call without any."""
-    first = tensor[0] if isinstance(tensor, list) else tensor
-    return None if first is None else first.device
-
-
-def _is_not_entered(*_: Any) -> bool:
-    return False
+        ),
+    )

@@ -14,24 +14,44 @@ from typing import Any, cast
 import torch
 
 from ..arguments import check_timeout, find_whole_numbers, get_whole_number
-from ..bootstrap.world import World, get_usable_world
+from ..bootstrap.world import World, find_world, get_usable_world
 from ..checking.program import never_nested
 from ..error_text import ranks_text
 from ..errors import ArgumentError, KindError, LengthError, NotInGroupError
 from ..wires.names import backends_in, parse_backends
 from ..wires.registry import get_wire
 from .communicators import get_registry
-from .process_group import GroupMember, ProcessGroup, resolve_group, world_group
+from .process_group import NON_GROUP_MEMBER, ProcessGroup, resolve_group, world_group
 
 __all__ = [
+    "GroupMember",
     "get_global_rank",
     "get_group_rank",
     "get_process_group_ranks",
+    "group",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "split_group",
 ]
+
+
+class _MemberKinds(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:  # torch's name
+        """The group of all ranks, or None before there is a world."""
+        world = find_world()
+        return None if world is None else world_group(world)
+
+
+class GroupMember(metaclass=_MemberKinds):
+    """``GroupMember.WORLD`` is the world; outsiders of a new group get ``NON_GROUP_MEMBER``."""
+
+    NON_GROUP_MEMBER = NON_GROUP_MEMBER
+
+
+class group(metaclass=_MemberKinds):  # torch's name
+    """``group.WORLD`` is the group of all ranks."""
 
 
 @never_nested
@@ -75,7 +95,7 @@ def new_group(
         raise KindError("group_desc must be a str", found=f"{group_desc!r}")
     backends = backends_in(world, world.backends if backend is None else parse_backends(backend))
     if world.rank not in members:
-        return GroupMember.NON_GROUP_MEMBER
+        return NON_GROUP_MEMBER
     name = group_desc or f"group of {ranks_text(members)}"
     definition = {"text": name, "ranks": members, "backends": backends}
     default = max(get_wire(wire).default_timeout for wire in backends.values())

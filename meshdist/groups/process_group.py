@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -16,16 +15,11 @@ from weakref import ref
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
-from ..bootstrap.world import World, find_world, get_usable_world, get_world
+from ..bootstrap.world import World, get_usable_world, get_world
 from ..checking.calls import GroupFacts
-from ..checking.program import Site, call_site, show_site
+from ..checking.program import call_site, show_site, warn_once_at
 from ..error_text import explain, ranks_text
-from ..errors import (
-    BackendError,
-    GroupClosedError,
-    GroupKindError,
-    NotInGroupError,
-)
+from ..errors import BackendError, GroupClosedError, GroupKindError, NotInGroupError
 from ..runtime.hosts import forks, num_forks
 from ..wires.operations import WireRefused
 from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
@@ -40,18 +34,12 @@ from .verb_methods import Asked, VerbMethods, verbs
 if TYPE_CHECKING:
     from ..wires.native import FastPath
 
-__all__ = [
-    "GroupLike",
-    "GroupMember",
-    "MeshLike",
-    "ProcessGroup",
-    "group",
-    "resolve_group",
-    "world_group",
-]
+__all__ = ["NON_GROUP_MEMBER", "GroupLike", "ProcessGroup", "resolve_group", "world_group"]
 
 _log = logging.getLogger("meshdist.groups")
-_warned: set[Site] = set()
+
+NON_GROUP_MEMBER = -100
+"""The answer of ``new_group`` on a rank outside the group, as torch gives it."""
 
 
 class ProcessGroup(VerbMethods):
@@ -61,16 +49,13 @@ class ProcessGroup(VerbMethods):
     methods of torch's process groups, too, each of which starts the verb that it stands for.
 
     Args:
-        world: the world of its ranks.
         ranks: global ranks, in group order; this rank is one of them.
         name: how messages call it, for example ``axis 'tp' of DeviceMesh(dp=2, tp=2)``.
         backends: the wire per device type, where the program has named them for this group;
             None takes the world's, or what serves in place of its default wires.
         named_for: the device type for which alone the program has named a wire; "" for none.
         timeout: how long a verb may wait; None takes the world's, else the wire's default.
-        options: the wire's own options, or None.
         is_private: whether it opens communicators of its own and shares none.
-        desc: torch's ``group_desc``.
         axis_names: of the mesh axes along which it runs; () where there are none with names.
         device: the device bound to it, on which its wire connects as it is opened; None takes the
             world's.
@@ -133,15 +118,15 @@ class ProcessGroup(VerbMethods):
         is_over = not self._channels or self._num_forks != num_forks() or self.is_closed
         if is_over or sys.is_finalizing() or not get_registry(self.world).drop(self):
             return
-        if self._site and self._site not in _warned:
-            _warned.add(self._site)
-            text = explain(
+        if self._site:
+            text = partial(
+                explain,
                 f"{self.name} was dropped, and not closed",
                 where=f"rank {self.world.rank}, made at {show_site(self._site)}",
                 found="its communicator, open until all its ranks have dropped it and make another",
                 fix="call mesh.close() or destroy_process_group(group), or keep it",
             )
-            warnings.warn_explicit(text, ResourceWarning, *self._site)
+            warn_once_at(self._site, text, ResourceWarning)
 
     def rank(self) -> int:
         """This rank's place in the group."""
@@ -192,7 +177,6 @@ class ProcessGroup(VerbMethods):
         """Return the open channel for ``device_type``; the first call opens it, with all members.
 
         Args:
-            device_type: of the tensors.
             agreement: what the members have just agreed upon, with their offers; None lets them
                 agree now.
             slot: under which each of them made its offer.
@@ -477,10 +461,6 @@ GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
 def resolve_group(group: object) -> ProcessGroup:
     """Return the group that a verb's ``group`` argument means.
 
-    Args:
-        group: None (the world), a ProcessGroup, or a mesh: its axis, or its axes flattened
-            row-major.
-
     Raises:
         NotInGroupError: this rank is no member.
         GroupKindError: not one of these.
@@ -493,7 +473,7 @@ def resolve_group(group: object) -> ProcessGroup:
     group_of_mesh = getattr(group, "open_group", None)
     if group_of_mesh is not None:
         return group_of_mesh()  # type: ignore[no-any-return]
-    if group == GroupMember.NON_GROUP_MEMBER:
+    if group == NON_GROUP_MEMBER:
         raise NotInGroupError(
             "this rank is not a member of the group",
             where=f"rank {get_world().rank}",
@@ -518,21 +498,3 @@ def _instead_of(group: object) -> str | None:
     if type(group).__module__ == "torch.distributed.device_mesh":
         return "make ours of it: DeviceMesh.from_torch(mesh)"
     return None
-
-
-class _MemberKinds(type):
-    @property
-    def WORLD(cls) -> ProcessGroup | None:  # torch's name
-        """The group of all ranks, or None before there is a world."""
-        world = find_world()
-        return None if world is None else world_group(world)
-
-
-class GroupMember(metaclass=_MemberKinds):
-    """``GroupMember.WORLD`` is the world; outsiders of a new group get ``NON_GROUP_MEMBER``."""
-
-    NON_GROUP_MEMBER = -100
-
-
-class group(metaclass=_MemberKinds):  # torch's name
-    """``group.WORLD`` is the group of all ranks."""

@@ -30,7 +30,7 @@ from ..bootstrap.world import (
 from ..checking.program import one_frame, warn_caller
 from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
-from ..groups.process_group import GroupLike, GroupMember, resolve_group, world_group
+from ..groups.process_group import NON_GROUP_MEMBER, GroupLike, resolve_group, world_group
 from ..runtime import memory
 from ..runtime.untraced import untraced
 from ..wires.names import (
@@ -476,4 +476,4 @@ def _leave(world: World, leave: Callable[[], None]) -> None:
 
 
 def _is_outsider(group: object) -> bool:
-    return isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER
+    return isinstance(group, int) and group == NON_GROUP_MEMBER
