@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._mpi import environment, job_command
-from meshdist.launching.guard import end_with_parent
+from tests.inner import end_with_parent
 from tests.pool import QUICK_NAMES, Pool, Worker, worker_main
 
 START_S = 180.0  # on a busy machine
@@ -116,8 +116,7 @@ def main(address: str, folder: str) -> None:
 
     end_with_parent(os.getppid())
     gc.disable()  # what is imported is there to stay
-    import meshdist.collectives.verbs
-    import meshdist.mesh.device_mesh  # noqa: F401
+    import tests.inner  # noqa: F401 - what most tests need is imported once
 
     gc.freeze()
     gc.enable()

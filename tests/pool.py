@@ -38,7 +38,7 @@ from typing import Any
 
 import cloudpickle
 
-from meshdist.launching.guard import end_with_parent
+from tests.inner import end_with_parent
 from tests.load import load_factor
 
 TESTS = Path(__file__).resolve().parent
@@ -467,9 +467,7 @@ class Failure:
 def parent_main(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     gc.disable()  # what is imported is there to stay
-    import meshdist
-    import meshdist.collectives.verbs
-    import meshdist.mesh.device_mesh  # noqa: F401 - what most tests need is imported once
+    import tests.inner  # noqa: F401 - what most tests need is imported once
 
     gc.freeze()  # else each process would look through all of it, and have it copied for that
     gc.enable()
@@ -535,7 +533,7 @@ def serve_hosts(control: socket.socket, folder: str) -> None:
 
 def serve_any_port(address: str) -> Any:
     """A store for the worlds of a pool, at a free port of this host."""
-    from meshdist.bootstrap.stores import bind_listener, serve_store
+    from tests.inner import bind_listener, serve_store
 
     listener = bind_listener(address, 0)
     assert listener is not None
@@ -658,7 +656,7 @@ def perform_in_world(call: dict[str, Any], fn: Callable[..., Any], args: Sequenc
     from torch.distributed import PrefixStore
 
     import meshdist as md
-    from meshdist.bootstrap.stores import connect_store, keep_store
+    from tests.inner import connect_store, keep_store
 
     timeout = timedelta(seconds=call["timeout_s"])
     store = keep_store("pool", lambda: connect_store(*call["store"], timeout))

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 import meshdist
-from meshdist.wires.core import core
-from meshdist.wires.shm.communicator import ShmWire
+from tests.inner import ShmWire, core
 
 PACKAGE = Path(meshdist.__file__).parent
 

@@ -12,7 +12,7 @@ import pytest
 
 import meshdist
 from meshdist import comm_hooks, lax
-from meshdist.absent_names import where_else
+from tests.inner import where_else
 
 # What torch says of itself while its own modules are imported.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -75,7 +75,7 @@ def test_what_people_type_is_never_a_bare_attribute_error(door: ModuleType, name
 
 
 def test_the_ours_that_are_named_exist() -> None:
-    from meshdist import absent_names
+    from tests.inner import absent_names
 
     named = {name: text.format(name) for name, text in absent_names._PLACES.items()}
     for name, text in (absent_names._OURS | named).items():

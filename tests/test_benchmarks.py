@@ -29,7 +29,7 @@ from benchmarks._report import interleaved
 from benchmarks._step_times import Sample, quotient, verdict as verdict_of_target
 from benchmarks.before_after import AFTER, BEFORE, best, run, spread, verdict
 from benchmarks.busy import busy_processes, row
-from meshdist.bench.measuring import Cell
+from tests.inner import Cell
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshdist.dtypes import DTYPES, PLAIN_DTYPES, QUANTIZED, SIGNED, DtypeFacts, dtype_name
-from meshdist.wires.core import core
+from tests.inner import core
 from tests.wires import samples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -25,24 +25,31 @@ import pytest
 
 import meshdist as md
 from meshdist.arguments import check_timeout
-from meshdist.bootstrap import file_records, init_methods, stores
-from meshdist.bootstrap.environments import (
+from meshdist.distributed import HashStore
+from meshdist.errors import MeshdistError
+from meshdist.mesh.layout import Layout
+from tests.inner import (
+    LaunchError,
+    ProcessCard,
+    World,
+    bench,
+    debug_levels,
+    file_records,
     find_local_size,
+    find_mpi_problem,
+    find_whole_number,
     first_host,
+    flags as cli_arguments,
+    init_methods,
+    main as cli,
+    my_card,
+    parse_backends,
     read_local_rank,
     read_surroundings,
+    run,
+    stores,
+    world_here,
 )
-from meshdist.bootstrap.mpi_library import find_mpi_problem
-from meshdist.bootstrap.stores import HashStore
-from meshdist.bootstrap.world import World, world_here
-from meshdist.checking import debug_levels
-from meshdist.cli import bench, flags as cli_arguments, main as cli, run
-from meshdist.errors import MeshdistError
-from meshdist.launching.rank_environment import LaunchError
-from meshdist.mesh.layout import Layout
-from meshdist.runtime.hosts import ProcessCard, my_card
-from meshdist.runtime.whole_numbers import find_whole_number
-from meshdist.wires.names import parse_backends
 
 LONGEST_S = 5.0  # of one input, beside busy processes
 SHOWN = 2000

@@ -22,22 +22,27 @@ from unittest import mock
 import pytest
 import torch
 
-from meshdist.bench.measuring import _rank_of
-from meshdist.bootstrap.server_watch import find_readable
-from meshdist.bootstrap.stores import open_file
-from meshdist.bootstrap.world import World
-from meshdist.checking.header_table import HeaderTable
-from meshdist.checking.shared_words import Regions, SharedWords, SharedWordsView
-from meshdist.collectives.object_rounds import Parcel, unpack
-from meshdist.groups.host_comparison import HeaderTables
-from meshdist.runtime.hosts import my_card
-from meshdist.wires.core import core
-from meshdist.wires.mpi import arrivals as mpi_arrivals
-from meshdist.wires.mpi.arrivals import Arrivals
-from meshdist.wires.mpi.connection import MpiConnection
-from meshdist.wires.operations import WireFailure
-from meshdist.wires.shm import handshake
-from meshdist.wires.shm.door import Door
+from tests.inner import (
+    Arrivals,
+    Door,
+    HeaderTable,
+    HeaderTables,
+    MpiConnection,
+    Parcel,
+    Regions,
+    SharedWords,
+    SharedWordsView,
+    WireFailure,
+    World,
+    _rank_of,
+    arrivals as mpi_arrivals,
+    core,
+    find_readable,
+    handshake,
+    my_card,
+    open_file,
+    unpack,
+)
 from tests.test_fuzz import changed, records, texts
 from tests.test_fuzz_store import SHORT, Memory, Readers, as_bytes, check
 from tests.wires.shm.circle import close_shared, make_memory, num_files

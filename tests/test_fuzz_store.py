@@ -17,20 +17,30 @@ from unittest.mock import patch
 import pytest
 from torch.distributed import Store
 
-from meshdist.bootstrap.bounded_store import read_json
-from meshdist.bootstrap.generations import Attempt
-from meshdist.bootstrap.world import World
-from meshdist.checking.shared_words import Regions, SignsOfLife
-from meshdist.collectives.monitored_barrier import MonitoredBarrier
 from meshdist.errors import MeshdistError
-from meshdist.groups import agreement
-from meshdist.groups.agreement import Agreements, digest_of_ranks
-from meshdist.groups.communicators import Registry
-from meshdist.groups.signals import Endings, SignalThread, collect, last_call_text, parse_answer
-from meshdist.runtime import deadlines
-from meshdist.runtime.deadlines import Grace, clock
-from meshdist.runtime.hosts import ProcessCard, my_card
-from meshdist.wires.mpi.opening import parse_member
+from tests.inner import (
+    Agreements,
+    Attempt,
+    Endings,
+    Grace,
+    MonitoredBarrier,
+    ProcessCard,
+    Regions,
+    Registry,
+    SignalThread,
+    SignsOfLife,
+    World,
+    agreement,
+    clock,
+    collect,
+    deadlines,
+    digest_of_ranks,
+    last_call_text,
+    my_card,
+    parse_answer,
+    parse_member,
+    read_json,
+)
 from tests.test_fuzz import LONGEST_S, SHOWN, records, texts
 
 SHORT = timedelta(seconds=0.02)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups import channel
+from tests.inner import channel
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.ddp.averaging import PeriodicModelAverager
+from meshdist.distributed import PeriodicModelAverager
 
 
 def two() -> torch.Tensor:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.runtime.hosts import host_identity
+from tests.inner import host_identity
 from tests.pool import TESTS, WorkerLost
 from tests.test_pool import is_running
 from tests.two_hosts import TwoHosts, places_on

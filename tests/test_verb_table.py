@@ -24,10 +24,7 @@ from meshdist.verb_table import (
     Verb,
     WireVerb,
 )
-from meshdist.wires.built_verbs import BUILT
-from meshdist.wires.operations import DONE, Operation
-from meshdist.wires.prepared import PreparedCall
-from meshdist.wires.registry import find_wire, wire_names
+from tests.inner import BUILT, DONE, Operation, PreparedCall, find_wire, wire_names
 from tests.wires.direct import Direct
 
 

@@ -12,7 +12,7 @@ import torch
 
 import meshdist as md
 from meshdist.verb_table import VERBS
-from meshdist.wires.capabilities import table_page
+from tests.inner import table_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = ROOT / "docs" / "verbs.md"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import meshdist
-from meshdist.cli import checkup
+from tests.inner import checkup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "packaging"))
 

@@ -30,8 +30,7 @@ from meshdist.bootstrap.bounded_store import (
 )
 from meshdist.bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from meshdist.bootstrap.stores import connect_store
-from meshdist.runtime.deadlines import Deadline, Grace
-from meshdist.runtime.hosts import my_card, process_start
+from tests.inner import Deadline, Grace, my_card, process_start
 from tests.load import is_within
 from tests.stopping import resume, stop
 

@@ -18,7 +18,7 @@ from torch.distributed import FileStore
 import meshdist as md
 from meshdist.bootstrap import file_records
 from meshdist.bootstrap.file_records import Entry, enter, leave
-from meshdist.runtime.hosts import my_card
+from tests.inner import my_card
 
 
 def test_the_ranks_of_one_world_share_a_generation(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore
 from meshdist.bootstrap.generations import Attempt, Rendezvous
-from meshdist.runtime.hosts import my_card
+from tests.inner import my_card
 
 LONG = timedelta(seconds=30)
 SHORT = timedelta(seconds=0.3)

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 import meshdist as md
 from meshdist.bootstrap.bounded_store import BoundedStore, await_key, find_value, read_number
 from meshdist.bootstrap.stores import NamedPrefixStore
-from meshdist.runtime.deadlines import Deadline
+from tests.inner import Deadline
 
 LONG = timedelta(seconds=30)
 

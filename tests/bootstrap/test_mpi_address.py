@@ -17,7 +17,7 @@ import meshdist as md
 from meshdist.bootstrap import mpi_library
 from meshdist.bootstrap.environments import Surroundings
 from meshdist.bootstrap.mpi_library import directory_of_mpiexec
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import Deadline, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = timedelta(seconds=60)

@@ -21,7 +21,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from meshdist.bootstrap.server_watch import ServerWatch
 from meshdist.bootstrap.stores import connect_store
-from meshdist.runtime.hosts import my_card
+from tests.inner import my_card
 from tests.load import is_within
 
 _SERVER = """

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from meshdist.checking import header_table as module
 from meshdist.checking.header_table import CHECK_EVERY, WINDOW, HeaderTable
-from meshdist.wires.core import core
+from tests.inner import core
 
 ROOT = Path(__file__).resolve().parents[2]
 

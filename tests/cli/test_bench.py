@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from meshdist.bench import measuring
-from meshdist.bench.measuring import Entrant, SideFailedError, measure, running
-from meshdist.bench.reporting import size_text
 from meshdist.cli import bench
+from tests.inner import Entrant, SideFailedError, measure, measuring, running, size_text
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking import shared_words
 from meshdist.cli import checkup
 from meshdist.cli.checkup import (
     check_wire,
@@ -28,7 +27,7 @@ from meshdist.cli.checkup import (
     find_wires,
     network_variables,
 )
-from meshdist.wires.registry import find_wire
+from tests.inner import find_wire, shared_words
 from tests.load import is_within
 
 

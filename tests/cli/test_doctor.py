@@ -15,8 +15,7 @@ import torch
 
 from meshdist.cli import doctor
 from meshdist.cli.checkup import find_device_types, find_wires
-from meshdist.wires import capabilities
-from meshdist.wires.registry import find_wire
+from tests.inner import capabilities, find_wire
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,9 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from meshdist.cli import run as run_command
 from meshdist.cli.torchrun_flags import add_torchrun_flags, launch_settings, number_of_processes
-from meshdist.launching.rank_environment import LaunchError
-from meshdist.launching.streams import Output
-from meshdist.runtime.hosts import num_cores
+from tests.inner import LaunchError, Output, num_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "meshdist", "run"]

@@ -174,7 +174,7 @@ def test_two_wires_in_one_batch_are_refused() -> None:
             md.batch_isend_irecv(operations)
         return str(caught.value)
 
-    from meshdist.bootstrap.world import get_world
+    from tests.inner import get_world
 
     assert (
         md.simulate(program, 2)

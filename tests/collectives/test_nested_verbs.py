@@ -17,8 +17,7 @@ import torch
 import torch.distributed as torch_distributed
 
 import meshdist as md
-from meshdist.checking import program as nesting
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import Deadline, program as nesting, wait_until
 from tests.load import is_within
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import on_torch

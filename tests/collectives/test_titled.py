@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.debug_levels import DebugLevel, get_debug_level, set_debug_level
 from meshdist.collectives.prepare import run_titled
+from meshdist.distributed import DebugLevel, ProcessGroup, get_debug_level, set_debug_level
 from meshdist.errors import AgreementError, CollectiveTimeoutError, MeshdistError
-from meshdist.groups.process_group import ProcessGroup
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap import world as bootstrap_world
 from meshdist.collectives.roots import first_cuda_device
+from tests.inner import world as bootstrap_world
 from tests.pool import Pool
 
 SIZES = (1, 2, 3, 4)

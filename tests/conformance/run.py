@@ -23,9 +23,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshdist.bench.reporting import machine
-from meshdist.wires import capabilities as capabilities  # all wires register themselves
-from meshdist.wires.registry import find_wire
+from tests.inner import (
+    capabilities as capabilities,  # all wires register themselves
+    find_wire,
+    machine,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -16,7 +16,7 @@ import torch
 
 from meshdist.ddp import parting, tail
 from meshdist.ddp.device_streams import TailReader
-from meshdist.wires.simulated import communicator, meeting
+from tests.inner import meeting, simulated_communicator as communicator
 from tests.wires.c10d.nccl_stand_in import standing_in
 
 __all__ = ["HostTensor", "pretended_gpu"]

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.collectives import flat_sums
 from meshdist.ddp import buckets, tail
 from meshdist.ddp.device_streams import DeferredReader, GradientStreams, TailReader
+from tests.inner import flat_sums
 
 CPU = torch.device("cpu")
 

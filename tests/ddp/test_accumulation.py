@@ -10,9 +10,9 @@ from torch import nn
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives import flat_sums
 from meshdist.ddp import accumulation
 from meshdist.errors import AgreementError, ArgumentError, AxisTypeError, KindError, MeshError
+from tests.inner import flat_sums
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, varying
 
 

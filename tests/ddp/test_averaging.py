@@ -19,7 +19,6 @@ from torch.distributed.algorithms.model_averaging import (
 )
 
 import meshdist as md
-from meshdist.collectives import flat_sums
 from meshdist.ddp import averaging
 from meshdist.errors import (
     AgreementError,
@@ -29,6 +28,7 @@ from meshdist.errors import (
     MeshError,
     NotInGroupError,
 )
+from tests.inner import flat_sums
 from tests.pool import Pool
 
 # -- an oracle: one number for each rank, averaged by a loop over the ranks -----------------------

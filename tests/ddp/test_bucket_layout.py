@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from meshdist.collectives.flat_sums import Item, assign_buckets, dense_stride, items_of
 from meshdist.ddp.bucket_layout import bucket_caps, lay_out
 from meshdist.errors import ArgumentError, KindError
+from tests.inner import Item, assign_buckets, dense_stride, items_of
 
 items_and_orders = st.lists(
     st.tuples(st.integers(0, 40), st.sampled_from(["f32", "f16", "other device"])),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.collectives import flat_sums
+from tests.inner import flat_sums
 from tests.pool import Pool
 
 # torch 2.13 warns so of any compiled block that follows another.

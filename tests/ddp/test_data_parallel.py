@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.collectives import flat_sums
 from meshdist.ddp.gradient_hooks import tensors_in
+from meshdist.distributed import ProcessGroup
 from meshdist.errors import (
     AgreementError,
     ArgumentError,
@@ -26,8 +26,8 @@ from meshdist.errors import (
     KindError,
     MeshError,
 )
-from meshdist.groups.process_group import ProcessGroup
 from tests.ddp.models import Fragile, Two
+from tests.inner import flat_sums
 from tests.pool import Pool
 
 Batch = tuple[torch.Tensor, torch.Tensor]

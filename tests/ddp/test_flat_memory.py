@@ -9,10 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
-import meshdist.wires.shm.communicator as shm
-from meshdist.collectives import shared_buffers as module
-from meshdist.collectives.shared_buffers import flat_memory
 from meshdist.errors import BackendError
+from tests.inner import flat_memory, shared_buffers as module, shm_communicator as shm
 from tests.pool import Pool
 
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.collectives import flat_sums
 from meshdist.errors import (
     AgreementError,
     ArgumentError,
@@ -24,6 +23,7 @@ from meshdist.errors import (
     GradientError,
     KindError,
 )
+from tests.inner import flat_sums
 from tests.pool import Pool
 from tests.stand_in_cupy import StandInCupy
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.groups.process_group import ProcessGroup
+from meshdist.distributed import ProcessGroup
 from tests.ddp.pretended_gpu import HostTensor, pretended_gpu
 
 

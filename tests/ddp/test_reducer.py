@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.collectives import flat_sums
 from meshdist.ddp import buckets, reducer, tail
 from meshdist.ddp.bucket_layout import ReductionOptions
 from meshdist.ddp.device_streams import TailReader
@@ -20,6 +19,7 @@ from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.tail import Ending
 from meshdist.errors import BackendError, GradientError
+from tests.inner import flat_sums
 
 ONE_EACH = (1,)
 ALL_IN_ONE = (1 << 30,)

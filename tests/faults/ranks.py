@@ -19,10 +19,10 @@ from datetime import timedelta
 from typing import Any
 
 import meshdist as md
-from meshdist.bootstrap import mpi_library
 from tests.faults.calls import Calls, WrongNumbers
 from tests.faults.cases import AFTER, BEFORE, INSIDE, MISCALLS, SIGNALLED, Case
 from tests.faults.programs import Step
+from tests.inner import mpi_library
 
 __all__ = ["Rank", "Struck"]
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshdist.runtime.hosts import find_version
 from tests.faults.cases import EXIT, FAULT, LOOP, Case
 from tests.faults.outcomes import TORCHS_CLIENT, TORCHS_GLOO, Finding, Outcome
+from tests.inner import find_version
 
 __all__ = ["Result", "Tally"]
 

@@ -79,7 +79,7 @@ def prepare(wires: Iterable[str]) -> None:
     import torch
 
     import meshdist as md
-    from meshdist.bootstrap.mpi_library import load_mpi
+    from tests.inner import load_mpi
 
     for name in (
         "init_process_group",

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.errors import GradientError
 from meshdist.functional.value_checks import GradientNotes
+from tests.inner import get_world
 
 
 def mesh_of(**sizes: int) -> md.DeviceMesh:

@@ -16,13 +16,11 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
-from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.world import World
 from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements, digest_of_ranks
 from meshdist.groups.signals import Endings
-from meshdist.runtime import deadlines
 from tests.few_files import room_for
+from tests.inner import BoundedStore, World, deadlines
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)

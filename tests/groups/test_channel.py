@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.checking.debug_levels import TRACE
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import TRACE, Deadline, wait_until
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
@@ -360,8 +359,8 @@ def test_a_root_far_ahead_of_one_that_died_does_not_wait_for_it(pool: Pool) -> N
 
 def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: Pool) -> None:
     def program() -> tuple:
-        from meshdist.bootstrap.world import get_world
         from meshdist.groups.communicators import get_registry
+        from tests.inner import get_world
 
         registry = get_registry(get_world())
         registry.header_tables.close()
@@ -398,8 +397,8 @@ def test_without_shared_memory_everything_works_and_a_timeout_still_tells(pool: 
 
 def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_path: Path) -> None:
     def program(rank: int, path: str) -> tuple[float, list[int], bool]:
-        from meshdist.bootstrap.world import get_world
         from meshdist.groups import communicators, host_comparison
+        from tests.inner import get_world
 
         make_shared_words = host_comparison.make_shared_words
         if rank == 1:
@@ -424,8 +423,8 @@ def test_a_member_without_shared_words_is_asked_for_them_once(pool: Pool, tmp_pa
 
 def test_full_shared_words_leave_a_group_without_headers_that_works(pool: Pool) -> None:
     def program() -> tuple[bool, float]:
-        from meshdist.bootstrap.world import get_world
         from meshdist.groups.communicators import get_registry
+        from tests.inner import get_world
 
         words = get_registry(get_world()).header_tables._words
         assert words is not None

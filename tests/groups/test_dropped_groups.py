@@ -18,7 +18,7 @@ import torch
 import meshdist as md
 from meshdist.groups import communicators, process_group
 from meshdist.groups.communicators import get_registry
-from meshdist.wires.simulated.store import SimulatedStore
+from tests.inner import SimulatedStore
 from tests.mpi_job import job_of
 from tests.pool import Pool
 

@@ -11,14 +11,14 @@ import torch
 
 import meshdist as md
 from meshdist.checking.calls import GroupFacts, Note, get_call, get_message
-from meshdist.checking.recorder import Recorder
 from meshdist.groups.explainer import STORE_LOST, Explainer, OtherMembers, explained_opening
-from meshdist.wires.operations import (
+from tests.inner import (
     Interrupted,
     MemberGaveUp,
     MemberLost,
     MembersDisagree,
     MessageMisfit,
+    Recorder,
     WireAborted,
     WireFailure,
     WireRefused,

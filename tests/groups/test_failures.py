@@ -22,7 +22,7 @@ import torch
 import meshdist as md
 from meshdist.checking.calls import get_message
 from meshdist.groups import communicators as registry_module
-from meshdist.runtime import deadlines
+from tests.inner import deadlines
 from tests.load import is_within
 from tests.pool import Pool, places
 from tests.verbs.cases import WIRES

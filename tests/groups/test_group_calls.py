@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.simulated.communicator import SimulatedCommunicator
+from tests.inner import SimulatedCommunicator
 
 
 def test_new_group_sorts_unless_told_not_to() -> None:

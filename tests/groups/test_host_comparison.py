@@ -18,10 +18,8 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.groups.host_comparison import NUM_DIGESTS, HostComparison, HostComparisons
-from meshdist.runtime.deadlines import Grace
-from meshdist.wires.operations import MembersDisagree
+from tests.inner import Grace, MembersDisagree, get_world
 from tests.pool import Failure, Pool, places
 from tests.two_hosts import TwoHosts
 

@@ -13,11 +13,9 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.world import get_world
 from meshdist.groups.communicators import get_registry
 from meshdist.groups.signals import ask
-from meshdist.runtime.hosts import read_process
+from tests.inner import BoundedStore, get_world, read_process
 from tests.load import is_within
 from tests.pool import Failure, Pool, places
 

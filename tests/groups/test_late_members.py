@@ -11,9 +11,9 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.bootstrap.world import World
 from meshdist.errors import ArgumentError
 from meshdist.groups.other_members import WAIT_NOTICE_VARIABLE, LateMembers
+from tests.inner import World
 from tests.pool import Pool
 
 

@@ -15,14 +15,13 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.error_text import ranks_text
 from meshdist.groups import other_members
 from meshdist.groups.explainer import STORE_LOST
 from meshdist.groups.other_members import MembersOfWorld, silent_ranks
 from meshdist.groups.signals import Endings, last_call_text
-from meshdist.wires.operations import MembersDisagree
+from tests.inner import MembersDisagree, World
 from tests.load import is_within
 
 FACTS = GroupFacts("a group", (0, 1, 2), 0)

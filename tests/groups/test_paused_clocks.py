@@ -10,8 +10,7 @@ from torch.distributed import HashStore
 
 from meshdist.groups import signals as room
 from meshdist.groups.signals import PausedClocks
-from meshdist.runtime import deadlines
-from meshdist.runtime.deadlines import Clock
+from tests.inner import Clock, deadlines
 
 
 @pytest.fixture

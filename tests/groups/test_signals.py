@@ -13,9 +13,6 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from meshdist.bootstrap.bounded_store import BoundedStore
-from meshdist.bootstrap.world import World
-from meshdist.checking.shared_words import Regions, SignsOfLife
 from meshdist.groups import signals
 from meshdist.groups.signals import (
     Endings,
@@ -25,7 +22,7 @@ from meshdist.groups.signals import (
     post,
     receipts_key,
 )
-from meshdist.runtime.deadlines import clock
+from tests.inner import BoundedStore, Regions, SignsOfLife, World, clock
 from tests.load import is_within
 
 LONG = timedelta(seconds=30)

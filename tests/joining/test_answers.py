@@ -14,8 +14,7 @@ from meshdist.joining import answers
 from meshdist.joining.answers import neutral
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
 from meshdist.verb_table import VERBS
-from meshdist.wires.built_verbs import reduced
-from meshdist.wires.simulated.communicator import SimulatedCommunicator
+from tests.inner import SimulatedCommunicator, reduced
 
 CASES = [
     (op, dtype)

@@ -16,10 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
-from meshdist.checking import call_words, calls, shared_words
-from meshdist.groups.communicators import get_registry
+from meshdist.checking import calls
 from meshdist.joining import statements
+from tests.inner import call_words, get_registry, get_world, shared_words
 from tests.joining.uneven_programs import plans, run_plan
 from tests.load import is_within
 from tests.mpi_job import job_of

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.joining.shadow import find_shadow
+from tests.inner import get_world
 from tests.joining.uneven_programs import MOVING, OBJECTS, OTHERS, REDUCING, Step, plans, run_plan
 from tests.load import is_within
 from tests.pool import Failure, Pool

@@ -12,9 +12,8 @@ from hypothesis import given, strategies as st
 
 import meshdist as md
 from meshdist.checking.calls import Call, get_call
-from meshdist.groups.channel import Channel
 from meshdist.joining.statements import JoinedCommunicator, Statement, from_bytes, to_bytes
-from meshdist.wires.prepared import PreparedCall
+from tests.inner import Channel, PreparedCall
 from tests.pool import Pool
 
 TEXTS = st.text(max_size=5)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.joining.statements import JoinedCommunicator
 from meshdist.joining.waits import Waits
 from meshdist.joining.whereabouts import Whereabouts
+from tests.inner import get_world
 from tests.load import is_within
 from tests.pool import Pool
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.errors import BackendError
 from meshdist.joining.whereabouts import Whereabouts
+from tests.inner import get_world
 
 
 @pytest.mark.parametrize("main", ["a", "b"])

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from meshdist.launching.child_processes import GRACE_S, Launch, ProcessExit, _is_dying
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import Deadline, wait_until
 from tests.load import is_within
 
 PYTHON = [sys.executable, "-S", "-c"]

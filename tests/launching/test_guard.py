@@ -13,7 +13,7 @@ import pytest
 
 from meshdist.launching.child_processes import Guard
 from meshdist.launching.guard import MARK, Family, mark_value
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import Deadline, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

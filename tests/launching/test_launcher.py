@@ -17,8 +17,8 @@ from meshdist.launching import streams
 from meshdist.launching.launcher import run_processes
 from meshdist.launching.rank_environment import JobPlace, LaunchError
 from meshdist.launching.streams import Output
-from meshdist.runtime.hosts import MORE_DESCRIPTORS
 from tests.few_files import room_for
+from tests.inner import MORE_DESCRIPTORS
 
 PYTHON = [sys.executable, "-S", "-c"]
 NODE_RANK = "--node-rank"

@@ -19,9 +19,9 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.functional import reducing
 from meshdist.functional.axis_types import GRADIENT_KINDS, KINDS, find_result_kind
 from tests.functional.verb_cases import groups_of
+from tests.inner import reducing
 from tests.lax.make_jax_answers import CASES, SIZES, TUTORIAL, keywords, named, numbers
 
 SCRIPT = Path(__file__).with_name("make_jax_answers.py")

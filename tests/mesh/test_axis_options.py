@@ -7,7 +7,6 @@ from datetime import timedelta
 import pytest
 
 import meshdist as md
-import meshdist.wires.c10d.communicator
 from meshdist.mesh.definition import options_of_axes
 
 LAYOUT = md.Layout.from_shape((2, 4), ("dp", "tp"))

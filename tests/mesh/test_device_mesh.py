@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
+from tests.inner import get_world
 from tests.pool import Pool
 
 

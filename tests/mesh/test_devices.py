@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.mesh.definition import select_device
+from tests.inner import get_world
 from tests.pool import Pool
 
 

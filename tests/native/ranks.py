@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from meshdist.launching.guard import end_with_parent
 from meshdist.wires import native
+from tests.inner import end_with_parent
 from tests.load import load_factor
 from tests.native.named_core import NamedCore
 

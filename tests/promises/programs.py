@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 import meshdist as md
-from meshdist.groups import channel
+from tests.inner import channel
 
 __all__ = [
     "abort_frees_all",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshdist.wires.simulated.scheduler import Scheduler
+from tests.inner import Scheduler
 from tests.wires.simulated.waits import pass_round
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist import DeviceMesh
 from meshdist.errors import ArgumentError, AxisTypeError, KindError
-from meshdist.mesh.device_mesh import DeviceMesh
 from tests.sharding.array_cases import assemble, error_on_mesh, held, on_mesh
 
 A = np.arange(1.0, 21.0).reshape(5, 4)

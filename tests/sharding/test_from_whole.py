@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
+from meshdist import DeviceMesh
 from meshdist.errors import AgreementError, ArgumentError, KindError, NotInGroupError, ShapeError
-from meshdist.mesh.device_mesh import DeviceMesh
 from meshdist.sharding import carrying
 from tests.sharding.array_cases import NAMES, assemble, error_on_mesh, held, on_mesh
 from tests.stand_in_cupy import StandInCupy

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist import DeviceMesh
 from meshdist.errors import (
     ArgumentError,
     DtypeError,
@@ -17,7 +18,6 @@ from meshdist.errors import (
     NotInGroupError,
     ShapeError,
 )
-from meshdist.mesh.device_mesh import DeviceMesh
 from tests.pool import Pool
 from tests.sharding.array_cases import assemble, error_on_mesh, held, on_mesh
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist import DeviceMesh
 from meshdist.errors import ArgumentError, DtypeError, KindError
-from meshdist.mesh.device_mesh import DeviceMesh
 from meshdist.sharding.shards import checked_dims
 from tests.sharding.array_cases import assemble, error_on_mesh, held, on_mesh
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import meshdist as md
-from meshdist.groups.verb_methods import Asked, only, only_list, read_options
 from meshdist.torch_process_groups.works import tensors_of
+from tests.inner import Asked, only, only_list, read_options
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import (
     all_gather_single_of_torch,

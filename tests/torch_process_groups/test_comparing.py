@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from meshdist.bootstrap.world import World
 from meshdist.checking.calls import Call, GroupFacts
-from meshdist.checking.recorder import Recorder
-from meshdist.groups.host_comparison import HeaderTables
-from meshdist.groups.signals import Endings
 from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
-from meshdist.wires.operations import MembersDisagree
+from tests.inner import Endings, HeaderTables, MembersDisagree, Recorder, World
 
 RANKS = (4, 6)
 ONE_HOST = (-1, -1, -1, -1, 0, -1, 0)

@@ -10,9 +10,9 @@ import torch
 from torch.distributed import HashStore
 
 from meshdist.checking.calls import Call, GroupFacts, Note
-from meshdist.checking.recorder import Recorder
 from meshdist.torch_process_groups import inner_group
 from meshdist.torch_process_groups.inner_group import MembersOfTorchGroup
+from tests.inner import Recorder
 
 RANKS = (4, 6, 7)
 FIELDS = {"summary": "they differ", "where": "a group", "expected": "", "found": "", "fix": "mend"}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshdist.checking.calls import get_message
-from meshdist.collectives.torch_private import ENDS_RECORDS_ANYWHERE
+from tests.inner import ENDS_RECORDS_ANYWHERE
 from tests.pool import Pool
 from tests.torch_process_groups.worlds import (
     KEEPS_ORDER,
@@ -457,8 +457,7 @@ def test_messages_and_sums_of_two_threads_are_noted_as_themselves(pool: Pool) ->
 def test_all_device_types_of_a_wire_are_opened_with_the_group(pool: Pool) -> None:
     def program() -> Any:
         from meshdist.torch_process_groups.wire_group import WireGroup
-        from meshdist.wires.registry import Opening
-        from meshdist.wires.shm.communicator import ShmWire
+        from tests.inner import Opening, ShmWire
 
         class StandIn(ShmWire):
             """Notes for which device types it is opened."""

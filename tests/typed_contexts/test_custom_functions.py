@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives.torch_private import SingleLevelFunction, is_apply_bare
 from meshdist.errors import AxisTypeError
 from meshdist.functional.axis_types import ATTRIBUTE
+from tests.inner import SingleLevelFunction, is_apply_bare
 from tests.typed_contexts.typed_cases import F64, in_mesh, kinds, refusal, varying
 
 

@@ -10,8 +10,8 @@ import torch
 
 import meshdist as md
 from meshdist import lax
-from meshdist.collectives.marks import watchers
 from meshdist.verb_table import VERBS
+from tests.inner import watchers
 from tests.typed_contexts.typed_cases import in_mesh, kinds, varying
 
 X = "V:dp,tp"  # the kinds of what is read

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshdist.functional.value_checks import names_of
+from tests.inner import names_of
 
 
 def names(*tensors: torch.Tensor, outwards: int = 1) -> list[str | None]:

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from meshdist.checking.calls import GroupFacts, get_call, get_message
-from meshdist.checking.program import is_between
-from meshdist.checking.recorder import Recorder
 from meshdist.reduce_ops import ReduceKind
 from meshdist.wires.operations import Operation
 from meshdist.wires.prepared import PreparedCall, Sizes, Tensors
+from tests.inner import Recorder, is_between
 
 is_between[__file__] = True  # the line that calls a verb is the test's
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore
 
-from meshdist.bootstrap.world import get_world
 from meshdist.wires.registry import Opening, get_wire
 from meshdist.wires.simulated.communicator import SimulatedCommunicator
+from tests.inner import get_world
 
 T = timedelta(seconds=1)
 

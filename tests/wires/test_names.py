@@ -7,7 +7,6 @@ import pickle
 import pytest
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.wires.names import (
     backends_in,
     backends_text,
@@ -15,6 +14,7 @@ from meshdist.wires.names import (
     parse_backends,
     usable_defaults,
 )
+from tests.inner import get_world
 
 
 def test_names_are_lower_case() -> None:

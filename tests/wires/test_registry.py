@@ -11,9 +11,9 @@ import torch
 import meshdist as md
 import meshdist.wires.c10d.communicator
 import meshdist.wires.names  # registers all wires
-from meshdist.bootstrap import mpi_library
 from meshdist.wires.registry import Needs, find_wire, get_wire, make_room, wire_names
 from tests.few_files import room_for
+from tests.inner import mpi_library
 
 
 def test_names_in_any_case() -> None:

@@ -512,7 +512,7 @@ def step_of_torchs_ddp() -> list:
     """A step under torch's own DDP, which waits in C++ for the future that the hook returns."""
     import torch.distributed as dist
 
-    from meshdist.bootstrap.world import get_world
+    from tests.inner import get_world
 
     rank, size = md.get_rank(), md.get_world_size()
     store = dist.PrefixStore("torchs", get_world().store)

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 
-from meshdist.bootstrap.world import get_world
 from meshdist.reduce_ops import ReduceOp
-from meshdist.runtime import deadlines
 from meshdist.wires.communicator import Communicator
 from meshdist.wires.operations import Chain, Operation, WireFailure
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
+from tests.inner import deadlines, get_world
 from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 

@@ -29,7 +29,7 @@ LIMIT = timedelta(seconds=20)
 
 def wire_of(group: Any = None) -> str:
     """The wire that moves the tensors of a group, which is used to see that it does."""
-    from meshdist.groups.process_group import resolve_group
+    from tests.inner import resolve_group
 
     found = resolve_group(group)
     x = torch.arange(1000.0)
@@ -149,7 +149,7 @@ def test_a_rank_without_the_native_core_leads_all_to_gloo(
     is_one_host: bool, pool: Pool, tmp_path: Path
 ) -> None:
     def program(rank: int, path: str) -> Any:
-        from meshdist.wires.shm import communicator as shm
+        from tests.inner import shm_communicator as shm
 
         with ExitStack() as stack:
             if not is_one_host:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap import world as bootstrap_world
+from tests.inner import world as bootstrap_world
 from tests.pool import Pool, places
 
 OPENING = """

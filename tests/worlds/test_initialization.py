@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap import world as bootstrap_world
-from meshdist.bootstrap.world import get_world
+from tests.inner import get_world, world as bootstrap_world
 from tests.pool import Failure, Pool, places
 
 ROOT = Path(__file__).resolve().parents[2]

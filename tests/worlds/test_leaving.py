@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from meshdist.runtime.deadlines import Deadline, wait_until
+from tests.inner import Deadline, wait_until
 from tests.load import is_within
 from tests.pool import free_port
 

@@ -19,7 +19,6 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
-from meshdist.bootstrap.world import find_world, get_world
 from meshdist.errors import (
     AgreementError,
     ArgumentError,
@@ -29,6 +28,7 @@ from meshdist.errors import (
     NotInitializedError,
     WorldError,
 )
+from tests.inner import find_world, get_world
 from tests.load import is_within
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 import meshdist as md
-from meshdist.bootstrap.world import World, find_world, install_world, remove_world
+from tests.inner import World, find_world, install_world, remove_world
 
 
 @pytest.fixture

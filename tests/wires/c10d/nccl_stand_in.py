@@ -29,10 +29,9 @@ import torch
 import torch.distributed
 from torch._C._distributed_c10d import WorkResult
 
-from meshdist.checking.program import is_between
 from meshdist.wires.c10d import enqueued
 from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
-from meshdist.wires.registry import find_wire
+from tests.inner import find_wire, is_between
 
 WATCHDOG_S = 0.02  # (cpp) kWatchdogThreadSleepMillis: 100 ms
 NO_TIMEOUT = timedelta(0)  # (hpp) kNoTimeout

@@ -16,11 +16,9 @@ import torch
 from torch.distributed import DebugLevel
 
 import meshdist as md
-from meshdist.collectives.prepare import run_titled
 from meshdist.dtypes import DTYPES
-from meshdist.groups import channel as channel_module
 from meshdist.reduce_ops import PLAIN_OPS, ReduceKind, find_refusal
-from meshdist.wires import work as work_module
+from tests.inner import channel as channel_module, run_titled, work as work_module
 from tests.pool import Pool
 from tests.wires.c10d.nccl_stand_in import Device, Nccl, StandIn, Work, standing_in
 from tests.wires.fast_paths import Spy, every_verb

@@ -15,8 +15,7 @@ from meshdist.reduce_ops import ReduceKind, ReduceOp
 from meshdist.wires.c10d.communicator import C10dCommunicator
 from meshdist.wires.c10d.gloo import GlooCommunicator
 from meshdist.wires.c10d.torch_classes import NcclWire as NcclWire  # registers itself
-from meshdist.wires.operations import WireFailure, is_timeout, plain_text
-from meshdist.wires.registry import Opening, find_wire
+from tests.inner import Opening, WireFailure, find_wire, is_timeout, plain_text
 from tests.pool import Pool
 from tests.wires.c10d.nccl_stand_in import StandIn, standing_in
 from tests.wires.direct import Direct

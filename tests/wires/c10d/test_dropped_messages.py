@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.runtime.deadlines import Deadline, wait_until
 from meshdist.wires.c10d.gloo_connections import DroppedMessages
+from tests.inner import Deadline, wait_until
 from tests.pool import Pool
 from tests.verbs.cases import WIRES
 

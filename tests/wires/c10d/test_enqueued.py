@@ -17,16 +17,24 @@ import torch
 from torch._C._distributed_c10d import WorkResult
 from torch.distributed import HashStore
 
+from meshdist.distributed import Work
 from meshdist.errors import BackendError, CollectiveTimeoutError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.runtime import bounded_calls
-from meshdist.runtime.deadlines import clock
-from meshdist.wires import work as work_module
 from meshdist.wires.c10d.enqueued import EnqueueingCommunicator
-from meshdist.wires.operations import Chain, Operation, WireAborted, WireFailure, WireTimeout
-from meshdist.wires.prepared import PreparedCall
-from meshdist.wires.registry import Opening, find_wire
-from meshdist.wires.work import Work, bound
+from tests.inner import (
+    Chain,
+    Opening,
+    Operation,
+    PreparedCall,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    bound,
+    bounded_calls,
+    clock,
+    find_wire,
+    work as work_module,
+)
 from tests.load import is_within
 from tests.wires.c10d.nccl_stand_in import Device, standing_in
 from tests.wires.direct import Direct

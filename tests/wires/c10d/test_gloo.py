@@ -16,7 +16,6 @@ from torch.distributed import HashStore, PrefixStore
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp, find_refusal
-from meshdist.runtime import bounded_calls
 from meshdist.wires.c10d.gloo import GlooCommunicator, GlooTransfer
 from meshdist.wires.c10d.gloo_connections import (
     agreed_devices,
@@ -25,8 +24,16 @@ from meshdist.wires.c10d.gloo_connections import (
     gloo_devices,
     gloo_interfaces,
 )
-from meshdist.wires.operations import WireAborted, WireFailure, WireRefused, WireTimeout
-from meshdist.wires.registry import Opening, find_wire, get_wire
+from tests.inner import (
+    Opening,
+    WireAborted,
+    WireFailure,
+    WireRefused,
+    WireTimeout,
+    bounded_calls,
+    find_wire,
+    get_wire,
+)
 from tests.load import is_within
 from tests.pool import Pool, places
 from tests.wires.direct import Direct

@@ -16,12 +16,18 @@ import torch.distributed
 from torch.distributed import DebugLevel, HashStore
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
-from meshdist.checking.header_table import HeaderTable
-from meshdist.groups.communicators import Registry, get_registry
-from meshdist.wires.operations import DONE, Operation
-from meshdist.wires.prepared import PreparedCall
-from meshdist.wires.registry import Opening, Wire, find_wire
+from tests.inner import (
+    DONE,
+    HeaderTable,
+    Opening,
+    Operation,
+    PreparedCall,
+    Registry,
+    Wire,
+    find_wire,
+    get_registry,
+    get_world,
+)
 from tests.load import is_within
 from tests.pool import Pool
 from tests.stand_in_cupy import StandInCupy

@@ -83,7 +83,7 @@ def test_what_a_registered_class_lacks_is_built(pool: Pool, tmp_path: Any) -> No
         import torch
         from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-        from meshdist.wires.registry import find_wire
+        from tests.inner import find_wire
 
         class Pigeon(ProcessGroup):
             """A backend in Python that has an all-reduce, a broadcast and a list all-gather."""

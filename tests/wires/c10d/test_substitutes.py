@@ -7,8 +7,8 @@ import torch
 
 from meshdist.dtypes import DTYPES as DTYPE_FACTS
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.built_verbs import flip, reduced, to_order
 from meshdist.wires.c10d.substitutes import GLOO, NCCL, UCC, Arithmetic, read_as
+from tests.inner import flip, reduced, to_order
 from tests.wires.samples import DTYPES, INTEGERS, bits, draw, legal_ops, reduced_in_numpy
 from tests.wires.verb_table import expect
 

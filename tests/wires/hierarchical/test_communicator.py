@@ -21,8 +21,7 @@ from torch.distributed import HashStore
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.hierarchical.communicator import HierarchicalWire
-from meshdist.wires.operations import WireFailure, WireRefused
-from meshdist.wires.registry import Opening, get_wire
+from tests.inner import Opening, WireFailure, WireRefused, get_wire
 from tests.load import is_within
 from tests.pool import QUICK_NAMES, TESTS, Failure, Pool
 from tests.wires.direct import Direct

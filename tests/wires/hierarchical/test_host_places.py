@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from meshdist.wires.hierarchical.two_level import HostPlaces
-from meshdist.wires.prepared import cuts
+from tests.inner import cuts
 
 HOSTS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.bootstrap.mpi_library import load_mpi
-from meshdist.runtime.memory import Scratch
 from meshdist.wires.mpi.datatypes import MpiBuffers, packed, unpacked
+from tests.inner import Scratch, load_mpi
 
 
 def test_parts_in_a_row_are_one_view_and_others_are_copied() -> None:

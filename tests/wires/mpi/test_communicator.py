@@ -21,7 +21,7 @@ import torch
 import meshdist as md
 from benchmarks._mpi import MPIEXEC, environment, job_command
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.registry import find_wire
+from tests.inner import find_wire
 from tests.load import is_within
 from tests.mpi_job import job_of
 from tests.pool import Pool

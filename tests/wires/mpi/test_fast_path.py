@@ -12,7 +12,7 @@ import torch
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.core import core
+from tests.inner import core
 from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.fast_paths import (

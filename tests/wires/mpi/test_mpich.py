@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.bootstrap.mpi_library import describe_mpi
+from tests.inner import describe_mpi
 from tests.mpi_job import MpiJob
 from tests.verbs.cases import judge, perform_all, sample
 from tests.wires.fast_paths import (

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import meshdist as md
-from meshdist.runtime.hosts import my_card
 from meshdist.wires.mpi import opening as module
-from meshdist.wires.registry import Opening
+from tests.inner import Opening, my_card
 
 
 def open_alone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

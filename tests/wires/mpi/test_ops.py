@@ -9,8 +9,8 @@ import torch
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
-from meshdist.runtime.memory import Scratch
 from meshdist.wires.mpi.datatypes import find_plan, plan_of
+from tests.inner import Scratch
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
 _OF_MPI: dict[Any, Any] = {

@@ -15,17 +15,25 @@ import torch
 from torch.distributed import PrefixStore
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
 from meshdist.errors import BackendError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.runtime.deadlines import Deadline, wait_until
-from meshdist.wires import operations as worker_queue
-from meshdist.wires.communicator import Communicator
 from meshdist.wires.mpi import communicator as mpi, staging
 from meshdist.wires.mpi.staging import StagedCommunicator
-from meshdist.wires.operations import Operation, WireAborted, WireFailure, WireTimeout
-from meshdist.wires.prepared import PreparedCall
-from meshdist.wires.registry import Opening, find_wire, get_wire
+from tests.inner import (
+    Communicator,
+    Deadline,
+    Opening,
+    Operation,
+    PreparedCall,
+    WireAborted,
+    WireFailure,
+    WireTimeout,
+    find_wire,
+    get_wire,
+    get_world,
+    operations as worker_queue,
+    wait_until,
+)
 from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.direct import Direct

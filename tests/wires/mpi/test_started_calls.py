@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.wires.core import core
-from meshdist.wires.work import may_be_dropped
+from tests.inner import core, may_be_dropped
 from tests.mpi_job import job_of
 from tests.pool import Pool
 from tests.wires.started_calls import (

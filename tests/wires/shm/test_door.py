@@ -15,9 +15,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 import meshdist as md
-from meshdist.wires.operations import WireRefused
 from meshdist.wires.shm import door as doors
 from meshdist.wires.shm.door import Door
+from tests.inner import WireRefused
 from tests.load import is_within
 from tests.pool import Pool
 

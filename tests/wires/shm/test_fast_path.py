@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import meshdist as md
-from meshdist.groups.process_group import ProcessGroup
+from meshdist.distributed import ProcessGroup
 from meshdist.reduce_ops import ReduceKind, ReduceOp
 from meshdist.wires.shm.communicator import ShmWire
 from tests.pool import Pool

@@ -16,11 +16,9 @@ import pytest
 from torch.distributed import PrefixStore
 
 import meshdist as md
-from meshdist.bootstrap.world import get_world
-from meshdist.runtime.deadlines import Grace
-from meshdist.wires.operations import WireFailure, WireRefused, WireTimeout
 from meshdist.wires.shm import door
 from meshdist.wires.shm.handshake import Shared, share
+from tests.inner import Grace, WireFailure, WireRefused, WireTimeout, get_world
 from tests.load import is_within
 from tests.pool import Failure, Pool
 

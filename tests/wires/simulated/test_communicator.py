@@ -12,15 +12,22 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from meshdist.bootstrap.world import get_world
+from meshdist import simulate
 from meshdist.errors import AgreementError, DtypeError
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.built_verbs import BUILT, all_reduce_by_gathering
-from meshdist.wires.communicator import Communicator
-from meshdist.wires.operations import Chain, Operation, WireAborted, WireFailure
-from meshdist.wires.prepared import PreparedCall
-from meshdist.wires.registry import Opening, get_wire
-from meshdist.worlds.simulation import simulate
+from tests.inner import (
+    BUILT,
+    Chain,
+    Communicator,
+    Opening,
+    Operation,
+    PreparedCall,
+    WireAborted,
+    WireFailure,
+    all_reduce_by_gathering,
+    get_wire,
+    get_world,
+)
 from tests.wires.direct import Direct
 from tests.wires.samples import (
     DTYPES,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from meshdist.bootstrap.world import get_world
+from meshdist import simulate
 from meshdist.checking.calls import Call, GroupFacts, Note
 from meshdist.errors import AgreementError, BackendError, DeadlockError
 from meshdist.reduce_ops import ReduceOp
 from meshdist.wires.simulated.meeting import find_mismatch
-from meshdist.worlds.simulation import simulate
+from tests.inner import get_world
 from tests.wires.direct import Direct
 from tests.wires.samples import T, open_group
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, QueueEmptyError
 
-from meshdist.bootstrap.world import get_world
+from meshdist import simulate
 from meshdist.errors import ArgumentError, WorldError
 from meshdist.wires.simulated.store import SimulatedStore
-from meshdist.worlds.simulation import simulate
+from tests.inner import get_world
 
 
 def both_stores() -> list[Any]:
