@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -499,6 +500,7 @@ def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[s
     return list(dict.fromkeys(faults + circle_faults(graph)))
 
 
+@cache
 def package_sources() -> dict[str, str]:
     """Return the text of every module of the package, by its dotted name."""
     sources = {}
@@ -531,6 +533,61 @@ def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> N
         module = ast.Module(body=eager, type_ignores=[])
         imports = imports_of(door, module, set(package_sources()), is_package=door == PACKAGE)
         assert {item.module for item in imports} <= {f"{PACKAGE}.lazy_names"}
+
+
+# What takes data and gives data: what these rooms promise is told by their values alone.
+PURE = {
+    f"{PACKAGE}.{room}.{name}" if room else f"{PACKAGE}.{name}"
+    for room, names in {
+        "": "arguments arrays dtypes error_text reduce_ops verb_table",
+        "checking": "calls",
+        "ddp": "bucket_layout history",
+        "functional": "axis_types",
+        "mesh": "drawing layout layout_arguments partition_spec pattern pattern_sizes placement "
+        "spec strides view",
+        "sharding": "change_steps changes plans refinement routes steps",
+    }.items()
+    for name in names.split()
+}
+FRONT_DOOR = {PACKAGE} | {
+    f"{PACKAGE}.{name}"
+    for name in ("distributed", "errors", "experts", "launch", "lax", "torch_backends")
+}
+# Forked ranks of torch's own suite have the first from their parent; the core is a unit of its own.
+PRELOADED = {f"{PACKAGE}.torch_process_groups.creating", f"{PACKAGE}.wires.native"}
+
+
+def inner_imports(path: Path, text: str) -> list[str]:
+    """Return a line for each import of an inner room by a test of another room."""
+    folder = path.parent.parts[1:]
+    own = ".".join((PACKAGE, *folder)) + "." if folder else f"{PACKAGE}."
+    inner = set(package_sources()) - PURE - FRONT_DOOR - PRELOADED
+    return [
+        f"{path}:{item.line} imports {item.module}: let it come from tests.inner"
+        for item in imports_of("tests", ast.parse(text), set(package_sources()), is_package=False)
+        if item.module in inner and not (folder and f"{item.module}.".startswith(own))
+    ]
+
+
+def test_tests_of_other_rooms_come_by_the_front_door() -> None:
+    paths = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("*.py"))]
+    faults = [
+        fault
+        for path in paths
+        if path != Path("tests/inner.py")
+        for fault in inner_imports(path, (ROOT / path).read_text(encoding="utf-8"))
+    ]
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_an_import_of_another_room_is_found() -> None:
+    text = "import meshdist as md\nfrom meshdist.wires.shm import door\n"
+    assert inner_imports(Path("tests/wires/shm/test_door.py"), text) == []
+    for path in (Path("tests/ddp/test_buckets.py"), Path("tests/test_kills.py")):
+        assert inner_imports(path, text) == [
+            f"{path}:2 imports meshdist.wires.shm.door: let it come from tests.inner"
+        ]
+    assert inner_imports(Path("tests/test_x.py"), "from meshdist.mesh.layout import Layout") == []
 
 
 LIGHT = [PACKAGE, f"{PACKAGE}.error_text", f"{PACKAGE}.launching.launcher", f"{PACKAGE}.cli.main"]
