@@ -32,6 +32,7 @@ from meshdist.bootstrap.environments import (
     read_surroundings as read_surroundings,
 )
 from meshdist.bootstrap.generations import Attempt as Attempt
+from meshdist.bootstrap.head_counts import digest_of_ranks as digest_of_ranks
 from meshdist.bootstrap.mpi_library import (
     describe_mpi as describe_mpi,
     find_mpi_problem as find_mpi_problem,
@@ -96,7 +97,7 @@ from meshdist.collectives.torch_private import (
 from meshdist.functional import reducing as reducing
 from meshdist.functional.value_checks import names_of as names_of
 from meshdist.groups import agreement as agreement, channel as channel
-from meshdist.groups.agreement import Agreements as Agreements, digest_of_ranks as digest_of_ranks
+from meshdist.groups.agreement import Agreements as Agreements
 from meshdist.groups.channel import Channel as Channel
 from meshdist.groups.communicators import Registry as Registry, get_registry as get_registry
 from meshdist.groups.host_comparison import HeaderTables as HeaderTables

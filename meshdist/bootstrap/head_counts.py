@@ -6,12 +6,15 @@ as a rule, and a few numbers tell who is missing: numbers below a bit that is se
 
 Example: members 0, 1, 2 on host 0 and 3, 4 on host 1 are the blocks "0.0" and "1.0". When 0, 2, 3
 and 4 have come, these hold 0b101 and 0b11, and "1:0", for both, 0b10: member 1 is missing.
+
+And short names of members, and of what they count themselves for, for keys of the store.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -109,3 +112,13 @@ def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount
             for at, parts in enumerate(by_most)
         ]
     return counts[0]
+
+
+def digest_of_ranks(ranks: Sequence[int]) -> str:
+    """A short name for a list of ranks, equal on all of them."""
+    return digest_of(repr(tuple(ranks)))
+
+
+def digest_of(text: str) -> str:
+    """A short name for a text, equal on all ranks."""
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]

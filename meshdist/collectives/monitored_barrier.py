@@ -21,11 +21,11 @@ from torch.distributed import Store
 
 from ..arguments import check_timeout
 from ..bootstrap.bounded_store import read_json, read_number, within
+from ..bootstrap.head_counts import digest_of_ranks
 from ..bootstrap.world import World
 from ..checking.calls import GroupFacts, Note, get_call
 from ..checking.program import call_site, show_site
 from ..errors import AbortedError, CollectiveTimeoutError, WorldError
-from ..groups.agreement import digest_of_ranks
 from ..groups.communicators import get_registry
 from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..groups.signals import ask, last_call_text

@@ -38,7 +38,6 @@ would show that to ranks 0 and 2, which wait, and the first of them looks why it
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import threading
@@ -51,7 +50,7 @@ from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 from ..bootstrap.bounded_store import await_key, find_value, parse_value, within
-from ..bootstrap.head_counts import HeadCount, head_count_of
+from ..bootstrap.head_counts import HeadCount, digest_of, digest_of_ranks, head_count_of
 from ..bootstrap.world import World
 from ..error_text import grouped_text, ranks_text
 from ..errors import (
@@ -63,12 +62,12 @@ from ..errors import (
     StoreError,
 )
 from ..runtime.deadlines import Deadline, Grace, Looks, first_look_s
-from ..runtime.hosts import MORE_DESCRIPTORS
 from ..runtime.whole_numbers import from_runs, to_runs
+from ..wires.registry import lack_error
 from ..wires.simulated.store import SimulatedStore
 from .signals import Endings, ask, last_call_text
 
-__all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers", "digest_of_ranks", "lack_error"]
+__all__ = ["NO_OFFERS", "Agreement", "Agreements", "Offers"]
 
 Offers: TypeAlias = Mapping[str, tuple[str, Sequence[int]]]
 """The labels of communicators, by slot, each with the ranks of the slot's group."""
@@ -82,22 +81,12 @@ _SURE_S = 1.5
 _SURE_AMONG_THREADS_S = 20.0
 
 
-def digest_of_ranks(ranks: Sequence[int]) -> str:
-    """A short name for a list of ranks, equal on all of them."""
-    return _digest(repr(tuple(ranks)))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class Agreement:
     """An agreement that the members of a group have come to.
 
     Args:
         name: its name in the store, equal on all members, and no other agreement's.
-        members: the ranks that have agreed.
         shared: by slot, the labels of communicators that all ranks of the slot's group have open.
         opened: the communicators that this rank has opened by it.
     """
@@ -131,8 +120,6 @@ class Agreements:
     """The agreements of one world, as one rank takes part in them.
 
     Args:
-        world: whose they are.
-        endings: how its ranks have left it.
         find_guard: returns the join context that this rank is in, or None.
     """
 
@@ -154,10 +141,8 @@ class Agreements:
         """Return when all of ``ranks`` have come with an equal ``definition``.
 
         Args:
-            ranks: the ranks that take part, this one among them, in any order.
             kind: what is being made, for messages and keys ("mesh", "group").
             definition: plain values; its "text" entry is shown where members differ.
-            timeout: how long to wait for the last member.
             offers: the communicators that this rank could share; may differ between members.
             ends: those that it could close, of which it offers a few, as others do.
             lack: why this process cannot open what is made, or ""; then no member opens anything.
@@ -172,13 +157,13 @@ class Agreements:
         world, members = self.world, tuple(sorted(ranks))
         name = f"agree/{kind}/{digest_of_ranks(members)}/{world.next_number((kind, members))}"
         # Each agreement takes others, and all members the same where they have the same.
-        some = sorted(ends, key=lambda slot: _digest(f"{name} {slot}"))[:_MOST_ENDS]
+        some = sorted(ends, key=lambda slot: digest_of(f"{name} {slot}"))[:_MOST_ENDS]
         offers = {**offers, **{slot: ends[slot] for slot in some}}
         shared = {slot: label for slot, (label, _) in offers.items()}
         if len(members) == 1:
             return Agreement(name, members, shared)
         keys = {
-            slot: f"{name}/offer/{_digest(f'{slot} {label} {tuple(offers[slot][1])}')}"
+            slot: f"{name}/offer/{digest_of(f'{slot} {label} {tuple(offers[slot][1])}')}"
             for slot, label in shared.items()
             if len(offers[slot][1]) > 1
         }
@@ -225,7 +210,7 @@ class _PendingAgreement:
         self._text = str(self.definition["text"])
         self._whom = f"{self._text}, for {ranks_text(self.members)}"
         self._about = json.dumps([self.definition, to_runs(self.members)])
-        self._digest = _digest(self._about)
+        self._digest = digest_of(self._about)
         self._all = head_count_of(self.members, self.world.hosts)
         self._block = self._all.block_of(self._rank)
         self._counted: list[tuple[str, int]] = []
@@ -233,8 +218,6 @@ class _PendingAgreement:
         self._looks: dict[HeadCount, Looks] = {}
         self._notice_due: Grace | None = Grace(first_look_s(len(self.members)))
         self._suspicion, self._suspects_since = "", 0.0
-
-    # -- coming ------------------------------------------------------------------------------------
 
     def come(self, offers: Iterable[str], lack: str) -> None:
         """Count this rank as present, after its ``offers``; the last member writes the outcome."""
@@ -293,8 +276,6 @@ class _PendingAgreement:
         """Write the outcome of this agreement, or of ``name``, unless it is written already."""
         text = json.dumps({"how": how, "by": self._rank, **more})
         self._store.compare_set(f"{name or self.name}/outcome", "", text)
-
-    # -- waiting -----------------------------------------------------------------------------------
 
     def await_outcome(self) -> None:
         """Wait for the outcome, and write the outcome where other members do not come in time.
@@ -417,8 +398,6 @@ class _PendingAgreement:
             fix="make meshes and groups, and use each once, before the loop",
         )
 
-    # -- the outcome -------------------------------------------------------------------------------
-
     def raise_unless_agreed(self) -> None:
         """Raise the error of the outcome, the same on every member, unless all have agreed."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
@@ -439,7 +418,7 @@ class _PendingAgreement:
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
         if how == "lack":
-            raise lack_error(self.world, self._text, self.members, found)
+            raise lack_error(self._rank, self._text, self.members, found)
         them = ranks_text(missing)
         kind_of_error: type[MeshdistError] = CollectiveTimeoutError
         if how == "ended":
@@ -457,8 +436,6 @@ class _PendingAgreement:
             summary = f"{them} did not come within {seconds} to make a {kind}"
             fix = f"look at what {them} does instead, or raise the timeout"
         raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
-
-    # -- the store ---------------------------------------------------------------------------------
 
     def _peek(self, key: str) -> bytes | None:
         """The value of ``key``, None where it is not set; no simulated rank runs meanwhile."""
@@ -488,17 +465,6 @@ class _PendingAgreement:
 
         key = f"{name}/{digest}/about"
         return parse_value(key, self._peek(key) or b"", parse)
-
-
-def lack_error(world: World, text: str, members: Sequence[int], found: str) -> BackendError:
-    """The error where some members lack what opening ``text`` takes, as ``found`` tells."""
-    return BackendError(
-        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
-        where=f"rank {world.rank}, among {ranks_text(members)}",
-        found=found,
-        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
-        "Docker); or close groups that are not needed any more",
-    )
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:

@@ -33,30 +33,27 @@ from ..checking.call_words import CallWords
 from ..checking.header_table import HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
-from ..error_text import first_line, ranks_text
-from ..errors import AgreementError, BackendError, MeshdistError, StoreError
+from ..errors import AgreementError, MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
 from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
 from ..wires.communicator import Communicator
-from ..wires.operations import MembersDisagree, WireAborted
 from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
-from .host_comparison import NUM_DIGESTS, HeaderTables, HostComparison, HostComparisons
+from .host_comparison import (
+    DISAGREEMENT,
+    NUM_DIGESTS,
+    HeaderTables,
+    HostComparison,
+    HostComparisons,
+    parse_abort,
+    parse_disagreement,
+    reason_of,
+)
 from .matching import Matching
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 
-__all__ = [
-    "DISAGREEMENT",
-    "OpenCommunicator",
-    "Registry",
-    "get_registry",
-    "parse_disagreement",
-    "reason_of",
-]
-
-DISAGREEMENT = "disagreement"
-"""The key, below a communicator's label, of the error on which its members have agreed."""
+__all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
 _log = logging.getLogger("meshdist.groups")
 _making = threading.Lock()
@@ -64,9 +61,7 @@ _PATIENCE = timedelta(seconds=5)
 _DONE = timedelta(seconds=30)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
-_LAST_S = 2.0
 _COLLECTED_S = 1.0
-_DIFFERS_S = 10.0
 
 
 @dataclass(eq=False)
@@ -157,7 +152,7 @@ class Registry:
             self.endings.announce(words=self.header_tables.make_words())
             self._answerer = Answerer(self.where)
             signs = self.header_tables.signs_of_life()
-            told = self.answer, lambda it: self._abort_here(_abort_message(it)), self._look, signs
+            told = self.answer, lambda it: self._abort_here(parse_abort(it)), self._look, signs
             self._signals = SignalThread(world, world.handle, *told)
         call_at_end(self._end)  # before that of the signals, which was registered before
 
@@ -352,7 +347,7 @@ class Registry:
         """Return the message of the rank that aborted a communicator, or None; reads the store."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
-            known = read_json(store, key, _abort_message)
+            known = read_json(store, key, parse_abort)
             # Its signal may not have arrived yet, and the next verb must not use the wire.
             self._abort_here(known)
         elif known is None and store.check([told := f"{label}/{DISAGREEMENT}"]):
@@ -453,50 +448,8 @@ class Registry:
 
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
         """Compare the last calls across hosts; return an error that the program has not seen."""
-        # It waits two seconds at most for the other members.
         compared = [each.comparison for each in opened if each.comparison and each.comparison.last]
-        if not compared or self.world.process_id != os.getpid() or is_ending_by_exception():
-            return None
-        store, fresh = (
-            self.world.store,
-            [part for part in compared if part.label not in self.aborts],
-        )
-        unknown: BackendError | None = None
-        try:
-            for part in fresh:
-                try:
-                    part.compare_last()
-                except MembersDisagree as failure:
-                    store.set(f"{part.label}/differs", "")  # others wait until all is explained
-                    part.explain(failure)
-                self._count(f"{part.label}/compared", part.ranks)
-            keys = [_all_key(f"{part.label}/compared") for part in fresh]
-            wait_until(partial(store.check, keys), Grace(_LAST_S))
-            for part in fresh:
-                limit = Grace(_DIFFERS_S if store.check([f"{part.label}/differs"]) else 0)
-                wait_until(partial(self.find_abort, part.label), limit)
-        except StoreError as lost:
-            unknown = self._uncompared(fresh, lost)
-        except (ValueError, TypeError, LookupError):  # what no member writes
-            pass
-        for part in compared:
-            if not part.is_told and self.aborts.get(part.label, {}).get("disagreement"):
-                return part.tell(WireAborted("the group is broken"))
-        return unknown
-
-    def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
-        """The error of calls that a lost store leaves uncompared, as far as is known here."""
-        owed = [(part, part.uncompared) for part in compared if part.uncompared is not None]
-        calls = ", ".join(f"{a} to {b} of {ranks_text(part.ranks)}" for part, (a, b) in owed)
-        if not owed:
-            return None
-        return BackendError(
-            "calls are not known to equal those of other hosts",
-            where=f"rank {self.world.rank}, as it leaves",
-            expected="a store that answers: where calls differ their numbers are wrong",
-            found=f"calls {calls}: {first_line(lost)}",
-            fix="look at how the process that serves the store has ended",
-        )
+        return self._comparisons.compare_at_end(compared, self.aborts, self._count, self.find_abort)
 
     def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
         """Count this rank, and return whether all ``members`` come within ``patience``."""
@@ -534,24 +487,6 @@ class Registry:
 def _all_key(key: str) -> str:
     """The key that is set once all ranks have been counted under ``key``."""
     return f"{key}/all"
-
-
-def reason_of(disagreement: dict[str, str]) -> str:
-    """Return the text that refuses verbs after a disagreement."""
-    return f"{disagreement['summary']}: {disagreement['found']}"
-
-
-def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
-    """Return the fields of an AgreementError that a member wrote; raises where they are none."""
-    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
-
-
-def _abort_message(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an abort's message with its fields checked; raise if any is missing or malformed."""
-    texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
-    if value.get("disagreement"):
-        texts["disagreement"] = parse_disagreement(value["disagreement"])
-    return {**value, **texts, "labels": [str(label) for label in value["labels"]]}
 
 
 def get_registry(world: World) -> Registry:

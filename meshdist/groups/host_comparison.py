@@ -21,9 +21,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,17 +44,30 @@ from ..checking.shared_words import (
     find_view,
     make_shared_words,
 )
-from ..errors import MeshdistError, StoreError
+from ..error_text import first_line, ranks_text
+from ..errors import BackendError, MeshdistError, StoreError
 from ..runtime.bounded_calls import BoundedCall
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Grace, wait_until
+from ..runtime.hosts import is_ending_by_exception
 from ..wires.core import core
-from ..wires.operations import MembersDisagree, WireFailure
+from ..wires.operations import MembersDisagree, WireAborted, WireFailure
 from .signals import ask, card_key
 
-__all__ = ["HeaderTables", "HostComparison", "HostComparisons", "NUM_DIGESTS"]
+__all__ = [
+    "DISAGREEMENT",
+    "HeaderTables",
+    "HostComparison",
+    "HostComparisons",
+    "NUM_DIGESTS",
+    "parse_abort",
+    "parse_disagreement",
+    "reason_of",
+]
 
 _log = logging.getLogger("meshdist.groups")
 
+DISAGREEMENT = "disagreement"
+"""The key, below a communicator's label, of the error on which its members have agreed."""
 NUM_DIGESTS = 1024
 """How many calls and digests a member keeps."""
 _NUM_TOLD = 768  # at most; calls that go on meanwhile overwrite the oldest
@@ -64,6 +78,8 @@ _INTERVAL_PER_RANK_S = 0.001  # a thousand requests a second keep the server bus
 # 2,048 leaders that make 4,000 calls a second would ask the server for 32,000 answers a second.
 _LEAST_SHARE = 0.125
 _ANSWER_S = 1.0
+_LAST_S = 2.0
+_DIFFERS_S = 10.0
 _END = timedelta(seconds=20)  # a request to the store ends in a few seconds
 _UNSET = "[0]"
 _MASK = 0xFFFFFFFF  # what is told of a digest
@@ -329,3 +345,78 @@ class HostComparisons:
         for explaining in self._explaining:
             with suppress(Exception):
                 explaining.wait(_END)
+
+    def compare_at_end(
+        self,
+        compared: Sequence[HostComparison],
+        aborts: Mapping[str, dict[str, Any]],
+        count: Callable[[str, tuple[int, ...]], object],
+        find_abort: Callable[[str], object],
+    ) -> MeshdistError | None:
+        """Compare the last calls; return an error that the program has not seen.
+
+        Args:
+            compared: of the communicators that this rank leaves, those with calls.
+            aborts: why a communicator is broken, by label.
+            count: counts this rank in the store, under a key, among members.
+            find_abort: looks in the store why a communicator is broken.
+        """
+        # It waits two seconds at most for the other members.
+        if not compared or self._world.process_id != os.getpid() or is_ending_by_exception():
+            return None
+        store = self._world.store
+        fresh = [part for part in compared if part.label not in aborts]
+        unknown: BackendError | None = None
+        try:
+            for part in fresh:
+                try:
+                    part.compare_last()
+                except MembersDisagree as failure:
+                    store.set(f"{part.label}/differs", "")  # others wait until all is explained
+                    part.explain(failure)
+                count(f"{part.label}/compared", part.ranks)
+            keys = [f"{part.label}/compared/all" for part in fresh]
+            wait_until(partial(store.check, keys), Grace(_LAST_S))
+            for part in fresh:
+                limit = Grace(_DIFFERS_S if store.check([f"{part.label}/differs"]) else 0)
+                wait_until(partial(find_abort, part.label), limit)
+        except StoreError as lost:
+            unknown = self._uncompared(fresh, lost)
+        except (ValueError, TypeError, LookupError):  # what no member writes
+            pass
+        for part in compared:
+            if not part.is_told and aborts.get(part.label, {}).get("disagreement"):
+                return part.tell(WireAborted("the group is broken"))
+        return unknown
+
+    def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
+        """The error of calls that a lost store leaves uncompared, as far as is known here."""
+        owed = [(part, part.uncompared) for part in compared if part.uncompared is not None]
+        calls = ", ".join(f"{a} to {b} of {ranks_text(part.ranks)}" for part, (a, b) in owed)
+        if not owed:
+            return None
+        return BackendError(
+            "calls are not known to equal those of other hosts",
+            where=f"rank {self._world.rank}, as it leaves",
+            expected="a store that answers: where calls differ their numbers are wrong",
+            found=f"calls {calls}: {first_line(lost)}",
+            fix="look at how the process that serves the store has ended",
+        )
+
+
+def reason_of(disagreement: dict[str, str]) -> str:
+    """Return the text that refuses verbs after a disagreement."""
+    return f"{disagreement['summary']}: {disagreement['found']}"
+
+
+def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
+    """Return the fields of an AgreementError that a member wrote; raises where they are none."""
+    return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
+
+
+def parse_abort(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an abort's message with its fields checked; raise if any is missing or malformed."""
+    texts: dict[str, Any] = {"rank": int(value["rank"]), "reason": str(value["reason"])}
+    if value.get("disagreement"):
+        texts["disagreement"] = parse_disagreement(value["disagreement"])
+    return {**value, **texts, "labels": [str(label) for label in value["labels"]]}

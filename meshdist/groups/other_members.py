@@ -29,14 +29,9 @@ from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import untraced
 from ..runtime.whole_numbers import from_runs, to_runs
 from ..wires.operations import MembersDisagree
-from .communicators import (
-    DISAGREEMENT,
-    OpenCommunicator,
-    get_registry,
-    parse_disagreement,
-    reason_of,
-)
+from .communicators import OpenCommunicator, get_registry
 from .explainer import STORE_LOST, OtherMembers
+from .host_comparison import DISAGREEMENT, parse_disagreement, reason_of
 from .signals import Endings, ask, last_call_text
 
 __all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]

@@ -22,9 +22,9 @@ from ..error_text import explain, ranks_text
 from ..errors import BackendError, GroupClosedError, GroupKindError, NotInGroupError
 from ..runtime.hosts import forks, num_forks
 from ..wires.operations import WireRefused
-from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, make_room
+from ..wires.registry import Needs, Opening, Wire, find_wire, get_wire, lack_error, make_room
 from ..wires.work import Work, bound
-from .agreement import Agreement, lack_error
+from .agreement import Agreement
 from .channel import Channel
 from .communicators import get_registry
 from .explainer import explained_opening
@@ -355,7 +355,7 @@ class ProcessGroup(VerbMethods):
             if (known := self._agreement) is not None:
                 if lack:  # of the world, whose ranks have not agreed upon anything
                     found = f"rank {self.world.rank}: {lack}"
-                    raise lack_error(self.world, self.name, self.ranks, found)
+                    raise lack_error(self.world.rank, self.name, self.ranks, found)
                 known = replace(known, name=f"{known.name}/{connection}", opened=[])
             told = self.ranks, "group", {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             with registry.opening(known) as agree:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -17,9 +17,10 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from ..arguments import DEFAULT_TIMEOUT
+from ..error_text import ranks_text
 from ..errors import BackendError
 from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
-from ..runtime.hosts import find_thread_lack, make_descriptor_room
+from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_room
 from ..verb_table import REDUCING_VERBS
 from .communicator import Communicator
 
@@ -88,6 +89,17 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
         if lack:
             return f"{lack} ({', '.join(f'{name}: {of[kind]}' for name, of in needs.items())})"
     return ""
+
+
+def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
+    """The error where some members lack what opening ``text`` takes, as ``found`` tells."""
+    return BackendError(
+        f"{text} cannot be opened: a member can open too few files and sockets, or threads",
+        where=f"rank {rank}, among {ranks_text(members)}",
+        found=found,
+        fix=f"{MORE_DESCRIPTORS} (of threads: pids.max of the control group, --pids-limit of "
+        "Docker); or close groups that are not needed any more",
+    )
 
 
 class Wire(ABC):

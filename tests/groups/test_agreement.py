@@ -17,10 +17,10 @@ from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
 from meshdist.groups import agreement
-from meshdist.groups.agreement import Agreements, digest_of_ranks
+from meshdist.groups.agreement import Agreements
 from meshdist.groups.signals import Endings
 from tests.few_files import room_for
-from tests.inner import BoundedStore, World, deadlines
+from tests.inner import BoundedStore, World, deadlines, digest_of_ranks
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
