@@ -39,6 +39,7 @@ from .mesh.making import make_mesh as make_mesh
 from .mesh.partition_spec import P as P
 from .mesh.spec import NamedSharding as NamedSharding
 from .sharding.descriptions import ArrayMetadata as ArrayMetadata
+from .sharding.einsums import einsum as einsum
 from .sharding.making_arrays import (
     empty as empty,
     full as full,

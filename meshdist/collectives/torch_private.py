@@ -27,6 +27,9 @@ are_transforms_active = _C._are_functorch_transforms_active
 outside_transforms = _C._DisableFuncTorch
 """A context in which new tensors are plain, also inside a transform of torch.func."""
 
+current_task = _C._current_graph_task_id
+"""The function that gives the number of the backward that this thread runs, or -1."""
+
 is_wrapped = _C._functorch.is_functorch_wrapped_tensor
 """Whether a transform of torch.func has wrapped a tensor."""
 

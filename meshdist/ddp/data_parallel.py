@@ -238,7 +238,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             sparse=frozenset(i for i, mine in enumerate(parameters) if id(mine) in sparse),
             dtype=reduce_dtype,
         )
-        self._owner = TypedOwner(trainable, self.device_mesh)
+        self._owner = TypedOwner(trainable, self.process_group, self.device_mesh)
         self._parting = Parting(module, self.verify_every, self.device)
         self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
         self.logger = DataLogger(

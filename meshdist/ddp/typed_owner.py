@@ -1,8 +1,10 @@
 """A wrapper as typed contexts see it: the owner of the axes over which it reduces gradients.
 
 Its parameters are marked reduced there, so that no cast sums their gradients a second time, and
-their ``.grad`` counts as complete there. A forward inside a context claims the axes: from then on
-each rank's loss must be its own over them, since the wrapper takes the mean.
+their ``.grad`` counts as complete there. A wrapper of a group knows no axes: its parameters keep
+the group's ranks, of which ``md.einsum`` finds the axes on its own mesh. A forward inside a context
+claims the axes: from then on each rank's loss must be its own over them, since the wrapper takes
+the mean.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from ..errors import AxisTypeError
 from ..functional.axis_types import (
     ATTRIBUTE,
     KINDS,
+    RANKS_OF_OWNER,
     REDUCED_BY_OWNER,
     kinds_in,
     shown,
@@ -35,14 +38,22 @@ OWNER = "DDP"
 
 
 class TypedOwner:
-    """The types of one wrapper's parameters, marked at once where it was given ``axes``."""
+    """The types of one wrapper's parameters, marked at once: over ``axes``, or with the ranks."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], axes: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, torch.nn.Parameter],
+        group: ProcessGroup,
+        axes: DeviceMesh | None,
+    ) -> None:
         self._parameters = parameters
         self._axes: tuple[str, ...] = ()
         self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
         if axes is not None and axes.mesh_dim_names is not None:
             self._mark(axes, axes.axis_names, is_reduced=True)
+            return
+        for parameter in parameters.values():
+            parameter.__dict__[RANKS_OF_OWNER] = tuple(group.ranks)
 
     @untraced
     def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
@@ -62,6 +73,7 @@ class TypedOwner:
         """Take the marks off the parameters, whose gradients stay local from now on."""
         for parameter in self._parameters.values():
             marks = parameter.__dict__
+            marks.pop(RANKS_OF_OWNER, None)
             if marks.pop(REDUCED_BY_OWNER, None) is not None:
                 marks[ATTRIBUTE] = self._without_own(marks.get(ATTRIBUTE, ""))
         self._axes = ()

@@ -122,6 +122,10 @@ REDUCED_BY_OWNER = "_axes_of_owner"
 """The key, in a leaf's ``__dict__``, of the axes, joined by commas, over which a wrapper reduces
 its ``.grad`` behind the backward: the gradient is invariant there, though the leaf is reduced."""
 
+RANKS_OF_OWNER = "_ranks_of_owner"
+"""The key, in a leaf's ``__dict__``, of the ranks over which a wrapper reduces its ``.grad`` that
+was given a group, or nothing, and so knows no axes."""
+
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
 

@@ -79,12 +79,19 @@ def is_compared(mesh: DeviceMesh) -> bool:
 
 @hidden_from_modes
 def check_replicas(
-    x: torch.Tensor, mesh: DeviceMesh, axes: Collection[str], call: str, check: bool | None
+    x: torch.Tensor,
+    mesh: DeviceMesh,
+    axes: Collection[str],
+    call: str,
+    check: bool | None,
+    *,
+    has_argument: bool = True,
 ) -> None:
     """Raise the same UnequalError on every rank along ``axes`` unless all hold the same ``x``.
 
     Args:
         check: whether to compare; None compares on simulated ranks, and at debug level DETAIL.
+        has_argument: whether the public call has an argument ``check``, which the error names.
     """
     if check is None:
         check = is_compared(mesh)
@@ -107,7 +114,8 @@ def check_replicas(
             expected="equal arrays along an axis that the source, or the left side, does not name",
             found=difference_text(far, group.ranks[0]) if far else by_rank,
             fix="md.seed(0) on every rank before it is drawn; or send one rank's: md.device_put(x, "
-            "sharding, root=0); or check=False, where each rank's own is meant",
+            "sharding, root=0)"
+            + ("; or check=False, where each rank's own is meant" if has_argument else ""),
         )
 
 

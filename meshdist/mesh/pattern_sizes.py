@@ -400,7 +400,7 @@ def _size_side(
     sizes: tuple[tuple[str, int], ...],
 ) -> SizedSide:
     pattern, side = parse_side(text)
-    known = _checked_sizes(pattern, dict(sizes))
+    known = checked_sizes(pattern, dict(sizes))
     return Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(False)
 
 
@@ -424,17 +424,20 @@ def _regroup(
             summary="this pattern has one side",
         )
     _check_equal_dims(pattern, side, result)
-    known = _checked_sizes(pattern, dict(sizes))
+    known = checked_sizes(pattern, dict(sizes))
     left = Sizing(pattern, side, layout, rank, local_shape, shape, known).sized_side(True)
     here = dict(zip(left.names, left.part_sizes, strict=True))
     rest = [size for name, size in here.items() if name.startswith("...")]
-    there = _shape_of(result, here, rest)
+    there = shape_of_side(result, here, rest)
     right = Sizing(pattern, result, layout, None, None, there, here).sized_side(True)
     order = tuple(left.names.index(name) for name in right.names)
     return Regrouping(left, right, order)
 
 
-def _shape_of(side: PatternSide, sizes: Mapping[str, int], rest: Sequence[int]) -> tuple[int, ...]:
+def shape_of_side(
+    side: PatternSide, sizes: Mapping[str, int], rest: Sequence[int]
+) -> tuple[int, ...]:
+    """Return an array's shape, by the sizes of its parts and of the dims that "..." stands for."""
     shape: list[int] = []
     for dim in side.dims:
         if dim.is_rest:
@@ -458,7 +461,8 @@ def _check_equal_dims(pattern: Pattern, left: PatternSide, right: PatternSide) -
                     )
 
 
-def _checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
+def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that a call gives by name; raise unless they are sizes of its dims."""
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}

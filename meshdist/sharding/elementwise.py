@@ -460,7 +460,7 @@ def matmul_refused(call: str, *operands: Any) -> KindError:
         f"{call} of sharded arrays is not served: what it sends depends on how its dims are cut",
         expected="a product of the shards, and a word on how it lies",
         found="\n".join(shown),
-        fix="where both contracted dims lie on 'tp' (or neither on any axis), multiply the shards: "
-        "md.ShardedArray(x.local @ y.local, NamedSharding(mesh, P(..., unreduced={'tp'})));\n"
-        "else bring them there first by x.reshard(...), or take x.full() @ y.full()",
+        fix="multiply the shards by a line that says how each of them lies: "
+        "md.einsum('b d@tp, d@tp f -> b f', x.local, y.local, mesh=x.mesh);\n"
+        "or take x.full() @ y.full()",
     )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..mesh.layout import Layout
 from ..mesh.placement import Placement
-from .changes import bare
-from .routes import DEFAULT_LINK, Link, find_route, slowest, stage_steps
+from .routes import DEFAULT_LINK, Link, route_between, slowest, stage_steps
 from .steps import GroupStep, Pad, Step
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -85,10 +84,9 @@ class Plan:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The steps of this rank, in order; () where its part stays as it is."""
-        source, target, is_void = _values_alone(self.source, self.target, self.coordinate)
-        if is_void:
+        route, void = route_between(self.source, self.target, self.links)
+        if any(self.coordinate[axis] for axis in void):
             return (Pad(self.target.local_shape(self.coordinate), None),)
-        route = find_route(source, target, self.links)
         return tuple(step for stage in route for step in stage_steps(stage, self.coordinate))
 
     @cached_property
@@ -195,23 +193,3 @@ def make_plan(
     sizes = source.mesh_sizes
     layout, links = layout or Layout.from_shape(sizes), links or (DEFAULT_LINK,) * len(sizes)
     return Plan(source, target, coordinate, layout, links, title)
-
-
-def _values_alone(
-    source: Placement, target: Placement, coordinate: tuple[int, ...]
-) -> tuple[Placement, Placement, bool]:
-    """Return both placements without parts that move no value, and whether this rank gets zeros."""
-    source, target = bare(source), bare(target)
-    # Where a free axis becomes unreduced, coordinate 0 keeps the value: for the ranks there the
-    # axis has size 1, and the others do nothing.
-    free = source.free_axes
-    void = [axis for axis in target.unreduced if axis in free]
-    if not void:
-        return source, target, False
-    sizes = tuple(1 if axis in void else n for axis, n in enumerate(source.mesh_sizes))
-    kept = tuple(axis for axis in target.unreduced if axis not in void)
-    return (
-        replace(source, mesh_sizes=sizes),
-        replace(target, mesh_sizes=sizes, unreduced=kept),
-        any(coordinate[axis] for axis in void),
-    )

@@ -23,6 +23,8 @@ from ..mesh.partition_spec import P, PartitionSpec, axes_of
 from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import Regrouping, regroup, size_side
 from ..mesh.spec import NamedSharding
+from .einsum_layouts import lay_out_einsum
+from .einsum_plans import EinsumPlan, plan_einsum
 from .plans import Plan, make_plan
 from .refinement import refine
 from .routes import DEFAULT_LINK, Link, default_link, links_of
@@ -45,7 +47,7 @@ def plan(
     links: Links | None = None,
     rank: int | None = None,
     **sizes: int,
-) -> Plan:
+) -> Any:
     """Return what one rank does to bring an array from one sharding to another; sends nothing.
 
     The plan receives the fewest bytes, of all ranks together, among the ways that are known; ways
@@ -53,11 +55,12 @@ def plan(
 
     Args:
         src: how the array lies: a pattern with "->", such as ``"b@dp s -> b s@dp"``, or a
-            ``NamedSharding``, or a ``PartitionSpec``.
+            ``NamedSharding``, or a ``PartitionSpec``. A pattern of several operands, such as
+            ``"b d, d f@tp -> b f@tp"``, is that of an einsum.
         dst: how it shall lie; None with a pattern.
         mesh: of a pattern, and of specs; None takes the mesh in force. A ``Layout`` plans without
             processes.
-        shape: of the whole array. A pattern can take ``sizes`` instead.
+        shape: of the whole array. A pattern can take ``sizes`` instead, that of an einsum must.
         links: the speed of each axis, by name or index, or one ``md.Link`` for all; equal on all
             ranks. By default constants of the axis's wire, which differ where it leaves the host.
         rank: whose plan; None takes this process's on a ``DeviceMesh``, a ``Layout``'s first.
@@ -67,7 +70,8 @@ def plan(
         The ``Plan``: ``steps``, ``explain()``, ``bytes_received()``, ``bytes_sent()``,
         ``peak_bytes()``, ``estimated_s()``, and ``T``, the plan of the gradient. It is kept: the
         same arguments give the same object. The dims of a pattern's plan are its named parts, in
-        the order of its left side.
+        the order of its left side. Of an einsum: an ``EinsumPlan`` with the plans ``operands`` and
+        ``result``, ``bytes_received()``, also of the ``backward=True``, and ``explain()``.
 
     Gradient: ``plan.T``: from the destination's cotangent to the source's, dims alike, unreduced
         and reduced exchanged.
@@ -105,6 +109,8 @@ def plan(
             )
         given, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
         layout = _layout_of(mesh)
+        if shape is None and len((pattern := parse(src)).operands) > 1 and pattern.result:
+            return _plan_of_einsum(src, given, mesh, mesh_links(mesh, links), rank, sizes)
         whole = None if shape is None else get_shape(shape, "plan")
         try:
             moved = regroup(src, layout, shape=whole, sizes=sizes)
@@ -128,6 +134,25 @@ def plan(
     whole = get_shape(shape, "plan")
     at, speeds = mesh_rank(source.mesh, rank), mesh_links(source.mesh, links)
     return plan_shardings(source, target, whole, at, speeds)
+
+
+def _plan_of_einsum(
+    text: str,
+    given: Any,
+    mesh: DeviceMesh | Layout,
+    links: tuple[Link, ...],
+    rank: int | None,
+    sizes: _Sizes,
+) -> EinsumPlan:
+    """Return one rank's plan of an einsum of arrays whose sizes are given by name."""
+    check_sizes(text, sizes)
+    layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
+    marks = ((),) * len(parse(text).operands)
+    try:
+        laid = lay_out_einsum(text, layout, at, None, tuple(sizes.items()), marks, links)
+    except AxisError as error:
+        raise with_hidden_mesh(error, given) from None
+    return plan_einsum(laid, layout, layout.get_coordinate(at), links)
 
 
 def plan_regrouping(
@@ -292,7 +317,7 @@ def pattern_request(
     sizes: _Sizes,
 ) -> ReshardRequest:
     """Return the request of ``reshard(x, "left -> right")``."""
-    _check_sizes(text, sizes)
+    check_sizes(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
     )
@@ -340,7 +365,7 @@ def shard_request(
     """Return the request of ``shard``, from the whole to shards."""
     target = pattern
     if not isinstance(target, NamedSharding):
-        _check_sizes(target, sizes)
+        check_sizes(target, sizes)
         target = size_side(target, mesh.layout, shape=shape, sizes=sizes).sharding
     return move_request("shard", NamedSharding(mesh, P()), on_mesh(mesh, target), shape)
 
@@ -357,7 +382,7 @@ def unshard_request(
         source = pattern
         shape = whole_shape(source, local_shape) if shape is None else shape
     else:
-        _check_sizes(pattern, sizes)
+        check_sizes(pattern, sizes)
         side = size_side(
             pattern,
             mesh.layout,
@@ -416,7 +441,7 @@ def check_shard(
         )
 
 
-def _check_sizes(text: str, sizes: _Sizes) -> None:
+def check_sizes(text: str, sizes: _Sizes) -> None:
     """Raise KindError unless a pattern is text and its sizes are whole numbers."""
     parse(text)  # both are keys of caches, and must be hashable
     for name, size in sizes.items():

@@ -7,9 +7,15 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
-from ..collectives.torch_private import HiddenFromModes, call_function
+from ..collectives.torch_private import (
+    HiddenFromModes,
+    are_transforms_active,
+    call_function,
+    current_task,
+)
 from ..errors import ArgumentError, DtypeError
 from ..functional.axis_types import (
     ATTRIBUTE,
@@ -31,7 +37,7 @@ from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import ReshardRequest
 
-_FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
+FITTING_KINDS = {"V": "IRV", "R": "IR", "U": "UV", "I": "I"}
 """For each kind of a sharding the kinds of values that have it, or are cast to it: a value is a
 summand where the sharding says so, as for ``lax.psum``."""
 
@@ -64,7 +70,7 @@ def typed_operand(
     for axis, wanted in kinds_of(source).items():
         kind = kinds.get(axis, "I")
         is_cut = kind == "V" and find_spec(x) is not None
-        if kind not in _FITTING_KINDS[wanted] or (is_cut and wanted == "U"):
+        if kind not in FITTING_KINDS[wanted] or (is_cut and wanted == "U"):
             raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
             # Nothing says whether the parts of this tensor differ: its gradient depends on that.
@@ -162,6 +168,57 @@ def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
     return Placement(placement.mesh_sizes, shape, dims, placement.unreduced, placement.reduced)
 
 
+def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a plan's result on ``x``: ``x`` or an alias where it sends and copies nothing."""
+    # An alias, whose backward sums, is kept while ``x`` lives: three uses share one sum.
+    if plan.source == plan.target:
+        return x
+    if plan.steps:
+        return get_transfer(plan, mesh)(x)
+    if not (x.requires_grad and torch.is_grad_enabled()) or not plan.T.steps:
+        return x
+    transfer = get_transfer(plan, mesh)
+    _ = transfer.transpose  # opens its groups
+    if x.is_leaf or are_transforms_active():
+        return call_function(_Aliased, x, transfer)
+    return mesh.caches.of(_KeptAliases).alias(x, transfer, (plan.source, plan.target))
+
+
+class _KeptAliases:
+    """The aliases of tensors that are alive, by what their backwards do."""
+
+    # A backward runs a checkpoint's forward again: what is kept there is kept for it alone. An
+    # alias holds the history of its tensor, and not the tensor.
+
+    def __init__(self) -> None:
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def alias(
+        self, x: torch.Tensor, transfer: Transfer, ends: tuple[Placement, Placement]
+    ) -> torch.Tensor:
+        """Return the alias of ``x`` whose backward is the transfer's, made at its first use."""
+        kept: dict[Any, torch.Tensor] = self._kept.setdefault(x, {})
+        key = ends, x._version, current_task()
+        found = kept.get(key)
+        if found is None or not found.is_set_to(x):  # `.data =` makes no new version
+            found = kept[key] = call_function(_Aliased, x, transfer)
+        return found
+
+
+class _Aliased(LinearFunction):
+    """A plan that sends and copies nothing, as a view; its backward is the plan's transpose."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+        # A view of the detached tensor does not keep the tensor itself alive.
+        apart = x.detach()
+        return apart.view_as(apart)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return call_function(_Transferred, grad, ctx.rest[0].transpose), None
+
+
 class _Transferred(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
@@ -214,22 +271,9 @@ class Resharding:
 
     def _check_spec(self, x: torch.Tensor) -> None:
         text = x.__dict__.get(SPEC_ATTRIBUTE)
-        if text == self._checked_text or (carried := find_spec(x)) is None:
-            return
-        verb, source = self._request.verb, self._request.source
-        sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
-        said = _cut_dims(source.spec)
-        for axis, dim in _cut_dims(carried).items():
-            is_summand = axis in source.spec.unreduced
-            if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
-                raise ArgumentError(
-                    f"{verb}: the tensor does not lie as the left side, or the source, says",
-                    where=self._request.plan.title,
-                    expected=f"a tensor that lies as {source.spec!r}",
-                    found=f"x carries {carried!r}",
-                    fix="write how it lies; if it lies otherwise by now, md.annotate(x, ...)",
-                )
-        self._checked_text = text
+        if text != self._checked_text:
+            check_spec(self._request.verb, x, self._request.source, self._request.plan.title)
+            self._checked_text = text
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         request = self._request
@@ -238,6 +282,24 @@ class Resharding:
             return self._transfer(x)
         text, sizes = request.split
         return rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
+
+
+def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
+    """Raise unless the spec that ``x`` carries, if any, cuts the dims that ``source`` cuts."""
+    if (carried := find_spec(x)) is None:
+        return
+    sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))
+    said = _cut_dims(source.spec)
+    for axis, dim in _cut_dims(carried).items():
+        is_summand = axis in source.spec.unreduced
+        if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
+            raise ArgumentError(
+                f"{verb}: the tensor does not lie as the left side, or the source, says",
+                where=where,
+                expected=f"a tensor that lies as {source.spec!r}",
+                found=f"x carries {carried!r}",
+                fix="write how it lies; if it lies otherwise by now, md.annotate(x, ...)",
+            )
 
 
 def _cut_dims(spec: PartitionSpec) -> dict[str, int]:

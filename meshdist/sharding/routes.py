@@ -52,7 +52,7 @@ from ..errors import ArgumentError, KindError
 from ..mesh.layout import Layout
 from ..mesh.placement import DimSplit, Placement
 from .change_steps import exchange_steps, group_at, local_steps, verb_steps
-from .changes import Change, change_between, dim_of_largest_cells, extended
+from .changes import Change, bare, change_between, dim_of_largest_cells, extended
 from .steps import Step, VerbStep
 
 __all__ = ["Link"]
@@ -183,6 +183,35 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
         return routes[0]
     # min takes the first of equals
     return min(routes, key=lambda route: _boxes_time_and_verbs(route, links))
+
+
+def route_between(
+    source: Placement, target: Placement, links: tuple[Link, ...]
+) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
+    """Return the best route between any two placements, and the axes along which zeros stand."""
+    source, target = bare(source), bare(target)
+    # Where a free axis becomes unreduced, coordinate 0 takes the route, and the others get zeros.
+    # For the ranks at coordinate 0 such an axis has size 1.
+    free = source.free_axes
+    void = tuple(axis for axis in target.unreduced if axis in free)
+    if void:
+        sizes = tuple(1 if axis in void else n for axis, n in enumerate(source.mesh_sizes))
+        kept = tuple(axis for axis in target.unreduced if axis not in void)
+        source = replace(source, mesh_sizes=sizes)
+        target = replace(target, mesh_sizes=sizes, unreduced=kept)
+    return find_route(source, target, links), void
+
+
+def num_received_by_all(source: Placement, target: Placement, links: tuple[Link, ...]) -> int:
+    """Return the price of the best route: the elements that all ranks receive together.
+
+    Example:
+        >>> from ..mesh.placement import split_dim
+        >>> rows = Placement((4,), (8,), (split_dim(8, (0,), (4,)),))
+        >>> num_received_by_all(rows, replace(rows, dims=(split_dim(8, (), ()),)), (DEFAULT_LINK,))
+        24
+    """
+    return sum(stage.num_received for stage in route_between(source, target, links)[0])
 
 
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:

@@ -175,9 +175,13 @@ REFUSED: list[tuple[Callable[..., Any], type[Exception], list[str]]] = [
     (
         lambda x, u: x @ x,
         KindError,
-        ["@ of sharded arrays", "unreduced={'tp'}", "x.full() @ y.full"],
+        ["@ of sharded arrays", "mesh=x.mesh", "x.full() @ y.full"],
     ),
-    (lambda x, u: torch.ones(2, 5) @ x, KindError, ["of sharded arrays", "x.local @ y.local"]),
+    (
+        lambda x, u: torch.ones(2, 5) @ x,
+        KindError,
+        ["of sharded arrays", "md.einsum('b d@tp, d@tp f -> b f'"],
+    ),
     (lambda x, u: np.matmul(x, x), KindError, ["numpy.matmul of sharded arrays"]),
     (lambda x, u: torch.softmax(x, 0), KindError, ["torch.softmax", "x.local", "x.full()"]),
     (lambda x, u: torch.cumsum(x, dim=1), KindError, ["torch.cumsum"]),

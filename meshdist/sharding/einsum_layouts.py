@@ -1,0 +1,392 @@
+"""The layout of an einsum's work: which dim each axis of the mesh divides, and what moves for it.
+
+An axis divides one dim of the work among its ranks: a dim that some operand or the result has cut
+over it. An operand with that dim is cut there, an operand without it is *reduced* over the axis: it
+is equal on all ranks, and its gradient is a summand on each. A dim that the result lacks leaves the
+product *unreduced*. So no product is computed twice, but along an axis that cuts nothing. Where
+several dims compete for an axis each choice is priced: the fewest elements that all ranks receive
+together forward, then backward, then the result's own layout, then the order of the text, the
+result's dims first. All ranks choose alike. A dim that several axes cut takes the result's order,
+else the first operand's. Integers alone: nothing here sends, or knows tensors.
+
+Drawn case: the second layer of a Megatron block, on 2 ranks along tp.
+
+    text       b f@tp        ,  f@tp d        ->  b d
+    work       b f@tp           f@tp d            b d {U:tp}     the result lacks f: summands
+    forward    stays            stays             all-reduce
+    backward   stays            stays             stays: the gradient enters reduced
+
+Where the weights are cut over the axis of the batch, two dims compete for it:
+
+    text       b@dp d        ,  d@dp f        ->  b@dp f         b = 32, d = 4, f = 4, 2 ranks
+    by b       stays            gathered: 16      stays          16 elements in all: chosen
+    by d       exchanged: 64    stays             scattered: 128
+
+    >>> from .routes import DEFAULT_LINK
+    >>> layout = Layout.from_shape((2,), ("tp",))
+    >>> laid = lay_out_einsum(
+    ...     "b f@tp, f@tp d -> b d", layout, 0, ((8, 4), (4, 3)), (), ((), ()), (DEFAULT_LINK,)
+    ... )
+    >>> laid.choices, laid.work.result.unreduced, laid.num_received
+    (('f',), (0,), (48, 0))
+    >>> laid = lay_out_einsum(
+    ...     "b@tp d, d@tp f -> b@tp f", layout, 0, ((16, 4), (2, 4)), (), ((), ()), (DEFAULT_LINK,)
+    ... )
+    >>> laid.choices, laid.num_received
+    (('b',), (16, 16))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import NoReturn
+
+from ..errors import AxisTypeError, PatternError, ShapeError
+from ..mesh.layout import Layout
+from ..mesh.pattern import Pattern, PatternSide, column_error, parse
+from ..mesh.pattern_sizes import SizedSide, Sizing, checked_sizes, shape_of_side
+from ..mesh.placement import DimSplit, Placement, split_dim
+from .routes import Link, num_received_by_all
+
+Choice = str | int | None
+"""Along one axis: the dim of the work that it divides, or the operand that stays unreduced."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The placements of operands and result, of their parts, while the product is computed."""
+
+    operands: tuple[Placement, ...]
+    result: Placement
+
+
+@dataclass(frozen=True, eq=False)
+class EinsumLayout:
+    """An einsum on a mesh, for operands of known shapes.
+
+    Args:
+        operands: as the text and the sizes say; of ``sources`` the parts' placements, with the
+            axes over which an operand is marked reduced.
+        choices: for each axis, what it divides.
+        num_received: the elements that all ranks receive together, forward and backward.
+    """
+
+    text: str
+    operands: tuple[SizedSide, ...]
+    result: SizedSide
+    sources: tuple[Placement, ...]
+    work: Work
+    choices: tuple[Choice, ...]
+    num_received: tuple[int, int]
+
+    @cached_property
+    def equation(self) -> str:
+        """The product of the parts, as ``torch.einsum`` reads it."""
+        names = dict.fromkeys(name for side in self.operands for name in side.names)
+        # torch takes letters of both cases
+        letters = {name: chr(97 + at) if at < 26 else chr(39 + at) for at, name in enumerate(names)}
+        left = ",".join("".join(letters[name] for name in side.names) for side in self.operands)
+        return f"{left}->{''.join(letters[name] for name in self.result.names)}"
+
+    @cached_property
+    def is_matmul(self) -> bool:
+        """Return whether the product is ``matmul`` of a stack of rows and a matrix."""
+        if len(self.operands) != 2:
+            return False
+        (*rows, inner), right = self.operands[0].names or ("",), self.operands[1].names
+        return len(right) == 2 and right[0] == inner and (*rows, right[1]) == self.result.names
+
+
+@lru_cache(maxsize=4096)
+def lay_out_einsum(
+    text: str,
+    layout: Layout,
+    rank: int | None,
+    shapes: tuple[tuple[int, ...], ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+    marks: tuple[tuple[str, ...], ...],
+    links: tuple[Link, ...],
+) -> EinsumLayout:
+    """Return the layout of an einsum's work, or raise where text, shapes and marks do not fit.
+
+    Args:
+        rank: the rank whose shards have the ``shapes``; both None where ``sizes`` tells all.
+        marks: for each operand the axes over which it is marked reduced, beside what the text says.
+    """
+    pattern = parse(text)
+    result = _checked_result(pattern)
+    operands, known = _sized_operands(pattern, layout, rank, shapes, sizes)
+    rest = [size for name, size in known.items() if name.startswith("...")]
+    shape = shape_of_side(result, known, rest)
+    sized = Sizing(pattern, result, layout, None, None, shape, known).sized_side(True)
+    sources = tuple(
+        _with_marks(side, [layout.axis_index(axis) for axis in axes])
+        for side, axes in zip(operands, marks, strict=True)
+    )
+    return LayoutChooser(text, layout, operands, sources, sized, links).best()
+
+
+# -- sizes --------------------------------------------------------------------------------------
+
+
+def _checked_result(pattern: Pattern) -> PatternSide:
+    """Return the side of the result; raise where it is missing, or has a dim of its own."""
+    if pattern.result is None:
+        raise column_error(
+            pattern.text,
+            len(pattern.text),
+            expected='"->" and how the result shall lie',
+            found="the end",
+            summary="this einsum has no result",
+        )
+    named = dict.fromkeys(name for side in pattern.operands for name in side.names)
+    for dim in pattern.result.dims:
+        for name in () if dim.is_one else dim.names:
+            if name not in named:
+                raise column_error(
+                    pattern.text,
+                    dim.column,
+                    expected=f"dims of the operands: {' '.join(named) or 'none'}",
+                    found=f"{name!r}, which no operand has",
+                    summary="the result of this einsum has a dim of its own",
+                )
+    return pattern.result
+
+
+def _sized_operands(
+    pattern: Pattern,
+    layout: Layout,
+    rank: int | None,
+    shapes: tuple[tuple[int, ...], ...] | None,
+    sizes: tuple[tuple[str, int], ...],
+) -> tuple[tuple[SizedSide, ...], dict[str, int]]:
+    """Return the operands with their sizes, and the size of each part by its name."""
+    given = checked_sizes(pattern, dict(sizes))
+    known = dict(given)
+    sized: list[SizedSide] = []
+    num_rest: int | None = None
+    for number, side in enumerate(pattern.operands):
+        shape = None if shapes is None else shapes[number]
+        try:
+            found = Sizing(pattern, side, layout, rank, shape, None, known).sized_side(True)
+        except ShapeError:
+            if shapes is not None:
+                _compare_sizes(pattern, layout, rank, shapes, given, sized)
+            raise
+        if any(dim.is_rest for dim in side.dims):
+            count = sum(name.startswith("...") for name in found.names)
+            if num_rest not in (None, count):
+                raise ShapeError(
+                    f'"..." stands for {num_rest} dims of one operand and for {count} of another',
+                    where=f"operand {number} of einsum {pattern.text!r}",
+                    expected="as many dims in each operand",
+                    found=f"shapes {shapes}",
+                    fix="name the dims that only one operand has",
+                )
+            num_rest = count
+        known.update(zip(found.names, found.part_sizes, strict=True))
+        sized.append(found)
+    return tuple(sized), known
+
+
+def _compare_sizes(
+    pattern: Pattern,
+    layout: Layout,
+    rank: int | None,
+    shapes: tuple[tuple[int, ...], ...],
+    given: Mapping[str, int],
+    before: Sequence[SizedSide],
+) -> None:
+    """Raise where an operand, taken alone, has a dim of another size than an operand before it."""
+    number = len(before)
+    alone = Sizing(pattern, pattern.operands[number], layout, rank, shapes[number], None, given)
+    try:
+        found = alone.sized_side(True)
+    except ShapeError:
+        return
+    here = dict(zip(found.names, found.part_sizes, strict=True))
+    for other, side in enumerate(before):
+        for name, size in zip(side.names, side.part_sizes, strict=True):
+            if here.get(name, size) != size:
+                is_cut = any(
+                    name in dim.names and dim.axes
+                    for operand in (pattern.operands[other], pattern.operands[number])
+                    for dim in operand.dims
+                )
+                raise ShapeError(
+                    f"einsum: dim {name!r} has two sizes, {size} and {here[name]}",
+                    where=f"einsum {pattern.text!r} on mesh ({layout.axis_text()})",
+                    expected=f"one size of {name!r} in all operands",
+                    found=f"{name}={size} in operand {other}, a shard of shape {shapes[other]}; "
+                    f"{name}={here[name]} in operand {number}, a shard of shape {shapes[number]}",
+                    fix=f"where its shards are uneven, give the whole size: {name}=..."
+                    if is_cut
+                    else None,
+                )
+
+
+def _with_marks(side: SizedSide, marks: Sequence[int]) -> Placement:
+    """Return an operand's placement, reduced also over the axes that it is marked with."""
+    here = side.placement
+    return replace(here, reduced=tuple(sorted({*here.reduced, *marks})))
+
+
+# -- the choice ---------------------------------------------------------------------------------
+
+
+class LayoutChooser:
+    """The choices of one einsum, and their prices."""
+
+    def __init__(
+        self,
+        text: str,
+        layout: Layout,
+        operands: tuple[SizedSide, ...],
+        sources: tuple[Placement, ...],
+        result: SizedSide,
+        links: tuple[Link, ...],
+    ) -> None:
+        self.text, self.layout, self.links = text, layout, links
+        self.operands, self.sources, self.result = operands, sources, result
+        self.sizes = {
+            name: size
+            for side in operands
+            for name, size in zip(side.names, side.part_sizes, strict=True)
+        }
+        self.sides = [(result.names, result.placement)]
+        self.sides += [(side.names, at) for side, at in zip(operands, sources, strict=True)]
+
+    def best(self) -> EinsumLayout:
+        """Return the layout of the cheapest choice."""
+        every = product(*map(self.choices_along, range(self.layout.ndim)))
+        choices, work, price = min(
+            self.priced(every), key=lambda found: found[2]
+        )  # the first of equals
+        return EinsumLayout(
+            self.text, self.operands, self.result, self.sources, work, choices, price[:2]
+        )
+
+    def priced(
+        self, every: Iterator[tuple[Choice, ...]]
+    ) -> Iterator[tuple[tuple[Choice, ...], Work, tuple[int, int, bool]]]:
+        """Yield each choice with its work and its price: forward, backward, another layout."""
+        target = self.result.placement
+        for choices in every:
+            work = self.work(choices)
+            moves = [*zip(self.sources, work.operands, strict=True), (work.result, target)]
+            back = [(there.transposed(), here.transposed()) for here, there in moves]
+            forward, backward = (
+                sum(num_received_by_all(*ends, self.links) for ends in each)
+                for each in (moves, back)
+            )
+            yield choices, work, (forward, backward, work.result.dims != target.dims)
+
+    def choices_along(self, axis: int) -> list[Choice]:
+        """Return what an axis can divide, in the order in which equal prices are taken."""
+        cut = [
+            name
+            for names, side in self.sides
+            for name, dim in zip(names, side.dims, strict=True)
+            if axis in dim.axes
+        ]
+        is_operand_cut = any(axis in side.cut_axes for side in self.sources)
+        summands = [at for at, side in enumerate(self.sources) if axis in side.unreduced]
+        if len(summands) > 1 and not cut:
+            self.fail_two_unreduced(axis, summands)
+        choices: list[Choice] = []
+        if len(summands) == 1 and not is_operand_cut:
+            choices += summands
+        choices += dict.fromkeys(cut)
+        if not cut:
+            self.check_marks(axis)
+            choices.append(None)
+        return choices
+
+    def work(self, choices: tuple[Choice, ...]) -> Work:
+        """Return how operands and result lie where each axis divides what is chosen."""
+        every = range(self.layout.ndim)
+        target = self.result.placement
+        operands = []
+        for number, (source, side) in enumerate(zip(self.sources, self.operands, strict=True)):
+            dims = self.dims(side.names, choices)
+            cut = {axis for dim in dims for axis in dim.axes}
+            operands.append(
+                Placement(
+                    self.layout.sizes,
+                    source.shape,
+                    dims,
+                    tuple(axis for axis in every if choices[axis] == number),
+                    tuple(
+                        axis
+                        for axis in every
+                        if axis not in cut
+                        and choices[axis] != number
+                        and (choices[axis] is not None or axis in target.reduced)
+                    ),
+                )
+            )
+        dims = self.dims(self.result.names, choices)
+        cut = {axis for dim in dims for axis in dim.axes}
+        unreduced = tuple(axis for axis in every if axis not in cut and choices[axis] is not None)
+        reduced = tuple(axis for axis in every if choices[axis] is None and axis in target.reduced)
+        result = Placement(self.layout.sizes, target.shape, dims, unreduced, reduced)
+        return Work(tuple(operands), result)
+
+    def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
+        """Return dims of the work, each cut by the axes that divide it."""
+        dims = []
+        for name in names:
+            axes = self.axes_of(name, choices)
+            sizes = tuple([self.layout.sizes[axis] for axis in axes])
+            dims.append(split_dim(self.sizes[name], axes, sizes))
+        return tuple(dims)
+
+    def axes_of(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, ...]:
+        """Return the axes that divide a dim, in the order of the first side that they all cut."""
+        mine = [axis for axis, choice in enumerate(choices) if choice == name]
+        for names, side in self.sides if len(mine) > 1 else ():
+            if name in names:
+                cutting = side.dims[names.index(name)].axes
+                if {*mine} <= {*cutting}:
+                    return tuple(axis for axis in cutting if axis in mine)
+        return tuple(mine)
+
+    def fail_two_unreduced(self, axis: int, summands: Sequence[int]) -> NoReturn:
+        """Raise for operands that would all stay unreduced over an axis."""
+        name = _axis_name(self.layout, axis)
+        both = " and ".join(map(str, summands[:2]))
+        raise PatternError(
+            f"einsum: operands {both} are both unreduced over axis {name!r}",
+            where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
+            expected="one unreduced operand: the product of two sums is no sum of products",
+            found=f"{len(summands)} operands with {{U:{name}}}",
+            fix=f"sum one first: md.reshard(x, '... {{U:{name}}} -> ...', mesh)",
+        )
+
+    def check_marks(self, axis: int) -> None:
+        """Raise where a mark says reduced over an axis that neither cuts nor reduces the result."""
+        # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
+        # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
+        if axis in self.result.placement.reduced or self.layout.sizes[axis] == 1:
+            return
+        for number, (side, source) in enumerate(zip(self.operands, self.sources, strict=True)):
+            if axis in source.reduced and axis not in side.placement.reduced:
+                name = _axis_name(self.layout, axis)
+                raise AxisTypeError(
+                    f"einsum: operand {number} is marked reduced over axis {name!r}, which the "
+                    "text leaves out",
+                    where=f"einsum {self.text!r} on mesh ({self.layout.axis_text()})",
+                    expected=f"a dim that {name!r} cuts, or a result that is reduced there",
+                    found=f"operand {number} with {{R:{name}}} by its mark, as a parameter under "
+                    "DDP",
+                    fix=f"where the batch differs along it, write b@{name}; where all is equal "
+                    f"there, let the result end with {{R:{name}}}; or give the axes that the text "
+                    "names: mesh=mesh['tp']",
+                )
+
+
+def _axis_name(layout: Layout, axis: int) -> str:
+    return layout.names[axis] if layout.names else str(axis)

@@ -1,0 +1,359 @@
+"""``md.einsum``: a product of sharded tensors, as a line that says how each of them lies.
+
+Each operand goes to where the work needs it (``einsum_layouts``), torch computes the product of the
+parts, and the result goes to where the text wants it. The backward is autograd's through the three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..arrays import describe
+from ..checking.program import one_frame
+from ..collectives.torch_private import HiddenFromModes
+from ..dtypes import dtype_name
+from ..error_text import ranks_text
+from ..errors import AxisError, AxisTypeError, DtypeError, KindError, PatternError
+from ..functional.axis_types import (
+    ATTRIBUTE,
+    RANKS_OF_OWNER,
+    SPEC_ATTRIBUTE,
+    Refusal,
+    axes_of_kind,
+    join_types,
+    kinds_in,
+    type_text,
+    with_kinds,
+)
+from ..functional.value_checks import check_replicas
+from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import PartitionSpec
+from ..mesh.pattern import column_error, parse
+from ..mesh.spec import NamedSharding
+from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.context import ContextMode, find_context
+from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
+from .einsum_layouts import EinsumLayout, lay_out_einsum
+from .einsum_plans import plan_einsum
+from .regathering import GatheredOperand, saved_as_shards
+from .requests import check_sizes, get_mesh, mesh_links, on_mesh
+from .resharding import (
+    FITTING_KINDS,
+    check_spec,
+    kinds_of,
+    transfer_or_alias,
+    typed_operand,
+)
+
+__all__ = ["einsum"]
+
+_MARKS = (ATTRIBUTE, SPEC_ATTRIBUTE, RANKS_OF_OWNER)
+
+
+@one_frame
+def einsum(
+    pattern: str,
+    /,
+    *operands: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    regather: bool = False,
+    **sizes: int,
+) -> torch.Tensor:
+    """Every rank holds its shard of a product of sharded tensors; collective.
+
+    Each parallelism of a layer is a line: ``"b s d, d f@tp -> b s f@tp"`` is a column-parallel
+    layer, ``"b s f@tp, f@tp d -> b s d"`` is row-parallel, ``"b@dp s d, d@dp f -> b@dp s f"``
+    fully sharded. What must be gathered and summed follows from the line, for the gradients as
+    well. Along an axis that a side does not name its values are equal on all ranks.
+
+    Args:
+        pattern: how each operand lies, and behind "->" how the result shall lie, as for
+            ``reshard``; dims that the result lacks are summed over. "..." stands for whole dims,
+            equally many in each operand that has it.
+        operands: this rank's shards, tensors of one dtype, not bool.
+        mesh: whose axes the pattern names; None takes the mesh in force.
+        regather: whether the backward gathers again what was gathered of an operand, in place of
+            keeping it from the forward until then.
+        sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
+
+    Returns:
+        This rank's shard of the result, of the operands' dtype, marked with its spec. It aliases no
+        operand.
+
+    Gradient:
+        That of the product on one device, laid as the operands are. An operand that is marked
+        reduced over an axis (by ``md.annotate``, or by ``md.DDP``, which sums there) gets a summand
+        on each rank; without a mark einsum sums over the ranks.
+
+    Cost:
+        What ``md.plan`` with the same text tells, forward and backward: the fewest elements among
+        the ways to divide the work.
+
+    Raises:
+        PatternError, AxisError, ShapeError: a text that does not fit the operands or the mesh.
+        KindError: an operand that is no tensor. DtypeError: bool, or operands of several dtypes.
+        AxisTypeError, ArgumentError: a mark, or a type, that contradicts the text.
+        MeshError: no mesh is in force. NotInGroupError: this rank is not in the mesh.
+        AgreementError: ranks have different plans. UnequalError: on simulated ranks, and at debug
+            level DETAIL, an operand of which each rank takes a part is not the same on all.
+        GradientError: with ``regather``, an operand that was written to before the backward.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     x, w = torch.ones(1, 4), torch.arange(8.0).view(4, 2)
+        ...     mine = md.shard(w, "d@tp f", mesh)                      # two of four rows
+        ...     return md.einsum("b d, d@tp f -> b f", x, mine, mesh=mesh).tolist()
+        >>> md.simulate(program, 2)
+        [[[12.0, 16.0]], [[12.0, 16.0]]]
+
+    Source:
+        Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021,
+        section 4.2, without halo exchanges: how operands and results of a dot are resharded.
+    """
+    _check_operands(pattern, operands)
+    where = get_mesh("einsum", mesh)
+    shapes = tuple([tuple(x.shape) for x in operands])
+    marks = tuple([tuple([x.__dict__.get(name) for name in _MARKS]) for x in operands])
+    key = (pattern, shapes, marks, *sizes.items())
+    found = where.caches.find(_Einsum, key)
+    if found is None:
+        try:
+            found = _Einsum(pattern, operands, where, sizes)
+        except AxisError as error:
+            raise with_hidden_mesh(error, mesh) from None
+        where.caches.keep(_Einsum, key, found)
+    return found(operands, regather=regather)
+
+
+class _Einsum:
+    """An einsum on a mesh, of operands of known shapes and marks; made without communication."""
+
+    def __init__(
+        self,
+        text: str,
+        operands: Sequence[torch.Tensor],
+        mesh: DeviceMesh,
+        sizes: Mapping[str, int],
+    ) -> None:
+        check_sizes(text, sizes)
+        self._mesh, links = mesh, mesh_links(mesh)
+        marks = tuple(
+            _axes_reduced_elsewhere(x, mesh, f"operand {number} of einsum {text!r}")
+            for number, x in enumerate(operands)
+        )
+        shapes = tuple(tuple(x.shape) for x in operands)
+        asked = tuple(sizes.items())
+        laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks, links)
+        self._laid = laid
+        planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
+        self._plans, self._result_plan = planned.operands, planned.result
+        self._shardings = [
+            _reduced_too(on_mesh(mesh, side.sharding), axes)
+            for side, axes in zip(laid.operands, marks, strict=True)
+        ]
+        for number, (x, sharding) in enumerate(zip(operands, self._shardings, strict=True)):
+            _check_marks(x, sharding, mesh, f"operand {number} of einsum {text!r}")
+        # Along these axes parts of what each rank holds of an operand come together.
+        self._alike = [
+            {
+                mesh.axis_names[axis]
+                for axis in {*work.cut_axes, *work.unreduced} & {*source.free_axes}
+            }
+            for source, work in zip(laid.sources, laid.work.operands, strict=True)
+        ]
+        self._part_shapes = [plan.source.local_shape(plan.coordinate) for plan in self._plans]
+        self._result = on_mesh(mesh, laid.result.sharding)
+        local = planned.result.target.local_shape(planned.result.coordinate)
+        self._shape = _merged(local, laid.result.counts)
+
+    def __call__(self, operands: Sequence[torch.Tensor], *, regather: bool) -> torch.Tensor:
+        """Return this rank's shard of the product."""
+        mode = find_context()
+        if mode is None:
+            return mark_spec(self._computed(operands, regather), self._result.spec)
+        cast, text = self._typed(mode, operands)
+        with HiddenFromModes():
+            result = mark_spec(self._computed(cast, regather), self._result.spec)
+        result.__dict__[ATTRIBUTE] = text
+        mode.note(result, "einsum", list(operands))
+        return result
+
+    def _typed(
+        self, mode: ContextMode, operands: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], str]:
+        """Return the operands with the casts that they need in a context, and the result's type."""
+        mesh = self._mesh
+        own = [
+            typed_operand(mode, "einsum", x, sharding, mesh)
+            for x, sharding in zip(operands, self._shardings, strict=True)
+        ]
+        # Over the context's other axes einsum is a product like any other of torch's.
+        names = {*mesh.axis_names}
+        others = [_without(mode.operand_type(x, "einsum"), names) for x in operands]
+        joined = join_types(others, "multiply")
+        if isinstance(joined, Refusal):
+            raise refused_join("einsum", operands, joined.axis, joined.operand, mode.mesh)
+        cast = [
+            mode.cast(x, kinds_in(missing)) for x, missing in zip(own, joined.missing, strict=True)
+        ]
+        return cast, with_kinds(joined.text, kinds_of(self._result))
+
+    def _computed(self, operands: Sequence[torch.Tensor], regather: bool) -> torch.Tensor:
+        parts = [
+            x if x.shape == shape else x.reshape(shape)
+            for x, shape in zip(operands, self._part_shapes, strict=True)
+        ]
+        for part, alike, plan in zip(parts, self._alike, self._plans, strict=True):
+            check_replicas(part, self._mesh, alike, plan.title, None, has_argument=False)
+        moved = [
+            transfer_or_alias(part, plan, self._mesh)
+            for part, plan in zip(parts, self._plans, strict=True)
+        ]
+        gathered = []
+        if regather and torch.is_grad_enabled():
+            gathered = [
+                GatheredOperand(whole, part, plan, self._mesh)
+                for whole, part, plan in zip(moved, parts, self._plans, strict=True)
+                if whole.numel() > part.numel()
+            ]
+        with saved_as_shards(gathered) if gathered else nullcontext():
+            result = _product(self._laid, moved)
+        result = transfer_or_alias(result, self._result_plan, self._mesh)
+        return result if result.shape == self._shape else result.reshape(self._shape)
+
+
+def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if laid.is_matmul:
+        return torch.matmul(*parts)
+    result = torch.einsum(laid.equation, *parts)
+    # of a single operand torch may give a view of it
+    return result.clone() if len(parts) == 1 else result
+
+
+def _merged(parts: Sequence[int], counts: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of an array by that of its parts.
+
+    Example:
+        >>> _merged((2, 3, 4), (1, 0, 2))
+        (2, 1, 12)
+    """
+    rest = iter(parts)
+    return tuple(math.prod(next(rest) for _ in range(count)) for count in counts)
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def _check_operands(text: str, operands: Sequence[Any]) -> None:
+    pattern = parse(text)
+    for number, x in enumerate(operands):
+        if not isinstance(x, torch.Tensor):
+            raise KindError(
+                f"einsum: operand {number} is no tensor",
+                where=f"einsum {text!r}",
+                expected="this rank's shard, a torch.Tensor",
+                found=f"a {type(x).__name__}",
+                fix=_fix_of_kind(x),
+            )
+    if len(pattern.operands) != len(operands):
+        _fail_count(text, len(operands))
+    dtypes = {x.dtype for x in operands}
+    if torch.bool in dtypes:
+        raise DtypeError(
+            "einsum: bool values have no products and sums",
+            where=f"einsum {text!r}",
+            expected="numbers",
+            found="; ".join(map(describe, operands)),
+            fix="count in integers: x.to(torch.int32)",
+        )
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(operands[0].device.type):
+        raise DtypeError(
+            "einsum: the operands are of several dtypes",
+            where=f"einsum {text!r}",
+            expected="operands of one dtype",
+            found=", ".join(dtype_name(x.dtype) for x in operands),
+            fix="convert one first: w.to(x.dtype)",
+        )
+
+
+def _fix_of_kind(x: object) -> str | None:
+    if isinstance(x, DeviceMesh):
+        return "name the mesh: mesh=mesh"
+    return "take its shard: x.local" if hasattr(x, "local") else None
+
+
+def _fail_count(text: str, count: int) -> None:
+    pattern = parse(text)
+    named = len(pattern.operands)
+    fix = None
+    if named == count + 1:
+        # A comma outside of brackets parts operands: "b@dp,cp d" is "b@dp" and "cp d".
+        last, first = pattern.operands[0].dims[-1:], pattern.operands[1].dims[:1]
+        if last and last[0].axes and first and not first[0].axes:
+            listed = ",".join((*last[0].axes, *first[0].names))
+            fix = f"several axes are written {' '.join(last[0].names)}@({listed})"
+    error: PatternError = column_error(
+        text,
+        pattern.commas[0] if pattern.commas else 0,
+        expected=f"an operand for each tensor: {count}",
+        found=f"{named} operands in the text",
+        fix=fix,
+        summary=f"einsum of {count} tensors with a text for {named}",
+    )
+    raise error
+
+
+def _axes_reduced_elsewhere(x: torch.Tensor, mesh: DeviceMesh, where: str) -> tuple[str, ...]:
+    """Return the axes over which the gradient of ``x`` stays unreduced, by its marks."""
+    marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
+    owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
+    together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
+    if len(together) > 1:
+        lines = {axis: mesh.get_group(axis).ranks for axis in mesh.axis_names}
+        owned = [axis for axis, line in lines.items() if len(line) > 1 and together >= {*line}]
+        if math.prod(len(lines[axis]) for axis in owned) != len(together):
+            raise AxisTypeError(
+                "einsum of a parameter whose wrapper averages over ranks that lie along no axes of "
+                "the einsum's mesh",
+                where=where,
+                expected=f"ranks along axes of {mesh!r}",
+                found=f"gradients are averaged over {ranks_text(owners)}",
+                fix="wrap with an axis, DDP(module, device_mesh=mesh['dp']), and give einsum the "
+                "mesh that has it",
+            )
+        marked.update(owned)
+    return tuple(sorted(marked))
+
+
+def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:
+    """Raise where what ``x`` is marked with contradicts how the text says that it lies."""
+    check_spec("einsum", x, sharding, where)
+    wanted = kinds_of(sharding)
+    for axis, kind in kinds_in(type_of(x)).items():
+        if mesh.axis_sizes.get(axis, 1) > 1 and (
+            kind not in FITTING_KINDS[wanted[axis]] or (kind, wanted[axis]) == ("R", "V")
+        ):
+            raise refused_sharding("einsum", x, axis, wanted[axis], mesh, repr(sharding.spec))
+
+
+def _reduced_too(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
+    """Return a sharding that is reduced also over axes that it neither cuts nor calls unreduced."""
+    spec = sharding.spec
+    more = frozenset(axes) & sharding.replicated_axes
+    if more <= spec.reduced:
+        return sharding
+    spec = PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced | more)
+    return NamedSharding(sharding.mesh, spec, shard_sizes=sharding.shard_sizes)
+
+
+def _without(text: str, axes: set[str]) -> str:
+    """Return a type's text without some axes."""
+    return type_text({axis: kind for axis, kind in kinds_in(text).items() if axis not in axes})
