@@ -33,42 +33,32 @@ import meshdist.distributed as dist
 
 LIMIT = 1e-4  # largest relative difference that --check allows, in float32
 
-# -- the model: plain torch, but for two layers that hold a block of their matrix ------------------
+# -- the model: plain torch, but for products of which each rank holds a block ---------------------
+
+COLUMN = "b s d, f@tp d -> b s f@tp"  # outputs are split: the backward sums x's gradient over tp
+ROW = "b s f@tp, d f@tp -> b s d"  # inputs are split: each rank's part is added, all hold the sum
 
 
-def shard(whole: Tensor, dim: int, tp: md.DeviceMesh) -> nn.Parameter:
-    """Return this rank's block of a matrix that every rank drew from the same seed."""
-    return nn.Parameter(whole.chunk(tp.size(), dim)[tp.get_local_rank()].clone())
+class Product(nn.Module):
+    """A linear map as a line that says how its input, its weight and its result lie over tp."""
 
-
-class ColumnParallel(nn.Module):
-    """A linear map whose outputs are split over tp: x is equal on all ranks, the result is not."""
-
-    def __init__(self, num_in: int, num_out: int, tp: md.DeviceMesh) -> None:
+    def __init__(self, line: str, num_in: int, num_out: int, tp: md.DeviceMesh) -> None:
         super().__init__()
-        self.weight = shard(torch.randn(num_out, num_in) / num_in**0.5, 0, tp)
+        self.line, self.tp = line, tp
+        whole = torch.randn(num_out, num_in) / num_in**0.5  # every rank draws it from one seed
+        weight_lies = line.split(" -> ")[0].split(", ")[1]
+        self.weight = nn.Parameter(md.shard(whole, weight_lies, tp))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(md.lax.pvary(x, "tp"), self.weight)  # backward sums x's gradient over tp
-
-
-class RowParallel(nn.Module):
-    """A linear map whose inputs are split over tp: each rank adds its part, all hold the sum."""
-
-    def __init__(self, num_in: int, num_out: int, tp: md.DeviceMesh) -> None:
-        super().__init__()
-        self.weight = shard(torch.randn(num_out, num_in) / num_in**0.5, 1, tp)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return md.lax.psum(F.linear(x, self.weight), "tp")  # backward sends nothing
+        return md.einsum(self.line, x, self.weight, mesh=self.tp)
 
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int, tp: md.DeviceMesh) -> None:
         super().__init__()
         self.head_width = width // heads
-        self.qkv = ColumnParallel(width, 3 * width, tp)  # head after head: a block is whole heads
-        self.out = RowParallel(width, width, tp)
+        self.qkv = Product(COLUMN, width, 3 * width, tp)  # head after head: a block is whole heads
+        self.out = Product(ROW, width, width, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2).unbind(3)
@@ -90,8 +80,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, tp)
-        self.up = ColumnParallel(width, 4 * width, tp)
-        self.down = RowParallel(4 * width, width, tp)
+        self.up = Product(COLUMN, width, 4 * width, tp)
+        self.down = Product(ROW, 4 * width, width, tp)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))

@@ -186,10 +186,11 @@ def test_all_ranks_write_the_same_sample(lm: ModuleType) -> None:
 def test_check_finds_wrong_gradients(
     lm: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def without_pvary(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, layer.weight)
+    def without_cast(layer: Any, x: torch.Tensor) -> Any:
+        y = F.linear(x, layer.weight)
+        return y if layer.line == lm.COLUMN else md.lax.psum(y, "tp", mesh=layer.tp)
 
-    monkeypatch.setattr(lm.ColumnParallel, "forward", without_pvary)
+    monkeypatch.setattr(lm.Product, "forward", without_cast)
     argv = ["--mesh", "dp=1,tp=2", "--steps", "10", "--check", *TINY]
     assert md.simulate(lm.main, 2, args=(argv,)) == [1, 1]
     assert "(limit 1e-04): DIFFERENT" in capsys.readouterr().out

@@ -1,0 +1,51 @@
+"""The examples of einsum have the numbers of one device, and find it where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import meshdist as md
+from tests.pool import Pool, places
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.mark.parametrize("name", ["fsdp_in_einsum", "megatron_block"])
+def test_they_check_themselves(pool: Pool, name: str) -> None:
+    ended = pool.start(EXAMPLES / f"{name}.py", places(4), "--check", is_strict=True)
+    assert [one.returncode for one in ended] == [0] * 4, ended
+    (said,) = [one.stdout for one in ended if one.stdout]
+    assert said.startswith("dp=")
+    assert float(said.split()[-1]) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2), (4, 1)])
+def test_the_block_by_position_on_other_meshes(
+    load: Callable[[str], ModuleType], shape: tuple[int, int]
+) -> None:
+    example = load("megatron_block")
+
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        return example.difference(mesh, sequence=True)
+
+    assert max(md.simulate(program, 4)) < 1e-12
+
+
+def test_a_difference_is_told(load: Callable[[str], ModuleType]) -> None:
+    example = load("fsdp_in_einsum")
+
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model, _ = example.train(mesh, regather=False)
+        right = example.difference(model, mesh)
+        model.weights[0].data[0, 0] += 1
+        return right, example.difference(model, mesh)
+
+    for right, wrong in md.simulate(program, 2):
+        assert right < 1e-12 < wrong
