@@ -38,7 +38,7 @@ Where the weights are cut over the axis of the batch, two dims compete for it:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -260,29 +260,35 @@ class LayoutChooser:
         self.sides += [(side.names, at) for side, at in zip(operands, sources, strict=True)]
 
     def best(self) -> EinsumLayout:
-        """Return the layout of the cheapest choice."""
-        every = product(*map(self.choices_along, range(self.layout.ndim)))
-        choices, work, price = min(
-            self.priced(every), key=lambda found: found[2]
-        )  # the first of equals
+        """Return the layout of the cheapest choice, of equal prices the first."""
+        every = list(product(*map(self.choices_along, range(self.layout.ndim))))
+        works = list(map(self.work, every))
+        forward = [self.num_received(work) for work in works]
+        fewest = min(forward)
+        target = self.result.placement.dims
+        prices = {
+            number: (self.num_received(work, is_backward=True), work.result.dims != target)
+            for number, work in enumerate(works)
+            if forward[number] == fewest
+        }
+        best = min(prices, key=prices.__getitem__)
         return EinsumLayout(
-            self.text, self.operands, self.result, self.sources, work, choices, price[:2]
+            self.text,
+            self.operands,
+            self.result,
+            self.sources,
+            works[best],
+            every[best],
+            (fewest, prices[best][0]),
         )
 
-    def priced(
-        self, every: Iterator[tuple[Choice, ...]]
-    ) -> Iterator[tuple[tuple[Choice, ...], Work, tuple[int, int, bool]]]:
-        """Yield each choice with its work and its price: forward, backward, another layout."""
-        target = self.result.placement
-        for choices in every:
-            work = self.work(choices)
-            moves = [*zip(self.sources, work.operands, strict=True), (work.result, target)]
-            back = [(there.transposed(), here.transposed()) for here, there in moves]
-            forward, backward = (
-                sum(num_received_by_all(*ends, self.links) for ends in each)
-                for each in (moves, back)
-            )
-            yield choices, work, (forward, backward, work.result.dims != target.dims)
+    def num_received(self, work: Work, *, is_backward: bool = False) -> int:
+        """Return the elements that all ranks receive together, forward or in the backward."""
+        moves = [*zip(self.sources, work.operands, strict=True)]
+        moves.append((work.result, self.result.placement))
+        if is_backward:
+            moves = [(there.transposed(), here.transposed()) for here, there in moves]
+        return sum(num_received_by_all(*ends, self.links) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
         """Return what an axis can divide, in the order in which equal prices are taken."""

@@ -202,6 +202,7 @@ def route_between(
     return find_route(source, target, links), void
 
 
+@lru_cache(maxsize=4096)
 def num_received_by_all(source: Placement, target: Placement, links: tuple[Link, ...]) -> int:
     """Return the price of the best route: the elements that all ranks receive together.
 

@@ -166,7 +166,11 @@ def test_no_other_layout_moves_less(shape: tuple[int, ...]) -> None:
             summands = [at for at, x in enumerate(case.operands) if name in x.unreduced]
             if summands and not any(name in sum(x.cuts.values(), ()) for x in case.operands):
                 every[axis] = [*every[axis], *summands, None] if not cutting else every[axis]
-        prices = [found[2][:2] for found in chooser.priced(itertools.product(*every))]
+        works = map(chooser.work, itertools.product(*every))
+        prices = [
+            (chooser.num_received(work), chooser.num_received(work, is_backward=True))
+            for work in works
+        ]
         assert laid.num_received <= min(prices), case.text
 
 
