@@ -15,8 +15,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch.distributed import distributed_c10d
 
-from .torch_worlds import TorchWorld, set_torch_world, torch_world
+from .torch_worlds import TorchWorld
+
+c10d: Any = distributed_c10d  # its private names
 
 if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
 
@@ -82,7 +85,7 @@ class ProcessState:
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
         self.seed_notes = _notes
-        self.torch_world = torch_world()
+        self.torch_world = getattr(c10d, "_world", None)
         self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
         generator = self.numpy_generator = get_bit_generator()
@@ -99,7 +102,7 @@ class ProcessState:
         """Put everything back, for the thread that runs now."""
         global _notes
         _notes = self.seed_notes
-        set_torch_world(self.torch_world)
+        c10d._world = self.torch_world
         seed_before = torch.default_generator.initial_seed()
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
@@ -134,7 +137,7 @@ def _seed_cuda(noted_seed: int) -> None:
 
 def start_as(rank: int) -> None:
     """Give the generators the fixed states with which a rank starts, and torch no groups."""
-    set_torch_world(TorchWorld())
+    c10d._world = TorchWorld()
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()
     torch.default_generator.manual_seed(rank)

@@ -23,9 +23,13 @@ _OF_PROCESSES = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "shm"})
 _torchs: Any = c10d  # its private names, and those of its C++
 _core: Any = _distributed_c10d
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+_VARIABLES = ("_world", "_new_process_group_helper", "_backend", "_default_pg_init_method")
+_LACKING = [name for name in ("_World", *_VARIABLES) if not hasattr(_torchs, name)]
+_LACKING += [name for name in ("_set_thread_isolation_mode",) if not hasattr(_core, name)]
+"""What this torch lacks; all torches that are tested have it."""
 
 
-class TorchWorld(_torchs._World):  # type: ignore[misc]
+class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
     """The record of one simulated rank."""
 
     # In torch's own these are properties, which read variables of its module.
@@ -43,19 +47,17 @@ class TorchWorld(_torchs._World):  # type: ignore[misc]
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
-def torch_world() -> Any:
-    """Return the record of groups that is in force."""
-    return _torchs._world
-
-
-def set_torch_world(record: Any) -> None:
-    """Let torch know of the groups in ``record``, and of no other."""
-    _torchs._world = record
-
-
 def isolate_names() -> None:
     """Let each thread have a registry of names of its own, until ``callers_torch_world`` ends."""
     global _is_isolated
+    if _LACKING:
+        raise BackendError(
+            f"torch {torch.__version__} cannot have a world of its own on simulated ranks",
+            expected="a torch from 2.11 to 2.15",
+            found=f"none of its inner {', '.join(_LACKING)}",
+            fix="install such a torch, or run the program as processes: "
+            "meshdist run -n 4 script.py",
+        )
     _is_isolated = True
     _core._set_thread_isolation_mode(True)
 
@@ -66,19 +68,19 @@ _is_isolated = False
 @contextmanager
 def callers_torch_world() -> Iterator[None]:
     """Leave what torch changes in the process at each of its starts as it was."""
-    # The last two are variables of its module; its hook puts the rank before an exception's lines.
+    # Its hook puts the rank before an exception's lines.
     global _is_isolated
-    was_isolated, hook, open_group = _is_isolated, sys.excepthook, _torchs._new_process_group_helper
-    names = "_backend", "_default_pg_init_method"
-    values = [getattr(_torchs, name) for name in names]
-    _torchs._new_process_group_helper = partial(_open_checked, open_group)
+    was_isolated, hook = _is_isolated, sys.excepthook
+    variables = {name: getattr(_torchs, name) for name in _VARIABLES if hasattr(_torchs, name)}
+    if (open_group := variables.get("_new_process_group_helper")) is not None:
+        _torchs._new_process_group_helper = partial(_open_checked, open_group)
     if torch.__version__ < "2.12":  # else DTensor and torch.compile crash once a rank has used them
         _ensure_device_guard()
     try:
         yield
     finally:
-        sys.excepthook, _torchs._new_process_group_helper = hook, open_group
-        for name, value in zip(names, values, strict=True):
+        sys.excepthook = hook
+        for name, value in variables.items():
             setattr(_torchs, name, value)
         if _is_isolated and not was_isolated:
             _is_isolated = False
@@ -96,7 +98,7 @@ def _open_checked(
 ) -> Any:
     """Let torch open a group; on a simulated rank not over a backend that serves processes."""
     # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
-    if isinstance(torch_world(), TorchWorld):
+    if isinstance(_torchs._world, TorchWorld):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
         for name in _OF_PROCESSES.intersection(wanted):
             raise BackendError(

@@ -371,3 +371,16 @@ def test_a_profile_names_the_verbs() -> None:
         return [event.name for event in profile.events() if event.name.startswith("simulated:")]
 
     assert md.simulate(program, 1) == [["simulated:all_reduce"] * 2]
+
+
+def test_a_torch_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshdist.runtime.torch_worlds._LACKING", ["_World"])
+    with pytest.raises(BackendError) as caught:
+        md.simulate(begin, 2)
+    assert str(caught.value) == (
+        f"torch {torch.__version__} cannot have a world of its own on simulated ranks\n"
+        "  expected: a torch from 2.11 to 2.15\n"
+        "  found:    none of its inner _World\n"
+        "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
+        "script.py"
+    )
