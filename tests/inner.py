@@ -118,7 +118,7 @@ from meshdist.groups.verb_methods import (
 from meshdist.launching.guard import end_with_parent as end_with_parent
 from meshdist.launching.rank_environment import LaunchError as LaunchError
 from meshdist.launching.streams import Output as Output
-from meshdist.runtime import bounded_calls as bounded_calls, deadlines as deadlines
+from meshdist.runtime import bounded_calls as bounded_calls, deadlines as deadlines, hosts as hosts
 from meshdist.runtime.deadlines import (
     Clock as Clock,
     Deadline as Deadline,
@@ -138,7 +138,12 @@ from meshdist.runtime.hosts import (
 )
 from meshdist.runtime.memory import Scratch as Scratch
 from meshdist.runtime.whole_numbers import find_whole_number as find_whole_number
-from meshdist.wires import capabilities as capabilities, operations as operations, work as work
+from meshdist.wires import (
+    capabilities as capabilities,
+    operations as operations,
+    registry as registry,
+    work as work,
+)
 from meshdist.wires.built_verbs import (
     BUILT as BUILT,
     all_reduce_by_gathering as all_reduce_by_gathering,

@@ -567,10 +567,20 @@ def inner_imports(path: Path, text: str) -> list[str]:
     folder = path.parent.parts[1:]
     own = ".".join((PACKAGE, *folder)) + "." if folder else f"{PACKAGE}."
     inner = set(package_sources()) - PURE - FRONT_DOOR - PRELOADED
+    tree = ast.parse(text)
+    reached = [
+        (item.line, item.module)
+        for item in imports_of("tests", tree, set(package_sources()), is_package=False)
+    ]
+    for node in ast.walk(tree):  # monkeypatch.setattr("meshdist.wires.registry.get_wire", ...)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr"):
+            target = node.args[0]
+            if isinstance(target, ast.Constant):
+                reached.append((node.lineno, str(target.value).rpartition(".")[0]))
     return [
-        f"{path}:{item.line} imports {item.module}: let it come from tests.inner"
-        for item in imports_of("tests", ast.parse(text), set(package_sources()), is_package=False)
-        if item.module in inner and not (folder and f"{item.module}.".startswith(own))
+        f"{path}:{line} reaches {module}: let it come from tests.inner"
+        for line, module in reached
+        if module in inner and not (folder and f"{module}.".startswith(own))
     ]
 
 
@@ -590,8 +600,11 @@ def test_an_import_of_another_room_is_found() -> None:
     assert inner_imports(Path("tests/wires/shm/test_door.py"), text) == []
     for path in (Path("tests/ddp/test_buckets.py"), Path("tests/test_kills.py")):
         assert inner_imports(path, text) == [
-            f"{path}:2 imports meshdist.wires.shm.door: let it come from tests.inner"
+            f"{path}:2 reaches meshdist.wires.shm.door: let it come from tests.inner"
         ]
+    patched = 'patch.setattr("meshdist.runtime.hosts._PIDS", ())\n'
+    assert inner_imports(Path("tests/runtime/test_hosts.py"), patched) == []
+    assert len(inner_imports(Path("tests/test_kills.py"), patched)) == 1
     assert inner_imports(Path("tests/test_x.py"), "from meshdist.mesh.layout import Layout") == []
 
 

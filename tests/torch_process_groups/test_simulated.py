@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import meshdist as md
 from meshdist.errors import BackendError, DeadlockError, WorldError
+from tests.inner import torch_worlds
 
 NUM_STEPS, WIDTH, LIMIT = 2, 8, 1e-14
 
@@ -374,7 +375,7 @@ def test_a_profile_names_the_verbs() -> None:
 
 
 def test_a_torch_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshdist.runtime.torch_worlds._LACKING", ["_World"])
+    monkeypatch.setattr(torch_worlds, "_LACKING", ["_World"])
     with pytest.raises(BackendError) as caught:
         md.simulate(begin, 2)
     assert str(caught.value) == (

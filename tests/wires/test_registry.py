@@ -13,7 +13,7 @@ import meshdist.wires.c10d.communicator
 import meshdist.wires.names  # registers all wires
 from meshdist.wires.registry import Needs, find_wire, get_wire, make_room, wire_names
 from tests.few_files import room_for
-from tests.inner import mpi_library
+from tests.inner import hosts, mpi_library
 
 
 def test_names_in_any_case() -> None:
@@ -118,7 +118,7 @@ def test_threads_are_those_of_all_ranks_of_the_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files = tmp_path / "pids.max", tmp_path / "pids.current"
-    monkeypatch.setattr("meshdist.runtime.hosts._PIDS", files)
+    monkeypatch.setattr(hosts, "_PIDS", files)
     files[0].write_text("100\n")
     files[1].write_text("90\n")
     needs = {"axis 'dp'": Needs(1, 2), "axis 'tp'": Needs(1, 2)}

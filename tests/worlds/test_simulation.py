@@ -28,7 +28,7 @@ from meshdist.errors import (
     NotInitializedError,
     WorldError,
 )
-from tests.inner import find_world, get_world
+from tests.inner import find_world, get_world, registry
 from tests.load import is_within
 
 
@@ -534,9 +534,7 @@ def test_args_are_a_tuple(wrong: object) -> None:
 
 
 def test_ranks_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "meshdist.wires.registry.make_descriptor_room", lambda number: f"{number} are too many"
-    )
+    monkeypatch.setattr(registry, "make_descriptor_room", lambda number: f"{number} are too many")
 
     def program() -> float:
         mesh = md.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
