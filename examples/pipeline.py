@@ -127,9 +127,10 @@ def largest_difference(layers: dict[int, nn.Module], args: argparse.Namespace) -
 
 def run(args: argparse.Namespace) -> int:
     """Train as this rank; return 1 where weights differ."""
+    size = args.mesh["pp"] * args.mesh["dp"]
+    if size != md.get_world_size():
+        raise SystemExit(f"--mesh has {size} ranks, and {md.get_world_size()} were started")
     mesh = md.init_device_mesh("cpu", tuple(args.mesh.values()), mesh_dim_names=tuple(args.mesh))
-    if mesh.size() != md.get_world_size():
-        raise SystemExit(f"--mesh has {mesh.size()} ranks, and {md.get_world_size()} were started")
     layers, losses = train(mesh, args)
     if losses and mesh.get_local_rank("dp") == 0:
         print(f"{args.schedule}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {args.steps} steps")
@@ -166,6 +167,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     pp, dp = args.mesh["pp"], args.mesh["dp"]
     if min(args.steps, args.batch, args.microbatches, args.layers, args.width) < 1:
         parser.error("steps, batch, microbatches, layers and width are at least 1")
+    if args.simulate not in (None, pp * dp):
+        parser.error(f"--mesh has {pp * dp} ranks, and --simulate {args.simulate}")
     _, num_stages = stages_of(args.schedule, 0, pp)
     if args.layers % num_stages:
         parser.error(f"--layers {args.layers} must divide among the {num_stages} stages")

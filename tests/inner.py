@@ -118,7 +118,12 @@ from meshdist.groups.verb_methods import (
 from meshdist.launching.guard import end_with_parent as end_with_parent
 from meshdist.launching.rank_environment import LaunchError as LaunchError
 from meshdist.launching.streams import Output as Output
-from meshdist.runtime import bounded_calls as bounded_calls, deadlines as deadlines, hosts as hosts
+from meshdist.runtime import (
+    bounded_calls as bounded_calls,
+    deadlines as deadlines,
+    hosts as hosts,
+    torch_worlds as torch_worlds,
+)
 from meshdist.runtime.deadlines import (
     Clock as Clock,
     Deadline as Deadline,

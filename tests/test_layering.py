@@ -304,7 +304,6 @@ STACKED_FLOORS = (1, 3, 4)
 # Private attributes of torch's objects that share their name with one of ours.
 TORCH_ATTRIBUTES = {  # of a process group and its options, of a Work, of a tensor, of a module
     ("meshdist.collectives.roots", "_base"),
-    ("meshdist.runtime.generators", "_world"),
     ("meshdist.runtime.torch_worlds", "_world"),
     ("meshdist.ddp.replicas", "_buffers"),
     ("meshdist.ddp.precision", "_parameters"),

@@ -1,4 +1,4 @@
-"""The random generators of one rank, how they were seeded, its default dtype, torch's groups.
+"""The random generators of one rank, how they were seeded, and its default dtype.
 
 No thread has these for itself. Simulated ranks share a process: their scheduler swaps all this
 whenever another rank runs.
@@ -15,11 +15,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
-from torch.distributed import distributed_c10d
 
-from .torch_worlds import TorchWorld
-
-c10d: Any = distributed_c10d  # its private names
+from .torch_worlds import begin_record
 
 if TYPE_CHECKING or torch.Generator.__weakrefoffset__:
 
@@ -80,12 +77,11 @@ _NumpyGenerator.__name__ = "MT19937"  # NumPy writes it into a state, and compar
 
 
 class ProcessState:
-    """The generators, default dtype and torch's groups, as one rank (or the caller) left them."""
+    """The random generators and the default dtype, as one rank (or the caller) left them."""
 
     def __init__(self) -> None:
         self.dtype = torch.get_default_dtype()
         self.seed_notes = _notes
-        self.torch_world = getattr(c10d, "_world", None)
         self.torch_state = torch.default_generator.get_state()
         self.random_state = random.getstate()
         generator = self.numpy_generator = get_bit_generator()
@@ -102,7 +98,6 @@ class ProcessState:
         """Put everything back, for the thread that runs now."""
         global _notes
         _notes = self.seed_notes
-        c10d._world = self.torch_world
         seed_before = torch.default_generator.initial_seed()
         if torch.get_default_dtype() is not self.dtype:
             torch.set_default_dtype(self.dtype)
@@ -137,7 +132,7 @@ def _seed_cuda(noted_seed: int) -> None:
 
 def start_as(rank: int) -> None:
     """Give the generators the fixed states with which a rank starts, and torch no groups."""
-    c10d._world = TorchWorld()
+    begin_record()
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()
     torch.default_generator.manual_seed(rank)

@@ -1,12 +1,13 @@
 """The groups that torch.distributed knows of, which a process has once, and each simulated rank.
 
-torch keeps its groups in a record of its module, and finds them by name in a registry of its C++. A
-simulated rank has a record of its own, swapped with its generators, and its thread a registry.
+torch keeps its groups in a record of its module, and finds them by name in a registry of its C++.
+The thread of a simulated rank has both for itself; all other threads have the process's.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,6 +48,27 @@ class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
         self.pg_backend_config, self.tags_to_pg, self.pg_to_tag = {}, {}, {}
 
 
+_here = threading.local()
+
+
+def begin_record() -> None:
+    """Give this thread, a simulated rank's, a record of its own without groups."""
+    _here.record = TorchWorld()
+
+
+class _RecordOfThread:
+    """The record of the thread that asks, or ``others`` where it has none of its own."""
+
+    def __init__(self, others: Any) -> None:
+        vars(self)["others"] = others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(_here, "record", self.others), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(_here, "record", self.others), name, value)
+
+
 def isolate_names() -> None:
     """Let each thread have a registry of names of its own, until ``callers_torch_world`` ends."""
     global _is_isolated
@@ -74,6 +96,8 @@ def callers_torch_world() -> Iterator[None]:
     variables = {name: getattr(_torchs, name) for name in _VARIABLES if hasattr(_torchs, name)}
     if (open_group := variables.get("_new_process_group_helper")) is not None:
         _torchs._new_process_group_helper = partial(_open_checked, open_group)
+    if "_world" in variables and type(variables["_world"]) is not _RecordOfThread:
+        _torchs._world = _RecordOfThread(variables["_world"])
     if torch.__version__ < "2.12":  # else DTensor and torch.compile crash once a rank has used them
         _ensure_device_guard()
     try:
@@ -98,7 +122,7 @@ def _open_checked(
 ) -> Any:
     """Let torch open a group; on a simulated rank not over a backend that serves processes."""
     # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
-    if isinstance(_torchs._world, TorchWorld):
+    if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
         for name in _OF_PROCESSES.intersection(wanted):
             raise BackendError(

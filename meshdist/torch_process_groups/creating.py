@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 from weakref import WeakValueDictionary, finalize
 
 import torch.distributed as torch_distributed
@@ -123,6 +124,14 @@ def meet_simulated(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
             expected="a program that meshdist.simulate runs",
             fix="call meshdist.simulate(program, 4), or name another init_method, such as 'env://'",
         )
+    for name, value in (("rank", world.rank), ("world_size", world.size)):
+        given = parse_qs(urlsplit(url).query).get(name, [])  # as torch hands over its arguments
+        if given not in ([], ["-1"], [str(value)]):
+            raise WorldError(
+                f"a simulated rank has its place already, and {name}={given[0]} was given",
+                expected=f"{name}={value}, or none",
+                fix='write init_process_group("simulated", init_method="simulated://")',
+            )
     yield PrefixStore("torch", world.make_torch_store()), world.rank, world.size
 
 

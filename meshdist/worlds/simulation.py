@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -64,6 +65,7 @@ def simulate(
         ArgumentError, KindError: bad arguments, before any rank starts.
         GradientError: with ``compare_gradients``, on the rank that ends its backward last: the
             leaves, by name, whose gradients differ.
+        WorldError: another thread simulates ranks.
         The first exception of a rank itself, with the rank in its attribute ``rank``; the other
         ranks are ended before.
 
@@ -127,12 +129,35 @@ def simulate(
         show(sys.stderr, places_text(places))
 
     try:
-        with callers_torch_world(), _one_profiler():
+        with _one_at_a_time(), callers_torch_world(), _one_profiler():
             return scheduler.run(program_of_rank, show_places)
     except BaseException as error:
         __tracebackhide__ = True
         (end_here if isinstance(error, KeyboardInterrupt) else enter_program)(error)
         raise
+
+
+_simulating = threading.Lock()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Refuse ranks beside others that no rank of theirs has made: all would swap the generators."""
+    if find_rank_here() is not None:
+        yield
+        return
+    if not _simulating.acquire(blocking=False):
+        raise WorldError(
+            "another thread simulates ranks in this process",
+            where=f"thread {threading.current_thread().name!r}",
+            expected="one call of simulate at a time: its ranks take the process's generators",
+            fix="call simulate when the other has returned, inside one of its ranks, or in a "
+            "process of its own",
+        )
+    try:
+        yield
+    finally:
+        _simulating.release()
 
 
 @contextmanager

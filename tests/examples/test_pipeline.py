@@ -85,6 +85,7 @@ def test_a_difference_is_found(
     [
         (["--mesh", "pp=3"], "--layers 8 must divide among the 3 stages"),
         (["--mesh", "pp=2,dp=3"], "--batch must be a multiple of 3 dp ranks x 4 microbatches"),
+        (["--mesh", "pp=2", "--simulate", "3"], "--mesh has 2 ranks, and --simulate 3"),
         (["--mesh", "pp=2,tp=2"], "invalid axes value: 'pp=2,tp=2'"),
     ],
 )
@@ -97,5 +98,6 @@ def test_wrong_words(
 
 
 def test_another_number_of_ranks(pipeline: ModuleType) -> None:
+    args = pipeline.parse(["--mesh", "pp=2"])
     with pytest.raises(SystemExit, match="--mesh has 2 ranks, and 4 were started"):
-        pipeline.main(["--mesh", "pp=2", "--simulate", "4"])
+        md.simulate(pipeline.run, 4, (args,))

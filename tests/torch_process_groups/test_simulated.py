@@ -343,7 +343,7 @@ def test_processes_have_no_simulated_world(tmp_path: Path) -> None:
     )
 
 
-def test_another_thread_of_a_rank_is_refused() -> None:
+def test_another_thread_of_a_rank_has_no_world_of_torchs() -> None:
     def program() -> str:
         begin()
         told: list[str] = []
@@ -351,7 +351,7 @@ def test_another_thread_of_a_rank_is_refused() -> None:
         def call() -> None:
             try:
                 dist.all_reduce(torch.ones(1))
-            except WorldError as error:
+            except ValueError as error:
                 told.append(str(error))
 
         thread = threading.Thread(target=call)
@@ -359,8 +359,8 @@ def test_another_thread_of_a_rank_is_refused() -> None:
         thread.join()
         return told[0]
 
-    for rank, text in enumerate(md.simulate(program, 2)):
-        assert text.startswith(f"simulated rank {rank} was used from another thread\n")
+    for text in md.simulate(program, 2):
+        assert text.startswith("Default process group has not been initialized")
 
 
 def test_a_profile_names_the_verbs() -> None:
@@ -385,3 +385,45 @@ def test_a_torch_without_a_name_that_is_needed(monkeypatch: pytest.MonkeyPatch) 
         "  fix:      install such a torch, or run the program as processes: meshdist run -n 4 "
         "script.py"
     )
+
+
+def test_another_place_than_the_ranks_is_refused() -> None:
+    def program() -> str:
+        with pytest.raises(WorldError) as caught:
+            dist.init_process_group(
+                "simulated", init_method="simulated://", rank=md.get_rank(), world_size=3
+            )
+        return str(caught.value)
+
+    for text in md.simulate(program, 2):
+        assert text == (
+            "a simulated rank has its place already, and world_size=3 was given\n"
+            "  expected: world_size=2, or none\n"
+            '  fix:      write init_process_group("simulated", init_method="simulated://")'
+        )
+
+
+def test_another_thread_keeps_its_world(tmp_path: Path) -> None:
+    is_over, seen = threading.Event(), set()
+
+    def program() -> None:
+        begin()
+        for _ in range(50):
+            dist.barrier()
+
+    def simulate() -> None:
+        md.simulate(program, 3)
+        is_over.set()
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/w", rank=0, world_size=1)
+    try:
+        thread = threading.Thread(target=simulate)
+        thread.start()
+        while not is_over.is_set():
+            seen.add((dist.get_rank(), dist.get_world_size()))
+            dist.all_reduce(torch.ones(1))
+        thread.join()
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = sys.__excepthook__
+    assert seen == {(0, 1)}

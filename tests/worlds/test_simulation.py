@@ -545,3 +545,29 @@ def test_ranks_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.item()
 
     assert len(md.simulate(program, 6)) == 6
+
+
+def test_ranks_beside_others_are_refused() -> None:
+    told: list[str] = []
+
+    def beside() -> None:
+        try:
+            md.simulate(print, 2)
+        except WorldError as error:
+            told.append(str(error))
+
+    def program() -> None:
+        if md.get_rank() == 0:
+            thread = threading.Thread(target=beside, name="beside")
+            thread.start()
+            thread.join()
+
+    md.simulate(program, 2)
+    assert told == [
+        "another thread simulates ranks in this process\n"
+        "  where:    thread 'beside'\n"
+        "  expected: one call of simulate at a time: its ranks take the process's generators\n"
+        "  fix:      call simulate when the other has returned, inside one of its ranks, or in a "
+        "process of its own"
+    ]
+    assert md.simulate(md.get_rank, 2) == [0, 1]

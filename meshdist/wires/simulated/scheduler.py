@@ -1,8 +1,8 @@
 """The scheduler of simulated ranks: threads of one process, of which exactly one runs.
 
 A rank runs until it waits; then the next rank that can run, in rank order, does. The random
-generators, the default dtype and torch's groups are swapped with it. So a run depends on nothing
-but the program, and a deadlock is known at once.
+generators and the default dtype are swapped with it. So a run depends on nothing but the program,
+and a deadlock is known at once.
 """
 
 from __future__ import annotations
