@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import meshdist as md
-from tests.inner import channel
+from tests.inner import program as program_room
 from tests.mpi_job import job_of
 from tests.pool import Pool
 
@@ -359,7 +359,7 @@ def drop(how: str) -> None:
 
 
 def warnings_of(call: Callable[[], Any]) -> list[str]:
-    channel._warned.clear()  # a place warns once in a process
+    program_room._warned.clear()  # a place warns once in a process
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

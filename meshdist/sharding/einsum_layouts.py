@@ -56,7 +56,7 @@ Choice = str | int | None
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkPlacements:
     """The placements of operands and result, of their parts, while the product is computed."""
 
     operands: tuple[Placement, ...]
@@ -78,7 +78,7 @@ class EinsumLayout:
     operands: tuple[SizedSide, ...]
     result: SizedSide
     sources: tuple[Placement, ...]
-    work: Work
+    work: WorkPlacements
     choices: tuple[Choice, ...]
     num_received: tuple[int, int]
 
@@ -282,7 +282,7 @@ class LayoutChooser:
             (fewest, prices[best][0]),
         )
 
-    def num_received(self, work: Work, *, is_backward: bool = False) -> int:
+    def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
         """Return the elements that all ranks receive together, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
         moves.append((work.result, self.result.placement))
@@ -311,7 +311,7 @@ class LayoutChooser:
             choices.append(None)
         return choices
 
-    def work(self, choices: tuple[Choice, ...]) -> Work:
+    def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
         """Return how operands and result lie where each axis divides what is chosen."""
         every = range(self.layout.ndim)
         target = self.result.placement
@@ -339,7 +339,7 @@ class LayoutChooser:
         unreduced = tuple(axis for axis in every if axis not in cut and choices[axis] is not None)
         reduced = tuple(axis for axis in every if choices[axis] is None and axis in target.reduced)
         result = Placement(self.layout.sizes, target.shape, dims, unreduced, reduced)
-        return Work(tuple(operands), result)
+        return WorkPlacements(tuple(operands), result)
 
     def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
         """Return dims of the work, each cut by the axes that divide it."""

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 
 import meshdist as md
-from tests.inner import channel
+from tests.inner import program as program_room
 
 __all__ = [
     "abort_frees_all",
@@ -200,7 +200,7 @@ def monitored_barriers_name() -> str:
 def dropped_works_are_told() -> str:
     """A Work that is dropped before anything has waited for it is warned of; the verb goes on."""
     x = torch.ones(2)
-    channel._warned.clear()  # this process may have warned for another wire
+    program_room._warned.clear()  # this process may have warned for another wire
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         md.all_reduce(x, async_op=True)

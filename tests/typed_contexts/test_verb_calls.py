@@ -15,6 +15,14 @@ from meshdist.errors import ArgumentError, AxisTypeError
 from meshdist.functional.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
 from tests.typed_contexts.typed_cases import in_mesh, kinds, refusal, varying
 
+PLACES = torch.tensor([[0], [1]])  # a token for the expert of each of two ranks
+
+
+def route() -> md.experts.Route:
+    tokens = md.annotate(torch.ones(2), varying="dp")
+    return md.experts.dispatch(tokens, PLACES, "dp", 2)[1]
+
+
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "psum": lambda x: lax.psum(x, "dp"),
     "pmean": lambda x: lax.pmean(x, "dp"),
@@ -30,6 +38,8 @@ CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pshuffle": lambda x: lax.pshuffle(x, "dp", [1, 0]),
     "pswapaxes": lambda x: lax.pswapaxes(x, "dp", 0),
     "pbroadcast": lambda x: lax.pbroadcast(x, "dp", 1),
+    "experts.dispatch": lambda x: md.experts.dispatch(x, PLACES, "dp", 2)[0],
+    "experts.combine": lambda x: md.experts.combine(x, route()),
 }
 
 
