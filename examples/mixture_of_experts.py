@@ -132,7 +132,7 @@ def difference(model: Mixture, losses: list[float], options: argparse.Namespace)
         if "experts." in name:
             its = its.tensor_split(options.ep)[place]
         off.append((mine - its).detach().abs().max().item() if mine.numel() else 0.0)
-    worst = torch.tensor(max(off), dtype=torch.float64)
+    worst = torch.tensor(off, dtype=torch.float64).max()  # NaN, too
     md.all_reduce(worst, md.ReduceOp.MAX)
     return worst.item()
 

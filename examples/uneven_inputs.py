@@ -106,7 +106,7 @@ def main() -> None:
         if options.check:
             print(f"difference from one model on one rank: {off:.1e}")
     md.destroy_process_group()
-    sys.exit(off > LIMIT)
+    sys.exit(not off <= LIMIT)  # NaN, too
 
 
 if __name__ == "__main__":

@@ -281,8 +281,9 @@ def _exchange_counts(
     size = group.size()
     bounds = balanced_boundaries(num_experts, (size,))
     lowest, highest = (int(end) for end in flat.aminmax()) if len(flat) else (-1, -1)
-    counts = torch.bincount(flat.clamp(-1, num_experts - 1) + 1, minlength=num_experts + 1)[1:]
-    blocks = [counts[start:stop].tolist() for start, stop in pairwise(bounds)]
+    counts = torch.bincount(flat.clamp(-1, num_experts - 1) + 1, minlength=num_experts + 1)
+    of_experts = counts[1:].tolist()
+    blocks = [of_experts[start:stop] for start, stop in pairwise(bounds)]
     mine = torch.tensor([number for block in blocks for number in (lowest, highest, *block)])
     theirs = mine.new_empty(size * (num_own := 2 + len(blocks[group.rank()])))
     device = group.first_device_type()

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..errors import BackendError
 
-_OF_PROCESSES = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "shm"})
+_MAY_SERVE = frozenset({"simulated", "fake"})  # torch's fake backend waits for nobody
 _torchs: Any = c10d  # its private names, and those of its C++
 _core: Any = _distributed_c10d
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
@@ -75,7 +75,7 @@ def isolate_names() -> None:
     if _LACKING:
         raise BackendError(
             f"torch {torch.__version__} cannot have a world of its own on simulated ranks",
-            expected="a torch from 2.11 to 2.15",
+            expected="one of the versions that are tested, see docs/versions.md",
             found=f"none of its inner {', '.join(_LACKING)}",
             fix="install such a torch, or run the program as processes: "
             "meshdist run -n 4 script.py",
@@ -89,8 +89,7 @@ _is_isolated = False
 
 @contextmanager
 def callers_torch_world() -> Iterator[None]:
-    """Leave what torch changes in the process at each of its starts as it was."""
-    # Its hook puts the rank before an exception's lines.
+    """Give threads their own records, check backends, and leave torch as it was."""
     global _is_isolated
     was_isolated, hook = _is_isolated, sys.excepthook
     variables = {name: getattr(_torchs, name) for name in _VARIABLES if hasattr(_torchs, name)}
@@ -103,7 +102,7 @@ def callers_torch_world() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.excepthook = hook
+        sys.excepthook = hook  # torch's puts the rank before each line, once a start
         for name, value in variables.items():
             setattr(_torchs, name, value)
         if _is_isolated and not was_isolated:
@@ -124,9 +123,9 @@ def _open_checked(
     # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
     if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()
-        for name in _OF_PROCESSES.intersection(wanted):
+        if others := sorted({*wanted} - _MAY_SERVE):
             raise BackendError(
-                f"torch's backend {name!r} serves processes, and this is a simulated rank",
+                f"torch's backend {others[0]!r} serves processes, and this is a simulated rank",
                 expected="the backend 'simulated', for torch's world and each of its groups",
                 fix='torch.distributed.init_process_group("simulated", '
                 'init_method="simulated://"), or run the program as processes: '

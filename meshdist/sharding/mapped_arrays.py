@@ -1,7 +1,7 @@
 """The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
 
-Whatever does not fit its spec is refused here, on all ranks alike, before anything is sent: a call
-raises a single error, which shows all arrays that do not fit.
+What does not fit its spec is refused here: a call raises a single error, which shows all arrays that
+do not fit, on every rank where its arguments, or results, are the same.
 """
 
 from __future__ import annotations
@@ -284,6 +284,15 @@ def with_common_shapes(
     of_all: list[Any] = [None] * group.size()
     with HiddenFromModes():
         all_gather_object(of_all, [tuple(array.value.shape) for array in arrays], group)
+    counts = {rank: len(each) for rank, each in zip(group.ranks, of_all, strict=True)}
+    if len({*counts.values()}) > 1:
+        raise ShapeError(
+            f"shard_map of {name}: ranks returned different numbers of arrays",
+            where=mesh_text(mesh),
+            expected="as many on every rank",
+            found=grouped_text(((rank, f"{num} arrays") for rank, num in counts.items()), "; "),
+            fix="let f return the same structure on every rank",
+        )
     found = []
     for place, array in enumerate(arrays):
         shapes = {rank: each[place] for rank, each in zip(group.ranks, of_all, strict=True)}

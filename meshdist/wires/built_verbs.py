@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return flat floats as whole numbers in their order, NaN at ``op``'s end, in their place."""
+    """Write flat floats as whole numbers in their order, NaN at ``op``'s end; on CUDA a copy."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # a new tensor: all at once in one kernel
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
@@ -161,7 +161,7 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Return numbers in the floats' order as bits of floats, in their place."""
+    """Write numbers in the floats' order as bits of floats, or back; on CUDA a copy."""
     if bits.is_cuda:
         return _cuda_kernel("flip")(bits)
     with writing():
@@ -184,7 +184,13 @@ def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         "to_min": ordered.format(end=f"~{most}"),
     }
     code = f"template <typename T> T {name}(T bits) {{ return {values[name]}; }}"
-    return torch.cuda.jiterator._create_jit_fn(code)
+    kernel = torch.cuda.jiterator._create_jit_fn(code)
+
+    def run(bits: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(bits.device):  # the kernel goes to the current device
+            return kernel(bits)  # type: ignore[no-any-return]
+
+    return run
 
 
 def _flip(bits: torch.Tensor) -> torch.Tensor:

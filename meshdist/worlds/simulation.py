@@ -185,8 +185,10 @@ def _one_profiler() -> Iterator[None]:
 
 def _close(world: World) -> None:
     """Close the world of a simulated rank, or the world that the program has made in its place."""
-    end_torch_world()
-    (find_world() or world).close()
+    try:
+        end_torch_world()
+    finally:
+        (find_world() or world).close()
 
 
 def _count_ranks(ranks: int | tuple[int, ...]) -> int:

@@ -576,6 +576,24 @@ def test_shards_that_make_no_whole() -> None:
     ]
 
 
+def test_other_numbers_of_results_are_told_on_all_ranks() -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("i",))
+
+        def f(x: torch.Tensor) -> list[torch.Tensor]:
+            return [x] * (1 + md.lax.axis_index("i"))
+
+        mapped = md.shard_map(f, mesh=mesh, in_specs=md.P("i"), out_specs=md.P("i"))
+        with pytest.raises(ShapeError) as caught:
+            mapped(torch.arange(3.0))
+        return str(caught.value)
+
+    for text in md.simulate(program, 2):
+        assert text.startswith("shard_map of f: ranks returned different numbers of arrays\n")
+        assert "rank 0: 1 arrays" in text
+        assert "rank 1: 2 arrays" in text
+
+
 def test_sizes_that_were_not_said_are_found_by_the_next_verb(pool: Pool) -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -157,7 +157,9 @@ class MpiReduction:
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
             x.copy_(narrow)
-        return x if self.in_order is None else to_order(x if self.wide else x.clone(), self.op)
+        if self.in_order is None:
+            return x
+        return to_order(x if self.wide or x.is_cuda else x.clone(), self.op)
 
     @property
     def is_in_place(self) -> bool:
