@@ -1,7 +1,7 @@
 """The arrays that a mapped function takes and returns: how each lies by its spec, and its sizes.
 
-What does not fit its spec is refused here: a call raises a single error, which shows all arrays that
-do not fit, on every rank where its arguments, or results, are the same.
+What does not fit its spec is refused here: a call raises a single error, which shows all arrays
+that do not fit, on every rank where its arguments, or results, are the same.
 """
 
 from __future__ import annotations
