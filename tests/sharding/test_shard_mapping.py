@@ -576,6 +576,22 @@ def test_shards_that_make_no_whole() -> None:
     ]
 
 
+def test_a_transform_of_torchs_goes_through_where_nothing_is_checked() -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("i",))
+
+        def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return md.lax.psum((x * w).sum(), "i")
+
+        specs = md.P(), md.P("i")
+        loss = md.shard_map(f, mesh=mesh, in_specs=specs, out_specs=md.P(), check_vma=False)
+        x = torch.arange(12.0).view(4, 3)
+        return torch.func.grad(lambda w: loss(w, x).full())(torch.ones(3)).tolist()
+
+    # Unchecked, each rank has the gradient of its own part of the whole.
+    assert md.simulate(program, 2) == [[3.0, 5.0, 7.0], [15.0, 17.0, 19.0]]
+
+
 def test_other_numbers_of_results_are_told_on_all_ranks() -> None:
     def program() -> str:
         mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("i",))
