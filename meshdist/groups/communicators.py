@@ -46,6 +46,7 @@ from .host_comparison import (
     HeaderTables,
     HostComparison,
     HostComparisons,
+    key_of_all,
     parse_abort,
     parse_disagreement,
     reason_of,
@@ -248,7 +249,7 @@ class Registry:
             self._count(key, tuple(sorted(members)), patience)
             if patience is not None:
                 names = head_count_of(tuple(sorted(members)), world.hosts).names()
-                for old in (_all_key(key), *(f"{key}/{name}" for name in names)):
+                for old in (key_of_all(key), *(f"{key}/{name}" for name in names)):
                     world.store.delete_key(old)
 
     def acquire(
@@ -454,7 +455,7 @@ class Registry:
     def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
         """Count this rank, and return whether all ``members`` come within ``patience``."""
         # Where a member of this host is seen to have ended, none waits any more.
-        store, all_key, rank = self.world.store, _all_key(key), self.world.rank
+        store, all_key, rank = self.world.store, key_of_all(key), self.world.rank
         counts = head_count_of(members, self.world.hosts)
         num_come, is_last = counts.count(store.add, key, rank)
         if is_last:
@@ -482,11 +483,6 @@ class Registry:
         communicators = [entry.communicator for entry in opened]
         for kind in {type(each) for each in communicators}:
             kind.abort_together([each for each in communicators if type(each) is kind])
-
-
-def _all_key(key: str) -> str:
-    """The key that is set once all ranks have been counted under ``key``."""
-    return f"{key}/all"
 
 
 def get_registry(world: World) -> Registry:

@@ -59,6 +59,7 @@ __all__ = [
     "HostComparison",
     "HostComparisons",
     "NUM_DIGESTS",
+    "key_of_all",
     "parse_abort",
     "parse_disagreement",
     "reason_of",
@@ -357,7 +358,7 @@ class HostComparisons:
 
         Args:
             compared: of the communicators that this rank leaves, those with calls.
-            aborts: why a communicator is broken, by label.
+            aborts: why a communicator is broken, by label; ``find_abort`` adds to it.
             count: counts this rank in the store, under a key, among members.
             find_abort: looks in the store why a communicator is broken.
         """
@@ -375,7 +376,7 @@ class HostComparisons:
                     store.set(f"{part.label}/differs", "")  # others wait until all is explained
                     part.explain(failure)
                 count(f"{part.label}/compared", part.ranks)
-            keys = [f"{part.label}/compared/all" for part in fresh]
+            keys = [key_of_all(f"{part.label}/compared") for part in fresh]
             wait_until(partial(store.check, keys), Grace(_LAST_S))
             for part in fresh:
                 limit = Grace(_DIFFERS_S if store.check([f"{part.label}/differs"]) else 0)
@@ -402,6 +403,11 @@ class HostComparisons:
             found=f"calls {calls}: {first_line(lost)}",
             fix="look at how the process that serves the store has ended",
         )
+
+
+def key_of_all(key: str) -> str:
+    """The key that is set once all ranks have been counted under ``key``."""
+    return f"{key}/all"
 
 
 def reason_of(disagreement: dict[str, str]) -> str:

@@ -26,8 +26,9 @@ _core: Any = _distributed_c10d
 _ensure_device_guard: Any = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
 _VARIABLES = ("_world", "_new_process_group_helper", "_backend", "_default_pg_init_method")
 _LACKING = [name for name in ("_World", *_VARIABLES) if not hasattr(_torchs, name)]
-_LACKING += [name for name in ("_set_thread_isolation_mode",) if not hasattr(_core, name)]
-"""What this torch lacks; all torches that are tested have it."""
+if not hasattr(_core, "_set_thread_isolation_mode"):
+    _LACKING.append("_set_thread_isolation_mode")
+"""The names that this torch lacks; all torches that are tested have them."""
 
 
 class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
