@@ -109,6 +109,7 @@ def forget_plans() -> None:
     routes.find_route.cache_clear()
     routes.num_received_by_all.cache_clear()
     changes.change_between.cache_clear()
+    changes.overlap_table.cache_clear()
 
 
 def measure_planning(rounds: int) -> tuple[Rows, Rows]:

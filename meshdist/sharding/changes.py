@@ -139,7 +139,7 @@ class Change:
             if not (dim.left and dim.new) and moving.isdisjoint(dim.left + dim.new):
                 held *= dim.source.size  # one cell lies in the other
             else:
-                overlaps = _overlap_table(dim.source, dim.target, len(sizes))
+                overlaps = overlap_table(dim.source, dim.target, len(sizes))
                 table = overlaps if table is None else table * overlaps
         if table is not None:
             held *= int(table.sum())
@@ -220,7 +220,8 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
     return bool((sizes == sizes[:, :1]).all())
 
 
-def _overlap_table(
+@lru_cache(maxsize=4096)
+def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return the overlap of both cells at each coordinate, with a dim per axis of the mesh."""

@@ -22,16 +22,13 @@ Where the weights are cut over the axis of the batch, two dims compete for it:
     by b       stays            gathered: 16      stays          16 elements in all: chosen
     by d       exchanged: 64    stays             scattered: 128
 
-    >>> from .routes import DEFAULT_LINK
     >>> layout = Layout.from_shape((2,), ("tp",))
-    >>> laid = lay_out_einsum(
-    ...     "b f@tp, f@tp d -> b d", layout, 0, ((8, 4), (4, 3)), (), ((), ()), (DEFAULT_LINK,)
-    ... )
+    >>> shapes = ((8, 4), (4, 3))
+    >>> laid = lay_out_einsum("b f@tp, f@tp d -> b d", layout, 0, shapes, (), ((), ()))
     >>> laid.choices, laid.work.result.unreduced, laid.num_received
     (('f',), (0,), (48, 0))
-    >>> laid = lay_out_einsum(
-    ...     "b@tp d, d@tp f -> b@tp f", layout, 0, ((16, 4), (2, 4)), (), ((), ()), (DEFAULT_LINK,)
-    ... )
+    >>> shapes = ((16, 4), (2, 4))
+    >>> laid = lay_out_einsum("b@tp d, d@tp f -> b@tp f", layout, 0, shapes, (), ((), ()))
     >>> laid.choices, laid.num_received
     (('b',), (16, 16))
 """
@@ -49,7 +46,7 @@ from ..mesh.layout import Layout
 from ..mesh.pattern import Pattern, PatternSide, column_error, parse
 from ..mesh.pattern_sizes import SizedSide, Sizing, checked_sizes, shape_of_side
 from ..mesh.placement import DimSplit, Placement, split_dim
-from .routes import Link, num_received_by_all
+from .routes import num_received_by_all
 
 Choice = str | int | None
 """Along one axis: the dim of the work that it divides, or the operand that stays unreduced."""
@@ -108,7 +105,6 @@ def lay_out_einsum(
     shapes: tuple[tuple[int, ...], ...] | None,
     sizes: tuple[tuple[str, int], ...],
     marks: tuple[tuple[str, ...], ...],
-    links: tuple[Link, ...],
 ) -> EinsumLayout:
     """Return the layout of an einsum's work, or raise where text, shapes and marks do not fit.
 
@@ -126,7 +122,7 @@ def lay_out_einsum(
         _with_marks(side, [layout.axis_index(axis) for axis in axes])
         for side, axes in zip(operands, marks, strict=True)
     )
-    return LayoutChooser(text, layout, operands, sources, sized, links).best()
+    return LayoutChooser(text, layout, operands, sources, sized).best()
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -247,9 +243,8 @@ class LayoutChooser:
         operands: tuple[SizedSide, ...],
         sources: tuple[Placement, ...],
         result: SizedSide,
-        links: tuple[Link, ...],
     ) -> None:
-        self.text, self.layout, self.links = text, layout, links
+        self.text, self.layout = text, layout
         self.operands, self.sources, self.result = operands, sources, result
         self.sizes = {
             name: size
@@ -288,7 +283,7 @@ class LayoutChooser:
         moves.append((work.result, self.result.placement))
         if is_backward:
             moves = [(there.transposed(), here.transposed()) for here, there in moves]
-        return sum(num_received_by_all(*ends, self.links) for ends in moves)
+        return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
         """Return what an axis can divide, in the order in which equal prices are taken."""

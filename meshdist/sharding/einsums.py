@@ -151,7 +151,7 @@ class _Einsum:
         )
         shapes = tuple(tuple(x.shape) for x in operands)
         asked = tuple(sizes.items())
-        laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks, links)
+        laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
         self._laid = laid
         planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
         self._plans, self._result_plan = planned.operands, planned.result

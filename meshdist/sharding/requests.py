@@ -149,7 +149,7 @@ def _plan_of_einsum(
     layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
     marks = ((),) * len(parse(text).operands)
     try:
-        laid = lay_out_einsum(text, layout, at, None, tuple(sizes.items()), marks, links)
+        laid = lay_out_einsum(text, layout, at, None, tuple(sizes.items()), marks)
     except AxisError as error:
         raise with_hidden_mesh(error, given) from None
     return plan_einsum(laid, layout, layout.get_coordinate(at), links)

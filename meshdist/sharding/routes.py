@@ -189,6 +189,14 @@ def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
     """Return the best route between any two placements, and the axes along which zeros stand."""
+    source, target, void = _without_zeros(source, target)
+    return find_route(source, target, links), void
+
+
+def _without_zeros(
+    source: Placement, target: Placement
+) -> tuple[Placement, Placement, tuple[int, ...]]:
+    """Return the ends of a route where there are values, and the axes along which zeros stand."""
     source, target = bare(source), bare(target)
     # Where a free axis becomes unreduced, coordinate 0 takes the route, and the others get zeros.
     # For the ranks at coordinate 0 such an axis has size 1.
@@ -199,20 +207,24 @@ def route_between(
         kept = tuple(axis for axis in target.unreduced if axis not in void)
         source = replace(source, mesh_sizes=sizes)
         target = replace(target, mesh_sizes=sizes, unreduced=kept)
-    return find_route(source, target, links), void
+    return source, target, void
 
 
 @lru_cache(maxsize=4096)
-def num_received_by_all(source: Placement, target: Placement, links: tuple[Link, ...]) -> int:
+def num_received_by_all(source: Placement, target: Placement) -> int:
     """Return the price of the best route: the elements that all ranks receive together.
 
     Example:
         >>> from ..mesh.placement import split_dim
         >>> rows = Placement((4,), (8,), (split_dim(8, (0,), (4,)),))
-        >>> num_received_by_all(rows, replace(rows, dims=(split_dim(8, (), ()),)), (DEFAULT_LINK,))
+        >>> num_received_by_all(rows, replace(rows, dims=(split_dim(8, (), ()),)))
         24
     """
-    return sum(stage.num_received for stage in route_between(source, target, links)[0])
+    source, target, _ = _without_zeros(source, target)
+    whole = change_between(source, target)
+    if not whole.summed:
+        return whole.num_received
+    return min(price for price, _ in _candidates(whole))
 
 
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import meshdist as md
 
-from .einsum_cases import AXES, MESHES, check, draw_case
+from .einsum_cases import AXES, MESHES, check_in_turn, draw_case
 
 SHAPES, SEEDS = st.sampled_from(MESHES), st.integers(0, 10**6)
 
@@ -20,8 +20,7 @@ def check_cases(shape: tuple[int, ...], seed: int) -> None:
 
     def program() -> None:
         mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        for number, case in enumerate(cases):
-            check(case, mesh, typed=number % 3 == 2, second=number % 3 == 0)
+        check_in_turn(cases, mesh)
 
     md.simulate(program, math.prod(shape))
 
