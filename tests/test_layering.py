@@ -198,6 +198,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "detail_checks",
             "casting",
             "context",
+            "carried_specs",
+            "module_marks",
             "annotations",
             "gradients",
             "verb_calls",

@@ -17,6 +17,7 @@ from ..errors import ArgumentError, GradientError, MeshError
 from ..groups.process_group import GroupLike, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
+from ..typed_contexts.module_marks import restore_marks
 from .bucket_layout import ReductionOptions, bucket_caps
 from .comm_hooks.registered import hook_name
 from .gradient_hooks import moved
@@ -153,6 +154,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         super().__init__()
         has_buffers = broadcast_buffers is not False
         self.parameters_to_ignore = check_module(module, with_buffers=has_buffers)
+        restore_marks(module)
         self.verify_every = check_period(verify_every)
         self._caps = bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps)

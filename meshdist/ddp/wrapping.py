@@ -17,6 +17,7 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, DtypeError, GradientError, KindError, MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..mesh.device_mesh import DeviceMesh
+from ..typed_contexts.module_marks import restore_marks
 from .gradient_hooks import find_reducing_world
 from .precision import CastParameters
 
@@ -121,6 +122,7 @@ class WrappedModel(nn.Module, ABC):
             self._cast.close()  # its hooks are on the copied modules, too
         if "process_group" not in state:
             self.process_group, self.device_mesh = resolve_group(None), None
+        restore_marks(self.module)
         self._adopt(self.module)
 
 

@@ -13,9 +13,12 @@ from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import are_transforms_active, hidden_from_modes
 from ..error_text import first_texts, grouped_text
 from ..errors import ArgumentError, UnequalError
+from ..functional.axis_types import axes_of_kind, shown
 from ..functional.value_checks import difference_text, find_differing
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
+from ..typed_contexts.module_marks import restore_marks
+from ..typed_contexts.refusals import type_of
 from .axes import AxisName, get_axes
 
 __all__ = ["assert_equal"]
@@ -38,7 +41,8 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
     Args:
         tree: a pytree of arrays, numbers, texts and None; or a module, which stands for its
-            parameters and buffers.
+            parameters and buffers, each compared along the axes over which it does not vary by
+            its mark (``md.annotate``).
         axis: an axis of the mesh, a tuple of axes, or a 1-D mesh.
         mesh: the mesh; None takes the mesh in force.
 
@@ -51,7 +55,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
     Raises:
         UnequalError: on every rank along the axis: the leaves that differ, by their paths, with
-            the ranks and the distance; or trees of different leaves, shapes or dtypes.
+            the ranks and the distance; or trees of different leaves, shapes, dtypes or marks.
         AxisError: the mesh has no such axis, or the tuple names one twice or none.
         MeshError: no mesh is in force and none is given.
         KindError: a leaf is of another kind. ArgumentError: inside a transform of torch.func.
@@ -69,7 +73,8 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
         >>> print(md.simulate(program, 4)[0])
         tree['scale'], shape (), int64: rank 1 differs from rank 0, by up to 1 of its largest value
     """
-    group = resolve_group(get_axes("assert_equal", axis, mesh, argument="axis"))
+    axes = get_axes("assert_equal", axis, mesh, argument="axis")
+    group = resolve_group(axes)
     if are_transforms_active():
         raise ArgumentError(
             "assert_equal cannot compare inside a transform of torch.func",
@@ -78,6 +83,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             fix="call it before the transform, or on its result",
         )
     leaves = _leaves(tree)
+    own = _own_axes(tree, leaves, axes)
     with torch.no_grad():
         tensors = {
             path: as_tensor(leaf, argument=path, verb="assert_equal", writable=False).detach()
@@ -88,15 +94,23 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             path: describe(tensors[path]) if path in tensors else repr(leaf)
             for path, leaf in leaves.items()
         }
-        _compare_texts(texts, group)
-        found = find_differing(list(tensors.values()), group)
-    lines = [
-        f"{path}, {texts[path]}: {difference_text(far, group.ranks[0])}"
-        for path, far in zip(tensors, found, strict=True)
-        if far
-    ]
+        # Shapes of shards may differ along the axes that cut them, their marks must not.
+        common = {path: f"varying over {shown(own[path])}" for path in leaves if own.get(path)}
+        lines = _differing_texts({**texts, **common}, group)
+        if not lines:
+            equal = {path: x for path, x in tensors.items() if path not in common}
+            lines = _differing_tensors(equal, texts, group)
+            if common:
+                shards = {path: tensors[path] for path in common}
+                lines += _differing_shards(shards, texts, own, axes)
     if lines:
-        raise _unequal(lines, group)
+        raise UnequalError(
+            f"assert_equal: not the same on every rank over {group.name}",
+            where=show_site(call_site()),
+            expected="equal leaves; of floating dtypes half of the digits count",
+            found=first_texts(lines),
+            fix=_FIX,
+        )
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
@@ -107,28 +121,60 @@ def _leaves(tree: Any) -> dict[str, Any]:
     return {path.codify("tree"): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
-def _compare_texts(texts: dict[str, str], group: ProcessGroup) -> None:
-    """Raise on every member unless all have equal texts, of shapes and dtypes, by equal paths."""
+def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, tuple[str, ...]]:
+    """Return the axes along which a module's tensors vary by their marks, by the tensors' names."""
+    if not isinstance(tree, torch.nn.Module):
+        return {}
+    restore_marks(tree)
+    own = {path: axes_of_kind(type_of(tensor), "VU") for path, tensor in leaves.items()}
+    return {path: tuple(n for n in axes.axis_names if n in names) for path, names in own.items()}
+
+
+def _differing_texts(texts: dict[str, str], group: ProcessGroup) -> list[str]:
+    """Return lines, equal on every member, for texts, of shapes and dtypes, that differ by path."""
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, texts, group)
     if len({tuple(of_rank.items()) for of_rank in of_all}) == 1:
-        return
+        return []
     lines = []
     for path in dict.fromkeys(path for of_rank in of_all for path in of_rank):
         held = [of_rank.get(path, _ABSENT) for of_rank in of_all]
         if len(set(held)) > 1:
             by_rank = grouped_text(zip(group.ranks, held, strict=True), separator="; ")
             lines.append(f"{path}: {by_rank}")
-    if not lines:  # a dict's keys, or a module's parameters, in another order
-        lines.append("the same leaves, in another order")
-    raise _unequal(lines, group)
+    # Else a dict's keys, or a module's parameters, stand in another order.
+    return lines or ["the same leaves, in another order"]
 
 
-def _unequal(lines: list[str], group: ProcessGroup) -> UnequalError:
-    return UnequalError(
-        f"assert_equal: not the same on every rank over {group.name}",
-        where=show_site(call_site()),
-        expected="equal leaves; of floating dtypes half of the digits count",
-        found=first_texts(lines),
-        fix=_FIX,
-    )
+def _differing_tensors(
+    tensors: dict[str, torch.Tensor], texts: dict[str, str], group: ProcessGroup
+) -> list[str]:
+    """Return lines, equal on every member, for tensors whose values differ."""
+    found = find_differing(list(tensors.values()), group)
+    return [
+        f"{path}, {texts[path]}: {difference_text(far, group.ranks[0])}"
+        for path, far in zip(tensors, found, strict=True)
+        if far
+    ]
+
+
+def _differing_shards(
+    shards: dict[str, torch.Tensor],
+    texts: dict[str, str],
+    own: dict[str, tuple[str, ...]],
+    axes: DeviceMesh,
+) -> list[str]:
+    """Return lines, equal on every rank of ``axes``, for shards that differ along other axes."""
+    lines = []
+    for cut in sorted({own[path] for path in shards}):
+        kept = tuple(axis for axis in axes.axis_names if axis not in cut)
+        if not kept:
+            continue
+        group = axes[kept].open_group()
+        here = {path: x for path, x in shards.items() if own[path] == cut}
+        lines += _differing_texts({path: texts[path] for path in here}, group) or (
+            _differing_tensors(here, texts, group)
+        )
+    of_all: list[Any] = [None] * axes.size()
+    all_gather_object(of_all, lines, axes.open_group())
+    return list(dict.fromkeys(line for of_rank in of_all for line in of_rank))

@@ -36,7 +36,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
 from .einsum_layouts import EinsumLayout, lay_out_einsum

@@ -36,7 +36,7 @@ from ..mesh.partition_spec import P, axes_of
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import checked_spec
+from ..typed_contexts.carried_specs import checked_spec
 from ..typed_contexts.refusals import tensor_text, type_of
 from .requests import on_mesh, whole_shape
 from .resharding import kinds_of

@@ -30,7 +30,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import find_spec, mark_spec
+from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
 from .carrying import Carrier

@@ -47,7 +47,7 @@ from ..errors import KindError, LengthError, MeshdistError, MeshError, UnequalEr
 from ..functional.value_checks import check_replicas, is_compared
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import find_context
 from ..typed_contexts.mode import typed, untyped
 from .mapped_arrays import (

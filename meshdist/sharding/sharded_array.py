@@ -22,7 +22,7 @@ from ..mesh.pattern import parse
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.carried_specs import mark_spec
 from .descriptions import Drawing, SvgDrawing, describe_array, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
 from .requests import on_mesh, whole_shape

@@ -12,7 +12,7 @@ from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import DimSplit, Placement
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import dims_text
+from ..typed_contexts.carried_specs import dims_text
 from ..typed_contexts.refusals import type_as_text
 from .changes import dim_of_largest_cells, extended
 

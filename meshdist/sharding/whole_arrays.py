@@ -37,7 +37,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import P, PartitionSpec
 from ..mesh.placement import Placement, place_along, volume
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.annotations import mark_spec
+from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import find_context
 from .carrying import Carrier
 from .change_steps import group_at, relative

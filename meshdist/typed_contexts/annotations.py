@@ -1,139 +1,69 @@
-"""``md.annotate`` and ``md.typeof`` set and return a tensor's type over mesh axes.
-
-A tensor carries its spec as text, beside the text of its type: each dim's size on this rank with
-the axes that cut it, such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes stand in the type
-alone. The text is valid while the tensor has these sizes and its type varies over just these axes;
-a tensor that another operation has written over has no spec.
-"""
+"""``md.annotate`` and ``md.typeof`` set and return a tensor's type over mesh axes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
+from torch import nn
 
-from ..bootstrap.world import find_world
-from ..errors import AxisError, AxisTypeError, DtypeError, KindError, MeshError, ShapeError
+from ..errors import AxisError, AxisTypeError, KindError
 from ..functional.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text, with_kinds
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.layout import Layout
 from ..mesh.layout_arguments import no_axis
-from ..mesh.partition_spec import PartitionSpec, axes_of
-from ..mesh.pattern import cut_text
-from ..mesh.pattern_sizes import parse_side, spec_of
+from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
+from .carried_specs import checked_spec, dims_text, find_spec, layout_of, mark_spec
 from .context import PLAIN_TENSORS
+from .module_marks import annotate_module
 from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
 
 __all__ = ["annotate", "typeof"]
 
-
-def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
-    """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
-    types, text = _texts(spec, tuple(tensor.shape))
-    marks = tensor.__dict__
-    marks[ATTRIBUTE] = types
-    marks[SPEC_ATTRIBUTE] = text
-    return tensor
+M = TypeVar("M", bound=nn.Module)
+Spec: TypeAlias = PartitionSpec | NamedSharding | str
 
 
-def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the valid spec that ``mark_spec`` attached, with an entry for each dim, or None."""
-    text = tensor.__dict__.get(SPEC_ATTRIBUTE)
-    return None if text is None else _read(text, tuple(tensor.shape), type_of(tensor))
-
-
-def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
-    """Return the text of an array's dims with the axes that cut them.
-
-    Example:
-        >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
-        '8@dp, 4, 6@(ep,tp)'
-    """
-    entries = (*spec.partitions, *(None,) * (len(shape) - len(spec)))
-    dims = zip(map(str, shape), map(axes_of, entries), strict=True)
-    return ", ".join(cut_text(size, axes) for size, axes in dims)
-
-
-def checked_spec(
-    tensor: torch.Tensor, given: object, layout: Layout | None, call: str
-) -> PartitionSpec:
-    """Return the PartitionSpec of a given spec, sharding or pattern; raise if it cannot fit.
-
-    Args:
-        layout: has the axes; None leaves the names of axes unchecked.
-        call: the name of the public call, for messages.
-    """
-    if isinstance(given, str):
-        # Without a layout a dim is still refused that has the name of an axis of any known mesh.
-        world = find_world()
-        known_axes = world.axis_names if world is not None else ()
-        spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
-    elif isinstance(given, NamedSharding):
-        spec = given.spec
-    elif isinstance(given, PartitionSpec):
-        spec = given if layout is None else NamedSharding(layout, given).spec
-    else:
-        raise KindError(
-            f"{call} takes a spec or a pattern",
-            expected='P("dp", None), a NamedSharding, or a pattern such as "b@dp d"',
-            found=f"{given!r}, a {type(given).__name__}",
-        )
-    if len(spec) > tensor.ndim:
-        raise ShapeError(
-            f"{call}: {spec!r} has entries for {len(spec)} dims, the tensor has {tensor.ndim}",
-            expected=f"a tensor of at least {len(spec)} dims",
-            found=f"shape {tuple(tensor.shape)}",
-            fix="write P() for a scalar" if not tensor.ndim else None,
-        )
-    if spec.unreduced and tensor.dtype == torch.bool:
-        raise DtypeError(
-            f"{call}: a tensor of booleans cannot be unreduced, since they have no sum",
-            expected="numbers, of which each rank holds a summand",
-            found=f"torch.bool with {spec!r}",
-        )
-    return spec
-
-
-@lru_cache(maxsize=4096)
-def _texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
-    kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
-    return type_text(kinds), dims_text(shape, spec)
-
-
-@lru_cache(maxsize=4096)
-def _read(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None:
-    words = [word.partition("@") for word in text.split(", ")] if text else []
-    entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
-    cut = tuple(sorted(axis for axes in entries for axis in axes))
-    if tuple(int(size) for size, _, _ in words) != shape or cut != axes_of_kind(types, "V"):
-        return None
-    unreduced, reduced = (frozenset(axes_of_kind(types, kind)) for kind in "UR")
-    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
-
-
+@overload
+def annotate(tensor: M, spec: Mapping[str, Spec], *, mesh: DeviceMesh | None = None) -> M: ...
+@overload
 def annotate(
     tensor: torch.Tensor,
-    spec: PartitionSpec | NamedSharding | str | None = None,
+    spec: Spec | None = None,
     *,
     varying: str | tuple[str, ...] = (),
     reduced: str | tuple[str, ...] = (),
     unreduced: str | tuple[str, ...] = (),
     mesh: DeviceMesh | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+def annotate(
+    tensor: Any,
+    spec: Any = None,
+    *,
+    varying: str | tuple[str, ...] = (),
+    reduced: str | tuple[str, ...] = (),
+    unreduced: str | tuple[str, ...] = (),
+    mesh: DeviceMesh | None = None,
+) -> Any:
     """Set the kinds of ``tensor`` over mesh axes: where data enter, or on a shard of weights.
 
     It is invariant over every axis that is not named. An earlier annotation is overwritten. Nothing
     is sent or copied, and values are not checked; it works outside ``md.typed`` as well.
 
+    Of a module each parameter and buffer that ``spec`` names is annotated, once all is checked.
+    The module notes their marks too, and is copied and pickled with them: ``md.DDP`` and
+    ``md.assert_equal`` write them again on tensors that ``copy.deepcopy``,
+    ``load_state_dict(assign=True)`` or ``to_empty`` have made without.
+
     Args:
-        tensor: this rank's; a plain tensor or parameter.
+        tensor: this rank's; a plain tensor or parameter, or a module.
         spec: in place of the kinds: where the tensor lies, as a ``PartitionSpec``, a
             ``NamedSharding`` or a pattern such as "f@tp d {R:dp}". It is varying over the axes
-            that cut a dim, and carries the spec, which ``md.typeof`` shows.
+            that cut a dim, and carries the spec, which ``md.typeof`` shows. Of a module a mapping
+            from names, in which ``*`` stands for any text, to such specs.
         varying: the axes along which ranks hold their own values.
         reduced: the axes along which it is equal on all ranks, and its gradient a summand on each.
         unreduced: the axes along which each rank holds a summand of the value.
@@ -146,12 +76,14 @@ def annotate(
     Raises:
         KindError: no tensor, a subclass, an axis that is no name, or a spec beside kinds.
         AxisError: the mesh has no such axis.
-        AxisTypeError: an axis is named under two kinds.
+        AxisTypeError: an axis is named under two kinds, or the module is wrapped already.
         PatternError: a text that is no pattern of one array, or names a whole dim as an axis of
             the mesh ("tp" where "f@tp" or ``varying="tp"`` is meant).
         ShapeError: a spec or a pattern for another number of dims.
         DtypeError: booleans whose spec is unreduced.
         MeshError: the sharding is of another mesh.
+        ArgumentError: a name that fits no tensor of the module, two that fit the same, or two
+            specs for a tensor that has several names.
 
     Example:
         >>> import torch, meshdist as md
@@ -160,25 +92,32 @@ def annotate(
         float32[8, 4]{V:dp}
         >>> md.typeof(md.annotate(torch.zeros(8, 4), "f@tp d {R:dp}"))
         float32[8@tp, 4]{R:dp}
+        >>> layer = md.annotate(torch.nn.Linear(4, 8), {"weight": "f@tp d", "bi*": "f@tp"})
+        >>> md.typeof(layer.bias)
+        float32[8@tp]
     """
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, (torch.Tensor, nn.Module)):
         raise KindError(
-            "annotate takes a tensor",
+            "annotate takes a tensor, or a module",
             found=f"a {type(tensor).__name__}",
             fix="annotate each tensor of a nesting by itself",
         )
+    if (varying or reduced or unreduced) and (spec is not None or isinstance(tensor, nn.Module)):
+        raise KindError(
+            "annotate takes a spec or kinds, not both"
+            if spec is not None
+            else "annotate takes specs by name for a module, and no kinds",
+            found=f"{spec!r} beside varying={varying!r}, reduced={reduced!r}, "
+            f"unreduced={unreduced!r}",
+            fix='say it all in the spec, such as "b@dp d {R:tp}"',
+        )
+    if isinstance(tensor, nn.Module):
+        return annotate_module(tensor, spec, mesh)
     if type(tensor) not in PLAIN_TENSORS:
         raise of_a_subclass(tensor, "annotate")
     if spec is not None:
-        if varying or reduced or unreduced:
-            raise KindError(
-                "annotate takes a spec or kinds, not both",
-                found=f"{spec!r} beside varying={varying!r}, reduced={reduced!r}, "
-                f"unreduced={unreduced!r}",
-                fix='say it all in the spec, such as "b@dp d {R:tp}"',
-            )
         try:
-            checked = checked_spec(tensor, spec, _layout(spec, mesh), "annotate")
+            checked = checked_spec(tensor, spec, layout_of(spec, mesh), "annotate")
         except AxisError as error:
             raise with_hidden_mesh(error, mesh) from None
         return mark_spec(tensor, checked)
@@ -199,20 +138,6 @@ def annotate(
     tensor.__dict__[ATTRIBUTE] = type_text(kinds)
     tensor.__dict__.pop(SPEC_ATTRIBUTE, None)
     return tensor
-
-
-def _layout(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    if isinstance(spec, NamedSharding):
-        if mesh is not None and mesh.layout != spec.layout:
-            raise MeshError(
-                "annotate: the sharding is one of another mesh",
-                expected=mesh_text(mesh),
-                found=repr(spec),
-                fix="leave mesh= out, or give the sharding's spec",
-            )
-        return spec.layout
-    mesh = mesh or find_current_mesh()
-    return None if mesh is None else mesh.layout
 
 
 def _names(axes: object, argument: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from meshdist.functional.axis_types import SPEC_ATTRIBUTE
 from meshdist.mesh.partition_spec import P
-from meshdist.typed_contexts.annotations import dims_text, find_spec, mark_spec
+from meshdist.typed_contexts.carried_specs import dims_text, find_spec, mark_spec
 from meshdist.typed_contexts.refusals import type_of
 
 

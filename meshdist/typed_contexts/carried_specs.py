@@ -1,0 +1,127 @@
+"""Specs that tensors carry: checked, written on a tensor, and read back.
+
+A tensor carries its spec as text, beside the text of its type: each dim's size on this rank with
+the axes that cut it, such as ``"4@dp, 6@(ep,tp), 3"``. Unreduced and reduced axes stand in the type
+alone. The text is valid while the tensor has these sizes and its type varies over just these axes;
+a tensor that another operation has written over has no spec.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from ..bootstrap.world import find_world
+from ..errors import DtypeError, KindError, MeshError, ShapeError
+from ..functional.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text
+from ..mesh.current_mesh import find_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout import Layout
+from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.pattern import cut_text
+from ..mesh.pattern_sizes import parse_side, spec_of
+from ..mesh.spec import NamedSharding
+from .refusals import mesh_text, type_of
+
+
+def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
+    """Attach ``spec``, unchecked, and the type that follows to ``tensor``; return ``tensor``."""
+    types, text = spec_texts(spec, tuple(tensor.shape))
+    marks = tensor.__dict__
+    marks[ATTRIBUTE] = types
+    marks[SPEC_ATTRIBUTE] = text
+    return tensor
+
+
+def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
+    """Return the valid spec that ``mark_spec`` attached, with an entry for each dim, or None."""
+    text = tensor.__dict__.get(SPEC_ATTRIBUTE)
+    return None if text is None else read_spec(text, tuple(tensor.shape), type_of(tensor))
+
+
+def dims_text(shape: tuple[int, ...], spec: PartitionSpec) -> str:
+    """Return the text of an array's dims with the axes that cut them.
+
+    Example:
+        >>> dims_text((8, 4, 6), PartitionSpec("dp", None, ("ep", "tp")))
+        '8@dp, 4, 6@(ep,tp)'
+    """
+    entries = (*spec.partitions, *(None,) * (len(shape) - len(spec)))
+    dims = zip(map(str, shape), map(axes_of, entries), strict=True)
+    return ", ".join(cut_text(size, axes) for size, axes in dims)
+
+
+def checked_spec(
+    tensor: torch.Tensor, given: object, layout: Layout | None, call: str
+) -> PartitionSpec:
+    """Return the PartitionSpec of a given spec, sharding or pattern; raise if it cannot fit.
+
+    Args:
+        layout: has the axes; None leaves the names of axes unchecked.
+        call: the name of the public call, for messages.
+    """
+    if isinstance(given, str):
+        # Without a layout a dim is still refused that has the name of an axis of any known mesh.
+        world = find_world()
+        known_axes = world.axis_names if world is not None else ()
+        spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
+    elif isinstance(given, NamedSharding):
+        spec = given.spec
+    elif isinstance(given, PartitionSpec):
+        spec = given if layout is None else NamedSharding(layout, given).spec
+    else:
+        raise KindError(
+            f"{call} takes a spec or a pattern",
+            expected='P("dp", None), a NamedSharding, or a pattern such as "b@dp d"',
+            found=f"{given!r}, a {type(given).__name__}",
+        )
+    if len(spec) > tensor.ndim:
+        raise ShapeError(
+            f"{call}: {spec!r} has entries for {len(spec)} dims, the tensor has {tensor.ndim}",
+            expected=f"a tensor of at least {len(spec)} dims",
+            found=f"shape {tuple(tensor.shape)}",
+            fix="write P() for a scalar" if not tensor.ndim else None,
+        )
+    if spec.unreduced and tensor.dtype == torch.bool:
+        raise DtypeError(
+            f"{call}: a tensor of booleans cannot be unreduced, since they have no sum",
+            expected="numbers, of which each rank holds a summand",
+            found=f"torch.bool with {spec!r}",
+        )
+    return spec
+
+
+def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
+    """Return the layout that has the axes of a given spec: the sharding's, or the mesh's."""
+    if isinstance(spec, NamedSharding):
+        if mesh is not None and mesh.layout != spec.layout:
+            raise MeshError(
+                "annotate: the sharding is one of another mesh",
+                expected=mesh_text(mesh),
+                found=repr(spec),
+                fix="leave mesh= out, or give the sharding's spec",
+            )
+        return spec.layout
+    mesh = mesh or find_current_mesh()
+    return None if mesh is None else mesh.layout
+
+
+@lru_cache(maxsize=4096)
+def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
+    """Return the texts of the type that follows from ``spec``, and of the spec itself."""
+    kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
+    kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
+    return type_text(kinds), dims_text(shape, spec)
+
+
+@lru_cache(maxsize=4096)
+def read_spec(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None:
+    """Return the spec of two texts of ``spec_texts``, or None if it is not one of such a tensor."""
+    words = [word.partition("@") for word in text.split(", ")] if text else []
+    entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
+    cut = tuple(sorted(axis for axes in entries for axis in axes))
+    if tuple(int(size) for size, _, _ in words) != shape or cut != axes_of_kind(types, "V"):
+        return None
+    unreduced, reduced = (frozenset(axes_of_kind(types, kind)) for kind in "UR")
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)

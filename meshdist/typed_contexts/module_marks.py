@@ -1,0 +1,167 @@
+"""Marks that stay: a module notes those of its parameters and buffers, and copies restore them.
+
+A mark is an entry in a tensor's ``__dict__``. What replaces a module's tensors loses their marks:
+``copy.deepcopy``, ``load_state_dict(assign=True)``, ``to_empty``. So ``md.annotate(module,
+{...})`` also notes the marks in the module that owns the tensor, in a plain dict by the tensor's
+name there, which is copied and pickled with the module, and stays out of its ``state_dict``.
+
+Drawn case: one mark of two is lost, and comes back where the shape is that of the note.
+
+    module.up._noted_marks                 module.up.weight.__dict__
+    {"weight": ("V:tp", "4@tp, 6")}        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
+
+    copy.deepcopy(module): the same        {}
+    restore_marks(copied): the same        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
+
+    >>> import copy, torch
+    >>> layer = annotate_module(torch.nn.Linear(6, 4), {"weight": "f@tp d"}, None)
+    >>> layer._noted_marks
+    {'weight': ('V:tp', '4@tp, 6')}
+    >>> copied = copy.deepcopy(layer)
+    >>> ATTRIBUTE in copied.weight.__dict__, find_spec(restore_marks(copied).weight)
+    (False, P('tp', None))
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..arrays import describe
+from ..error_text import fields_among
+from ..errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError, ShapeError
+from ..functional.axis_types import (
+    ATTRIBUTE,
+    RANKS_OF_OWNER,
+    REDUCED_BY_OWNER,
+)
+from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import PartitionSpec
+from .carried_specs import checked_spec, layout_of, mark_spec, read_spec, spec_texts
+from .context import PLAIN_TENSORS
+from .refusals import of_a_subclass
+
+M = TypeVar("M", bound=nn.Module)
+
+NOTED_MARKS = "_noted_marks"
+"""The key, in a module's ``__dict__``, of the texts of types and specs by its tensors' names."""
+
+
+def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
+    """Mark the tensors of ``module`` that patterns name, and note the marks in their owners."""
+    if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
+        raise KindError(
+            "annotate takes a mapping for a module, from names to specs",
+            expected='{"up.weight": "f@tp d", "norm.*": "... {R:tp}"}',
+            found=f"{specs!r}, a {type(specs).__name__}",
+        )
+    places = dict(_places(module))
+    found = {name: specs[pattern] for name, pattern in _patterns_of(list(places), specs).items()}
+    checked: dict[str, PartitionSpec] = {}
+    first_names: dict[int, str] = {}
+    for name, spec in found.items():
+        tensor = places[name][2]
+        checked[name] = _checked(name, tensor, spec, mesh)
+        first = first_names.setdefault(id(tensor), name)
+        if spec_texts(checked[first], tensor.shape) != spec_texts(checked[name], tensor.shape):
+            raise ArgumentError(
+                f"annotate: {first} and {name} are one tensor, and their specs differ",
+                expected="one spec for a tensor that has several names",
+                found=f"{first}: {found[first]!r}; {name}: {spec!r}",
+            )
+    of_tensor = {id(places[name][2]): spec for name, spec in checked.items()}
+    for owner, leaf, tensor in places.values():  # tied tensors have several owners
+        if (spec := of_tensor.get(id(tensor))) is not None:
+            mark_spec(tensor, spec)
+            texts = spec_texts(spec, tuple(tensor.shape))
+            owner.__dict__[NOTED_MARKS] = {**owner.__dict__.get(NOTED_MARKS, {}), leaf: texts}
+    return module
+
+
+def restore_marks(module: M) -> M:
+    """Write the marks that ``module`` noted on those of its tensors that have none."""
+    lost: list[tuple[torch.Tensor, PartitionSpec]] = []
+    for name, (owner, leaf, tensor) in _places(module):
+        noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
+        if noted is None or ATTRIBUTE in tensor.__dict__:
+            continue
+        types, text = noted
+        spec = read_spec(text, tuple(tensor.shape), types)
+        if spec is None:
+            raise ShapeError(
+                f"{name} has another shape than when it was annotated, and has lost its mark",
+                expected=f"dims {text}, as noted in the module",
+                found=describe(tensor),
+                fix=f"say how it lies now: md.annotate(module, {{{name!r}: ...}}, mesh=mesh)",
+            )
+        lost.append((tensor, spec))
+    for tensor, spec in lost:
+        mark_spec(tensor, spec)
+    return module
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
+    """Yield each name of each parameter and buffer with its owner, its name there, and itself."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for tensors in (owner.named_parameters, owner.named_buffers):
+            for leaf, tensor in tensors(recurse=False, remove_duplicate=False):
+                yield f"{path}.{leaf}" if path else leaf, (owner, leaf, tensor)
+
+
+def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
+    """Return the pattern that fits each name; raise for patterns that fit none, or one twice."""
+    found: dict[str, str] = {}
+    for pattern in specs:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.3)
+            raise ArgumentError(
+                f"annotate: {pattern!r} fits no parameter and no buffer of the module",
+                expected="a name, or a pattern of names such as 'norm.*'",
+                found=f"{len(names)} names: " + ", ".join(names[:8]) + ", ..." * (len(names) > 8),
+                fix=f"did you mean {near[0]!r}?" if near else None,
+            )
+        for name in fitting:
+            if name in found:
+                raise ArgumentError(
+                    f"annotate: two patterns fit {name!r}",
+                    expected="one pattern for a name",
+                    found=f"{found[name]!r}: {specs[found[name]]!r}; {pattern!r}: "
+                    f"{specs[pattern]!r}",
+                    fix="make the wider pattern narrower, or name each parameter",
+                )
+            found[name] = pattern
+    return found
+
+
+def _checked(
+    name: str, tensor: torch.Tensor, given: object, mesh: DeviceMesh | None
+) -> PartitionSpec:
+    """Return the spec of the tensor ``name``; raise if it cannot fit, or a wrapper owns marks."""
+    if type(tensor) not in PLAIN_TENSORS:
+        raise _about(of_a_subclass(tensor, "annotate"), name)
+    if not tensor.__dict__.keys().isdisjoint((REDUCED_BY_OWNER, RANKS_OF_OWNER)):
+        raise AxisTypeError(
+            f"annotate: {name} is a parameter of a wrapper, which has marked it as its own",
+            expected="a module that is not wrapped yet",
+            fix="annotate the module first, then wrap it: md.DDP(md.annotate(module, {...}))",
+        )
+    try:
+        return checked_spec(tensor, given, layout_of(given, mesh), "annotate")
+    except MeshdistError as error:
+        told = with_hidden_mesh(error, mesh) if isinstance(error, AxisError) else error
+        raise _about(told, f"{name}, {describe(tensor)}") from None
+
+
+def _about(error: MeshdistError, name: str) -> MeshdistError:
+    """Return ``error`` with the tensor's name before all else that it says of the place."""
+    where = name if error.where is None else f"{name}\n{error.where}"
+    told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
+    told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})
+    return told
