@@ -247,6 +247,8 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     },
     {
         "ddp": (
+            "reduction",
+            "wider_groups",
             "typed_owner",
             "replicas",
             "history",
@@ -264,12 +266,14 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "comm_hooks.zero_step",
             "verdict",
             "backward",
+            "increments",
             "gradient_hooks",
             "local_backwards",
             "logging_data",
             "precision",
             "wrapping",
             "parting",
+            "shard_guards",
             "accumulation",
             "reducer",
             "in_backward",
@@ -547,7 +551,7 @@ PURE = {
     for room, names in {
         "": "arguments arrays dtypes error_text reduce_ops verb_table",
         "checking": "calls",
-        "ddp": "bucket_layout history",
+        "ddp": "bucket_layout history reduction",
         "functional": "axis_types",
         "mesh": "drawing layout layout_arguments partition_spec pattern pattern_sizes placement "
         "spec strides view",

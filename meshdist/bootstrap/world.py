@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 import torch.distributed as torch_distributed
 from torch.distributed import Store
@@ -123,10 +122,8 @@ class World:
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
     axis_names: set[str] = field(default_factory=set, init=False, repr=False)
     """The names of the axes of all meshes that this rank has made in it."""
-    meshes: WeakValueDictionary[int, Any] = field(
-        default_factory=WeakValueDictionary, init=False, repr=False
-    )
-    """The meshes that live, by ``id``."""
+    open_layouts: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
+    """How many meshes of each layout this rank has made with open groups, and not closed."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)
     """The sets of ranks over which wrappers of this rank average gradients."""
     complete: tuple[int, tuple[int, ...], str] = field(default=(-1, (), ""), init=False, repr=False)

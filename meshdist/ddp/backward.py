@@ -167,7 +167,7 @@ class Backward:
         more = self.counts[index] - history.expected[index]
         if more < 0:
             return
-        is_scaled = slot in filling.taken and self.layout.scale is not None
+        is_scaled = slot in filling.taken and filling.bucket.averaging.scale is not None
         if place < len(self.works) or is_scaled:  # nothing may be added to it
             self._late.append(index)
             return
@@ -209,7 +209,7 @@ class Backward:
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
         """Return a line of text for each gradient that came too late, or against a promise."""
         history, late = self.sending.history, self._late
-        _, _, options, reports, _ = self.layout.terms
+        options, reports = self.layout.terms.options, self.layout.terms.reports
         for filling in self.fillings[: len(self.works)]:
             late += [filling.bucket.indices[slot] for slot in filling.find_late()]
         lines = [reports.came_late(index) for index in dict.fromkeys(late)]
@@ -236,9 +236,9 @@ class Backward:
             layout.tail.write(verdict.ending, has_gradient)
             for filling in rest:
                 self._start(filling)
-            if sending.hook is not None or not layout.is_tail_in_bucket:
+            if layout.tail_average is not None:
                 with sending.calls_inside():
-                    self.works.append(layout.average(layout.tail.numbers))
+                    self.works.append(layout.tail_average(layout.tail.numbers))
         try:
             for work in self.works:
                 with sending.calls_inside():  # of a sparse bucket, or a hook's callbacks
@@ -268,11 +268,13 @@ class Backward:
         if number == 0:
             sending.tell(Moment.SENDING_BEGINS, self)
         bucket = filling.bucket
-        if sending.hook is None:
+        if sending.hook is None or not self.layout.is_hooked(bucket):
             with sending.calls_inside():
-                self.works.append(bucket.taking.start(filling, self.layout.average))
+                self.works.append(bucket.taking.start(filling))
             return
-        args = bucket.members, bucket.views, number, bucket is self.layout.buckets[-1]
+        behind = self.layout.buckets[number + 1 :]
+        is_last = not any(map(self.layout.is_hooked, behind))
+        args = bucket.members, bucket.views, number, is_last
         given = GradBucket(bucket.taking.buffer(filling), *args, self.layout.terms.group)
         try:
             with sending.calls_inside():

@@ -23,11 +23,12 @@ from ..dtypes import dtype_name
 from ..errors import ArgumentError, KindError
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
-from .buckets import Bucket, Flat, Pending
+from .buckets import Averaging, Bucket, Flat, Pending
 from .history import History
 from .reports import Reports
 from .single_gradients import InPlace, Sparse
 from .tail import Ending, Tail
+from .wider_groups import WiderGroups
 
 _MIB = 1024 * 1024
 
@@ -170,13 +171,14 @@ class ReductionOptions:
 
 
 class ReductionTerms(NamedTuple):
-    """The parameters, the group that averages their gradients, its options, the expected order."""
+    """The parameters, the groups that average their gradients, options, the expected order."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
     options: ReductionOptions
     reports: Reports
     order: Sequence[int]
+    wider: WiderGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,27 +188,27 @@ class BucketLayout:
     Args:
         trailing: the parameters whose gradient some rank may lack.
         is_learned: whether the order is that in which gradients came.
-        scale: a factor of gradients as they are copied; None where the wire averages, and for a
-            communication hook.
-        average: starts the average of a tensor in place.
         buckets: in the order in which they are sent.
         unsent: the parameters without a bucket, since no rank had their gradient at first.
-        is_tail_in_bucket: whether the tail is sent with the last bucket, and not by itself.
+        tail: averaged over the union of all groups.
+        tail_average: starts its average; None where it is sent with the last bucket.
     """
 
     terms: ReductionTerms
     trailing: frozenset[int]
     is_learned: bool
-    scale: float | None
-    average: Callable[[torch.Tensor], Pending]
     buckets: tuple[Bucket, ...]
     unsent: frozenset[int]
     tail: Tail
-    is_tail_in_bucket: bool
+    tail_average: Callable[[torch.Tensor], Pending] | None
 
     def fits(self, history: History) -> bool:
         """Return whether order and trailing are still the history's; equal on every rank."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
+
+    def is_hooked(self, bucket: Bucket) -> bool:
+        """Return whether a communication hook, if any is registered, averages this bucket."""
+        return bucket.averaging.group is self.terms.group
 
     def with_all_hooks(self) -> BucketLayout:
         """Return a layout in the same memory that has a hook on every parameter."""
@@ -223,29 +225,42 @@ def lay(
     Args:
         has_hook: whether a communication hook averages, so that gradients travel unscaled.
     """
-    parameters, group, options, _, order = terms
+    parameters, group, options, _, order, wider = terms
     old_views = {
         index: view
         for bucket in before
         for index, view in zip(bucket.indices, bucket.views, strict=True)
         if parameters[index].grad is view
     }
-    communicator = group.open_channel(parameters[0].device.type).communicator
-    averages = communicator.averages_at_once or has_hook
-    scale = None if averages else 1.0 / group.size()
+    device_type = parameters[0].device.type
+    averagings = {
+        over: _averaging(over, device_type, has_hook=has_hook and over is group)
+        for over in (group, *wider.groups.values(), wider.all_ranks)
+    }
+    of_each = [averagings[wider.groups.get(index, group)] for index in range(len(parameters))]
     unsent = history.trailing if options.skips_unused else frozenset[int]()
     # Where the wire shares memory, or divides by itself, buckets cost less than they save.
     in_place = {
         index
         for index, parameter in enumerate(parameters)
-        if scale is not None and options.dtype is None and parameter.nbytes >= _IN_PLACE_BYTES
+        if of_each[index].scale is not None
+        and options.dtype is None
+        and parameter.nbytes >= _IN_PLACE_BYTES
     }
+    # Parameters of another group share no bucket with the others, and are sent behind them.
+    items = [
+        (num_bytes, (kind, wider.groups.get(index)))
+        for index, (num_bytes, kind) in enumerate(
+            items_of(parameters, options.dtype, options.sparse | in_place)
+        )
+    ]
+    own = [index for index in order if index not in wider.groups]
     laid = lay_out(
-        items_of(parameters, options.dtype, options.sparse | in_place),
-        [index for index in order if index not in unsent],
+        items,
+        [index for index in (*own, *sorted(wider.groups)) if index not in unsent],
         options.caps,
-        trailing=history.trailing - unsent,
-        delayed=options.delayed,
+        trailing=(history.trailing | {*wider.groups}) - unsent,
+        delayed=options.delayed - {*wider.groups},
         delayed_behind=options.delayed_behind,
     )
     num_behind = len(Ending) + len(parameters)
@@ -253,59 +268,70 @@ def lay(
     for indices, is_trailing in laid:
         is_last = indices is laid[-1].indices
         is_trailing = is_trailing or is_last or not history.is_learned
-        index, first = indices[0], parameters[indices[0]]
+        index = indices[0]
+        first, averaging = parameters[index], of_each[index]
         if index in options.sparse or index in in_place:
-            is_sparse = index in options.sparse
-            taking = Sparse(group) if is_sparse else InPlace(1.0 / group.size())
-            buckets.append(Bucket.of_one(index, first, taking, is_trailing=is_trailing))
+            taking = Sparse() if index in options.sparse else InPlace()
+            bucket = Bucket.of_one(index, first, taking, averaging, is_trailing=is_trailing)
+            buckets.append(bucket)
             continue
         num = num_behind * is_last
-        bucket = _flat_bucket(terms, history, indices, scale, num, is_trailing=is_trailing)
+        bucket = _flat_bucket(terms, history, indices, averaging, num, is_trailing=is_trailing)
         for member, index, view in zip(bucket.members, bucket.indices, bucket.views, strict=True):
             if index in old_views:
                 member.grad = view.copy_(old_views[index])
         buckets.append(bucket)
-    last = buckets[-1]
-    is_in_bucket = isinstance(last.taking, Flat)
+    last, of_tail = buckets[-1], averagings[wider.all_ranks]
+    is_in_bucket = (
+        isinstance(last.taking, Flat)
+        and last.averaging is of_tail
+        and not (has_hook and of_tail.group is group)
+    )
     numbers = (
         last.sent[len(last.flat) :]
-        if is_in_bucket
+        if isinstance(last.taking, Flat)
         else torch.empty(num_behind, device=last.sent.device)
     )
     return BucketLayout(
         terms,
         history.trailing,
         history.is_learned,
-        scale,
-        partial(start_reduction, op=ReduceOp.AVG if averages else ReduceOp.SUM, group=group),
         tuple(buckets),
         unsent,
-        Tail(numbers, 1.0 if scale is None else scale),
-        is_in_bucket,
+        Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale),
+        None if is_in_bucket else of_tail.start,
     )
+
+
+def _averaging(group: ProcessGroup, device_type: str, *, has_hook: bool) -> Averaging:
+    """Return how ``group`` averages."""
+    at_once = group.open_channel(device_type).communicator.averages_at_once or has_hook
+    op = ReduceOp.AVG if at_once else ReduceOp.SUM
+    scale = None if at_once else 1.0 / group.size()
+    return Averaging(group, scale, partial(start_reduction, op=op, group=group))
 
 
 def _flat_bucket(
     terms: ReductionTerms,
     history: History,
     indices: Sequence[int],
-    scale: float | None,
+    averaging: Averaging,
     num_behind: int,
     *,
     is_trailing: bool,
 ) -> Bucket:
     """Make a bucket in new memory, with place for ``num_behind`` numbers behind the gradients."""
-    parameters, group, options, reports, _ = terms
+    parameters, options, reports = terms.parameters, terms.options, terms.reports
     first, is_learned = parameters[indices[0]], history.is_learned
     dtype, device = options.dtype or first.dtype, first.device
     count = sum(parameters[index].numel() for index in indices) + num_behind
     return Bucket.of_several(
         indices,
         parameters,
-        flat_memory(count, dtype, device, group)
+        flat_memory(count, dtype, device, averaging.group)
         if is_learned
         else torch.empty(count, dtype=dtype, device=device),
-        scale=scale,
+        averaging,
         as_views=options.as_views,
         hooked=history.by_count if is_learned else None,
         is_trailing=is_trailing,

@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import attrgetter, is_
 from types import NoneType
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from ..collectives.flat_sums import assign_buckets, views_into
+from ..groups.process_group import ProcessGroup
 from .autograd_engines import is_in_task
 from .device_streams import GradientStreams, streams_for
 from .reports import Reports
@@ -50,6 +51,20 @@ class Pending(Protocol):
         """Return when the bucket holds its result."""
 
 
+class Averaging(NamedTuple):
+    """A way to average over one group.
+
+    Args:
+        scale: a factor of gradients as they are copied; None where the wire averages, and for a
+            communication hook.
+        start: starts the average of a tensor in place.
+    """
+
+    group: ProcessGroup
+    scale: float | None
+    start: Callable[[torch.Tensor], Pending]
+
+
 @dataclass(eq=False)
 class Bucket:
     """Gradients that travel together.
@@ -63,6 +78,7 @@ class Bucket:
         sent: that memory, and behind it that of the tail.
         is_trailing: whether it waits for the end of a backward, since some rank may lack a
             gradient of it.
+        averaging: over which group they are averaged, and how.
         num_at_once: so many gradients, the first, are taken as soon as they have come.
         seen_slots: the places of those that have no hook.
     """
@@ -74,6 +90,7 @@ class Bucket:
     flat: torch.Tensor
     sent: torch.Tensor
     is_trailing: bool
+    averaging: Averaging
     num_at_once: int = 0
     seen_slots: Sequence[int] = ()
 
@@ -89,8 +106,8 @@ class Bucket:
         indices: Sequence[int],
         parameters: Sequence[torch.nn.Parameter],
         sent: torch.Tensor,
+        averaging: Averaging,
         *,
-        scale: float | None,
         as_views: bool,
         hooked: Collection[int] | None,
         is_trailing: bool,
@@ -123,23 +140,37 @@ class Bucket:
         return cls(
             laid,
             members,
-            Flat(views[num_large:], small, scale, as_views and not is_cast, is_cast, reports),
+            Flat(
+                views[num_large:],
+                small,
+                averaging.scale,
+                as_views and not is_cast,
+                is_cast,
+                reports,
+            ),
             views,
             flat,
             sent,
             is_trailing,
+            averaging,
             num_large,
             seen_slots,
         )
 
     @classmethod
     def of_one(
-        cls, index: int, parameter: torch.nn.Parameter, taking: Taking, *, is_trailing: bool
+        cls,
+        index: int,
+        parameter: torch.nn.Parameter,
+        taking: Taking,
+        averaging: Averaging,
+        *,
+        is_trailing: bool,
     ) -> Bucket:
         """Make a bucket of one gradient, without memory of its own."""
         like = parameter.detach()
         none = like.new_empty(0)
-        return cls((index,), [parameter], taking, [like], none, none, is_trailing)
+        return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
 
     def with_all_hooks(self) -> Bucket:
         """Return a bucket in the same memory that has a hook on every parameter."""
@@ -262,12 +293,8 @@ class Taking(ABC):
         """Return the tensor that a communication hook averages in place."""
 
     @abstractmethod
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
-        """Start the reduction, where there is no communication hook.
-
-        Args:
-            average: starts the average of a tensor in place.
-        """
+    def start(self, filling: Filling) -> Pending:
+        """Start the reduction, where there is no communication hook."""
 
     @abstractmethod
     def give(
@@ -395,9 +422,9 @@ class Flat(Taking):
         """Return the memory of all gradients."""
         return filling.bucket.flat
 
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
+    def start(self, filling: Filling) -> Pending:
         """Average the gradients, and the tail behind them."""
-        return average(filling.bucket.sent)
+        return filling.bucket.averaging.start(filling.bucket.sent)
 
     def give(
         self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float

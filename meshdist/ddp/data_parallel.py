@@ -14,7 +14,7 @@ from ..checking.program import warn_caller
 from ..collectives.flat_sums import broadcast_from
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, GradientError, MeshError
-from ..groups.process_group import GroupLike, resolve_group
+from ..groups.process_group import GroupLike, ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from ..typed_contexts.module_marks import restore_marks
@@ -28,8 +28,15 @@ from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
 from .replicas import ModelBuffers, check_equal_lines, tensor_line
+from .shard_guards import (
+    refuse_marked_shards,
+    refuse_probable_shards,
+    refuse_unnamed_axes,
+    without_marks,
+)
 from .torch_methods import TorchMethods
-from .typed_owner import TypedOwner, refuse_shards
+from .typed_owner import TypedOwner
+from .wider_groups import find_wider_groups
 from .wrapping import (
     WrappedModel,
     check_module,
@@ -177,7 +184,10 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
-        refuse_shards(state if init_sync else trained, self.process_group)
+        refuse_marked_shards(state if init_sync else trained, self.process_group)
+        if process_group is None and device_mesh is None:
+            weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
+            refuse_unnamed_axes(weights, self.process_group)
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -190,23 +200,42 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         # Here rather than in the first backward; in the model's order, which all ranks share.
         for device in dict.fromkeys(tensor.device for tensor in module_state(module).values()):
             self.process_group.connect(device)
+        unmarked = without_marks(state)
         self._adopt(module)
         if init_sync:
-            terms = self.reducer.layout.terms
+            self._make_equal(state, unmarked)
+
+    def _make_equal(
+        self, state: dict[str, torch.Tensor], unmarked: dict[str, torch.Tensor]
+    ) -> None:
+        """Compare models and options, and take tensors of the first rank of their group."""
+        terms, group = self.reducer.layout.terms, self.process_group
+        options = {
+            **terms.options.shared(terms.reports.names),
+            "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
+            "verify_every": self.verify_every,
+        }
+        lines = {group: [tensor_line(name, tensor) for name, tensor in state.items()]}
+        if terms.wider.groups:  # shards differ in shape along further axes
+            lines[terms.wider.all_ranks] = terms.wider.lines(terms.reports.names)
+        for over, texts in lines.items():
             check_equal_lines(
-                [tensor_line(name, tensor) for name, tensor in state.items()],
-                self.process_group,
+                texts,
+                over,
                 device=self.device,
                 summary=f"DistributedDataParallel: the ranks wrap different "
-                f"{type(module).__name__} modules, or with different options",
+                f"{type(self.module).__name__} modules, or with different options",
                 fix="build and wrap the same model on every rank of the axis, by equal arguments",
-                options={
-                    **terms.options.shared(terms.reports.names),
-                    "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
-                    "verify_every": self.verify_every,
-                },
+                options=options,
             )
-            broadcast_from(0, [tensor.detach() for tensor in state.values()], self.process_group)
+        if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
+            refuse_probable_shards(unmarked, self.device_mesh, self.device)
+        by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
+        over_further = {terms.reports.names[i]: wider for i, wider in terms.wider.groups.items()}
+        for name, tensor in state.items():
+            by_group.setdefault(over_further.get(name, group), []).append(tensor.detach())
+        for over, tensors in by_group.items():
+            broadcast_from(0, tensors, over)
 
     def _adopt(self, module: nn.Module) -> None:
         """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
@@ -240,9 +269,12 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             sparse=frozenset(i for i, mine in enumerate(parameters) if id(mine) in sparse),
             dtype=reduce_dtype,
         )
-        self._owner = TypedOwner(trainable, self.process_group, self.device_mesh)
+        wider = find_wider_groups(trainable, self.process_group, self.device_mesh)
+        for group in wider.others():
+            group.connect(self.device)
+        self._owner = TypedOwner(trainable, self.process_group, self.device_mesh, wider.further)
         self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, list(trainable), self.process_group, options)
+        self.reducer = Reducer(parameters, list(trainable), self.process_group, options, wider)
         self.logger = DataLogger(
             module,
             self.reducer.layout,

@@ -89,6 +89,7 @@ class JoinMethods(Joinable):
 
     device: torch.device
     process_group: ProcessGroup
+    reducer: Any
 
     def refuse_unknown_context(self) -> None:
         """Raise where this model is trained in an uneven loop that does not know it."""
@@ -141,6 +142,9 @@ class JoinMethods(Joinable):
             kwargs: ``divide_by_initial_world_size``, as in ``join``.
         """
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        terms = self.reducer.layout.terms
+        if terms.wider.groups:
+            raise terms.reports.joined_beside_wider()
         return JoinedReplica(self, divides_by_all=divides_by_all)
 
     @property

@@ -54,6 +54,10 @@ class LocalBackwards:
         self._local_task = current_task()
         self._is_local_running = at_end_of_task(lambda: None)
 
+    def is_running(self) -> bool:
+        """Return whether the backward runs that reached an output made under ``no_sync``."""
+        return current_task() == self._local_task or self._is_local_running()
+
     def keep(self, early: Early, reports: Reports) -> None:
         """Keep a gradient whose backward has reached no output."""
         self.has_sums = True
@@ -93,7 +97,7 @@ class LocalBackwards:
             return
         self._early_task = None  # it reached no output
         self._early.clear()
-        if task == self._local_task or self._is_local_running():  # or a checkpoint inside
+        if self.is_running():  # or a checkpoint inside
             return
         self._num_local += 1
         if self.is_averaged_expected or not self.sees_outputs:

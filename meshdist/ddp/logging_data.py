@@ -134,7 +134,7 @@ class DataLogger:
         layout: BucketLayout,
         **facts: str | int,
     ) -> None:
-        parameters, group, options, _, _ = layout.terms
+        parameters, group, options = layout.terms[:3]
         self._parameters = parameters
         self._device = parameters[0].device
         self._is_timed = self._device.type == "cpu" or not facts["is_multi_device_module"]

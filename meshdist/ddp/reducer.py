@@ -81,10 +81,12 @@ from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
 from .gradient_hooks import GradientHooks, Hook, tensors_in
 from .history import History
+from .increments import Increments
 from .local_backwards import LocalBackwards
 from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
+from .wider_groups import WiderGroups
 
 
 class State(Enum):
@@ -104,7 +106,7 @@ class Reducer:
     Args:
         parameters: those that require gradients, in the same order on every rank.
         names: of the parameters, for messages.
-        group: open for the parameters' devices.
+        group: open for the parameters' devices, as are the wider groups.
     """
 
     def __init__(
@@ -113,17 +115,18 @@ class Reducer:
         names: Sequence[str],
         group: ProcessGroup,
         options: ReductionOptions,
+        wider: WiderGroups,
     ) -> None:
         num = len(parameters)
-        self.sending = Sending(History(num), AtWork(group.size()))
+        self.sending = Sending(History(num), AtWork(wider.all_ranks.size()))
         self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self)
         self._state = State.IDLE
-        order = range(num - 1, -1, -1)
-        self._lay(
-            ReductionTerms(list(parameters), group, options, Reports(names, group), order), ()
-        )
+        reports, order = Reports(names, group), range(num - 1, -1, -1)
+        self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
+        factors = {parameters[index]: factor for index, factor in wider.factors.items()}
+        self.increments = Increments(factors, self._is_wrapped_backward)
 
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -144,6 +147,7 @@ class Reducer:
         """Take the hooks off the parameters; gradients stay local from then on."""
         self._state = State.CLOSED
         self._hooks.close()
+        self.increments.close()
 
     @tells_errors
     def change_options(self, what: str, **changes: Any) -> None:
@@ -163,7 +167,8 @@ class Reducer:
         if sending.hook is not None:
             sending.hook.group = group  # of a hook whose state is None
         self._become(State.IDLE)
-        terms = terms._replace(group=group, reports=Reports(terms.reports.names, group))
+        reports = Reports(terms.reports.names, group)
+        terms = terms._replace(group=group, reports=reports, wider=WiderGroups(group))
         self._lay(terms, self.buckets)
         sending.tell(Moment.GROUP_CHANGED, self.layout)
 
@@ -179,6 +184,8 @@ class Reducer:
             raise terms.reports.hook_again(sending.hook.name)
         if self.backward is not None or self._state is State.ENDED or sending.history.is_learned:
             raise terms.reports.hook_late()
+        if terms.wider.further:
+            terms.reports.warn_of_hook_beside_wider([*terms.wider.further])
         sending.hook = RegisteredHook(state, hook, terms.group)
         self._lay(terms, self.buckets)
 
@@ -186,7 +193,8 @@ class Reducer:
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
         """Make new buckets in place of those ``before``; their gradients move along."""
-        terms.group.world.averaged.add(frozenset(terms.group.ranks))
+        for group in (terms.group, *terms.wider.groups.values()):
+            group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.sending.hook is not None
         self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
 
@@ -205,7 +213,7 @@ class Reducer:
             order = history.laid_order(terms.order)
             device = self.layout.tail.numbers.device
             agreed = torch.tensor(order, dtype=torch.int64, device=device)
-            broadcast(agreed, group=terms.group, group_src=self.sending.at_work.source)
+            broadcast(agreed, group=terms.wider.all_ranks, group_src=self.sending.at_work.source)
             history.order.clear()
             terms = terms._replace(order=tuple(agreed.tolist()))
         self._lay(terms, self.buckets)
@@ -271,6 +279,7 @@ class Reducer:
                 self._enter(context_id)
             else:
                 self._local.output_is_reached()
+                self.increments.outputs_reached()
 
         if self._state is State.CLOSED:
             return
@@ -331,6 +340,16 @@ class Reducer:
             self._local.keep((index, hook, parameter), self.layout.terms.reports)
             return None
 
+    def _is_wrapped_backward(self) -> bool:
+        """Return whether the current backward has reached outputs of a forward by the wrapper."""
+        with self.sending.lock:
+            if self.backward is not None and self.backward.is_running():
+                return True
+            if self._local.takes_any:
+                self._enter()
+                return True
+            return self._local.is_running()
+
     def _enter(self, context_id: int | None = None) -> None:
         """Begin a backward, as it reaches outputs of a synchronised forward."""
         self._refuse_traced()
@@ -356,6 +375,7 @@ class Reducer:
                 found = ContextGradients(self.parameters, context_id, check)
                 finish = partial(self._finish_in_context, backward, found)
             backward.is_running = at_end_of_task(finish)
+            self.increments.outputs_reached()
             for index, hook, parameter in self._local.backward_begins(task):
                 if not sending.history.is_learned:
                     sending.history.by_count.add(index)  # it is too late to look for others
@@ -400,9 +420,10 @@ class Reducer:
         sending.history.backward_ends(backward.counts, came)
         sending.tell(Moment.GRADIENTS_CAME, backward)
         self._end(backward, verdict)
-        _, group, _, reports, _ = backward.layout.terms
+        terms = backward.layout.terms
+        reports = terms.reports
         if sending.hook is None:
-            local.warn_of_complete(backward.task, group, reports)
+            local.warn_of_complete(backward.task, terms.group, reports)
         if has_local:
             local.warn(reports)
 

@@ -9,7 +9,7 @@ import torch
 
 from ..checking.program import warn_caller
 from ..error_text import explain, first_line, first_texts, grouped_text, ranks_text
-from ..errors import ArgumentError, GradientError
+from ..errors import ArgumentError, GradientError, JoinError
 from ..groups.process_group import ProcessGroup
 
 _SHOWN_PARAMETERS = 20
@@ -145,6 +145,31 @@ class Reports:
             f"{what} was set after a backward",
             expected="it set before the first backward, on every rank",
             fix="set it right after the model is wrapped",
+        )
+
+    def warn_of_hook_beside_wider(self, names: Sequence[str]) -> None:
+        """Warn of a communication hook that does not average all gradients."""
+        summary = "a communication hook averages over the wrapper's group alone"
+        found = f"reduced over further axes: {first_texts(list(names), ', ')}"
+        expected = "gradients that all go over one group; these are averaged as without the hook"
+        warn_caller(explain(summary, where=self._where, expected=expected, found=found))
+
+    def group_beside_wider(self) -> GradientError:
+        """Return the error for another group where parameters are reduced over further axes."""
+        return self._error(
+            "the group of a wrapper cannot change while parameters are reduced over further axes",
+            expected="parameters that are averaged over one group",
+            fix="del ddp and its outputs, and wrap again with device_mesh=",
+        )
+
+    def joined_beside_wider(self) -> JoinError:
+        """Return the error for a join context where parameters are reduced over further axes."""
+        return JoinError(
+            "a model with parameters that are reduced over further axes is in a join context",
+            where=self._where,
+            expected="a model whose gradients are averaged over one group, in which ranks without "
+            "data stand in for themselves alone",
+            fix="give all ranks equally many steps, with samples of weight 0 where data has ended",
         )
 
     def running(self) -> GradientError:

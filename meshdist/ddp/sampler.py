@@ -184,14 +184,14 @@ class DistributedSampler(data.DistributedSampler[T]):
         world = find_world()
         if not self._may_lack_axis or world is None or self.num_replicas != world.size:
             return
-        for mesh in list(world.meshes.values()):
-            groups = mesh.get_all_groups() if mesh.get_coordinate() is not None else []
-            if sum(size > 1 for size in mesh.shape) > 1 and any(group.is_open for group in groups):
+        for layout in +world.open_layouts:
+            if sum(size > 1 for size in layout.sizes) > 1:
                 self._may_lack_axis = False
-                axis = "dp" if "dp" in mesh.axis_names else (*mesh.axis_names, None)[0]
+                names = layout.names or ()
+                axis = "dp" if "dp" in names else (*names, None)[0]
                 warn_caller(
                     f"each of {world.size} ranks reads samples of its own, while DeviceMesh("
-                    f"{mesh.layout.axis_text()}) has several axes: name the axis that splits data, "
+                    f"{layout.axis_text()}) has several axes: name the axis that splits data, "
                     f"DistributedSampler(data, {f'mesh[{axis!r}]' if axis else 'mesh.get_group(0)'}"
                     "), or say that all do, DistributedSampler(data, md.distributed.group.WORLD)"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,24 +41,22 @@ class InPlace(_Single):
 
     # Where ranks share no memory, to copy it into a bucket would only cost time and memory.
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-
     def buffer(self, filling: Filling) -> torch.Tensor:
         """Return the scaled gradient, or zeros; in the gradient's own memory where it may be."""
         mine, like = filling.read[0], filling.bucket.views[0]
+        scale = filling.bucket.averaging.scale or 1.0
         stride = dense_stride(like.shape, like.stride())
         # Autograd lets a gradient share memory with that of a view, or of another parameter, which
         # a backward may still read.
         if mine is not None and mine.stride() == stride and storage_uses(mine) == 1:
-            return mine.mul_(self._scale)
+            return mine.mul_(scale)
         apart = like.new_empty_strided(like.shape, stride)
-        return apart.zero_() if mine is None else torch.mul(mine, self._scale, out=apart)
+        return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)
 
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
+    def start(self, filling: Filling) -> Pending:
         """Average the gradient in place."""
         filling.average = self.buffer(filling)
-        return average(filling.average)
+        return filling.bucket.averaging.start(filling.average)
 
 
 _DENSE = -1
@@ -68,18 +66,15 @@ _NONE = -2
 class Sparse(_Single):
     """Averages a sparse gradient, of which each rank sends the rows that it has."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
     def buffer(self, filling: Filling) -> torch.Tensor:
         """Return a copy of this rank's gradient; without a gradient, a sparse tensor of no rows."""
         mine, like = filling.read[0], filling.bucket.views[0]
         filling.average = _no_rows(like) if mine is None else mine.detach().clone()
         return filling.average
 
-    def start(self, filling: Filling, average: Callable[[torch.Tensor], Pending]) -> Pending:
+    def start(self, filling: Filling) -> Pending:
         """Return a reduction that runs when it is waited for."""
-        return _SparseReduction(self._group, filling)
+        return _SparseReduction(filling.bucket.averaging.group, filling)
 
 
 class _SparseReduction(NamedTuple):

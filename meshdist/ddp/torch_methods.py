@@ -18,7 +18,8 @@ from .comm_hooks.bucket import allreduce_hook
 from .comm_hooks.compressing import fp16_compress_hook
 from .in_backward import InBackward
 from .logging_data import DataLogger
-from .typed_owner import TypedOwner, refuse_shards
+from .shard_guards import refuse_marked_shards
+from .typed_owner import TypedOwner
 from .wrapping import ignored_names
 
 
@@ -154,7 +155,9 @@ class TorchMethods:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from the next forward on; collective over the new group."""
         group = resolve_group(new_process_group)
-        refuse_shards(dict(self.module.named_parameters()), group)
+        if self.reducer.layout.terms.wider.groups:
+            raise self.reducer.layout.terms.reports.group_beside_wider()
+        refuse_marked_shards(dict(self.module.named_parameters()), group)
         self.process_group = group
         is_mesh = isinstance(new_process_group, DeviceMesh)
         self.device_mesh = new_process_group if is_mesh else None

@@ -38,15 +38,22 @@ OWNER = "DDP"
 
 
 class TypedOwner:
-    """The types of one wrapper's parameters, marked at once: over ``axes``, or with the ranks."""
+    """The types of one wrapper's parameters, marked at once: over ``axes``, or with the ranks.
+
+    Args:
+        further: the axes beside the wrapper's over which it reduces gradients, by parameter.
+    """
 
     def __init__(
         self,
         parameters: dict[str, torch.nn.Parameter],
         group: ProcessGroup,
         axes: DeviceMesh | None,
+        further: Mapping[str, tuple[str, ...]],
     ) -> None:
         self._parameters = parameters
+        self._further = further
+        self._unmarked = [x for x in parameters.values() if ATTRIBUTE not in x.__dict__]
         self._axes: tuple[str, ...] = ()
         self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
         if axes is not None and axes.mesh_dim_names is not None:
@@ -76,20 +83,23 @@ class TypedOwner:
             marks.pop(RANKS_OF_OWNER, None)
             if marks.pop(REDUCED_BY_OWNER, None) is not None:
                 marks[ATTRIBUTE] = self._without_own(marks.get(ATTRIBUTE, ""))
+        for parameter in self._unmarked:
+            if not type_of(parameter):
+                parameter.__dict__.pop(ATTRIBUTE, None)
         self._axes = ()
 
     def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
-        owned = ",".join(names) if is_reduced else ""
         texts: dict[tuple[str, bool], str] = {}
         for name, parameter in self._parameters.items():
             marks = parameter.__dict__
             key = marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks
             if key not in texts:
                 texts[key] = self._marked(mesh, name, parameter, names)
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             marks = parameter.__dict__
             marks[ATTRIBUTE] = texts[marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks]
-            marks[REDUCED_BY_OWNER] = owned
+            owned = (*names, *self._further.get(name, ())) if is_reduced else ()
+            marks[REDUCED_BY_OWNER] = ",".join(owned)
         self._axes = names
 
     def _marked(
@@ -98,7 +108,7 @@ class TypedOwner:
         kinds = dict(kinds_in(self._without_own(type_of(parameter))))
         for axis in names:
             if kinds.get(axis, "I") in "VU":
-                raise _of_a_shard(name, parameter, axis, where(mesh, [axis]))
+                raise of_a_shard(name, parameter, axis, where(mesh, [axis]))
             kinds[axis] = "R"
         return type_text(kinds)
 
@@ -109,17 +119,8 @@ class TypedOwner:
         )
 
 
-def refuse_shards(tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-    """Raise where a tensor varies, by its mark, over an axis whose ranks lie in the group."""
-    meshes = [mesh for mesh in group.world.meshes.values() if mesh.get_coordinate() is not None]
-    for name, tensor in tensors.items():
-        for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
-            lines = [mesh.get_group(axis).ranks for mesh in meshes if axis in mesh.axis_names]
-            if lines and all(len({*ranks} & {*group.ranks}) > 1 for ranks in lines):
-                raise _of_a_shard(name, tensor, axis, f"rank {group.world.rank}, {group.name}")
-
-
-def _of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
+def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
+    """Return the error for a tensor that varies over an axis along which it would be made equal."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
     return AxisTypeError(
         f"{name} is {kind} over {axis!r}, over which {OWNER} keeps it equal",

@@ -24,7 +24,7 @@ ranks would raise the same error.
     >>> tail.numbers.add_(other.numbers).tolist()
     [0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.5]
     >>> options, pair = ReductionOptions((8,), finds_unused=True), Stand(size=lambda: 2)
-    >>> layout = Stand(tail=tail, terms=Stand(options=options, group=pair))
+    >>> layout = Stand(tail=tail, terms=Stand(options=options, wider=Stand(all_ranks=pair)))
     >>> verdict, history = Verdict(layout, num_at_work=2), History(2)
     >>> verdict.note_tail(), verdict.find_used(is_complete=True)
     (True, [True, True])
@@ -135,7 +135,7 @@ class Verdict:
             return
         self._is_noted = False
         if tail.reader.is_deferred:  # a reduction that was cut off has left any numbers
-            channel = self._layout.terms.group.open_channel(tail.numbers.device.type)
+            channel = self._layout.terms.wider.all_ranks.open_channel(tail.numbers.device.type)
             channel.refuse_broken()
         self._counts = found[: len(Ending)].tolist()
         is_partial = self._counts[Ending.PARTIAL] > 0 or self._counts[Ending.LACKING] > 0
@@ -152,7 +152,7 @@ class Verdict:
         if self._counts is None:
             return
         counts, self._counts = self._counts, None
-        parameters, _, _, reports, _ = self._layout.terms
+        parameters, reports = self._layout.terms.parameters, self._layout.terms.reports
         has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
         self._someone_lacks = Ending.LACKING in has
         if self._shares and not self._someone_lacks and self._has_uneven_shares(self._shares):
@@ -184,13 +184,13 @@ class Verdict:
 
     def _has_uneven_shares(self, shares: Sequence[float]) -> bool:
         """Return whether some ranks lack a gradient of others, where no option allows it."""
-        most, num_ranks = self._num_at_work - 0.5, self._layout.terms.group.size()
+        most, num_ranks = self._num_at_work - 0.5, self._layout.terms.wider.all_ranks.size()
         is_uneven = any(0.5 < share * num_ranks < most for share in shares)
         return is_uneven and not self._layout.terms.options.may_lack
 
     def _teach(self, history: History, *, stays: bool) -> None:
         """Settle in the history which parameters trail: those whose gradient some rank lacked."""
-        options, num_ranks = self._layout.terms.options, self._layout.terms.group.size()
+        options, num_ranks = self._layout.terms.options, self._layout.terms.wider.all_ranks.size()
         # In half precision the sum may fall short of what all have: the parameter trails then, on
         # every rank alike, which costs overlap and nothing else.
         limit = 0.5 if options.skips_unused else self._num_at_work - 0.5
@@ -201,7 +201,7 @@ class Verdict:
 
     def _gather(self, mine: T) -> dict[int, T]:
         """Return the values of all ranks, by rank; collective."""
-        group = self._layout.terms.group
+        group = self._layout.terms.wider.all_ranks
         found = [mine] * group.size()
         with torch.cuda.device_of(self._layout.tail.numbers):
             all_gather_object(found, mine, group)

@@ -123,9 +123,10 @@ class DeviceMesh:
             caches=Caches(),
         )
         definition.world.axis_names.update(definition.layout.names or ())
-        definition.world.meshes[id(self)] = self
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", definition.open_groups, groups)
+        if root is None and any(group.is_open for group in groups):
+            definition.world.open_layouts[definition.layout] += 1
 
     device_type: str
     """Where the tensors live: "cpu", "cuda", ..."""
@@ -185,6 +186,11 @@ class DeviceMesh:
     def mesh_dim_names(self) -> tuple[str, ...] | None:
         """The axes' names, or None."""
         return self.layout.names
+
+    @property
+    def root(self) -> DeviceMesh:
+        """The mesh that it was derived from, with which it is closed; itself if none."""
+        return self._root
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -382,6 +388,9 @@ class DeviceMesh:
                 where=self._definition.text,
                 fix=f"close the whole mesh, {self._root._definition.text}",
             )
+        listed = self.world.open_layouts
+        if listed[self.layout] and any(group.is_open for group in self._groups):
+            listed[self.layout] -= 1
         for group in self._own_groups:
             group.close()
 

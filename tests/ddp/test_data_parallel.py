@@ -767,7 +767,7 @@ def test_several_axes_and_a_group_are_taken_as_one() -> None:
         over = {
             "axes": {"device_mesh": mesh["dp", "cp"]},
             "group": {"process_group": mesh.get_group("cp")},
-            "world": {},
+            "world": {"process_group": md.group.WORLD},
         }[how]
         model = md.DDP(one_weight(), **over)
         model(torch.full((1, 1), float(md.get_rank()))).sum().backward()

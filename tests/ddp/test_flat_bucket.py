@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 import meshdist as md
 from meshdist.ddp import buckets
-from meshdist.ddp.buckets import Bucket, Filling
+from meshdist.ddp.buckets import Averaging, Bucket, Filling
 from meshdist.ddp.reports import Reports
 
 LARGE = 40_000  # moves in at once
@@ -29,11 +29,13 @@ def bucket_of(
 ) -> Bucket:
     first = parameters[indices[0]]
     count = sum(parameters[index].numel() for index in indices) + num_behind
-    given = {"scale": None, "hooked": (), "reports": None, **changes}
+    averaging = Averaging(None, changes.pop("scale", None), None)
+    given = {"hooked": (), "reports": None, **changes}
     return Bucket.of_several(
         indices,
         parameters,
         torch.empty(count, dtype=dtype or first.dtype, device=first.device),
+        averaging,
         as_views=as_views,
         is_trailing=is_trailing,
         **given,

@@ -261,8 +261,8 @@ def test_which_models_have_synchronised_norms() -> None:
 
 def test_another_group_and_a_copy() -> None:
     def program() -> Any:
-        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         model = md.DDP(Parts())
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         for _ in range(3):
             step(model)
         before = model._get_ddp_logging_data()

@@ -264,7 +264,8 @@ def test_the_error_names_the_rank_that_differs_and_its_fix_finds_the_step(run: R
 def test_the_call_that_the_error_proposes_runs_as_it_is_written() -> None:
     def program(axes: tuple[str, ...]) -> str:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        model = md.DDP(mlp(), device_mesh=mesh[axes]) if axes else md.DDP(mlp())
+        over = {"device_mesh": mesh[axes]} if axes else {"process_group": md.group.WORLD}
+        model = md.DDP(mlp(), **over)
         with pytest.raises(GradientError, match="have parted") as parted:
             train(model, Sgd(model, 0.1 + 0.01 * md.get_rank()), 3)
         fix = parted.value.fix

@@ -18,6 +18,7 @@ from meshdist.ddp.device_streams import TailReader
 from meshdist.ddp.gradient_hooks import tensors_in
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.tail import Ending
+from meshdist.ddp.wider_groups import WiderGroups
 from meshdist.errors import BackendError, GradientError
 from tests.inner import flat_sums
 
@@ -57,9 +58,8 @@ class Chain(nn.Module):
 
 def reducer_of(module: nn.Module, caps: tuple[int, ...], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
-    return Reducer(
-        list(named.values()), list(named), md.group.WORLD, ReductionOptions(caps, **options)
-    )
+    world, how = md.group.WORLD, ReductionOptions(caps, **options)
+    return Reducer(list(named.values()), list(named), world, how, WiderGroups(world))
 
 
 def forward(module: nn.Module, mine: Reducer, x: torch.Tensor) -> torch.Tensor:
@@ -378,7 +378,7 @@ def test_numbers_are_expected_behind_the_last_bucket_when_buckets_are_rebuilt(
         mine = reducer_of(module, ALL_IN_ONE)
         for _ in range(3):
             step(module, mine, torch.ones(1))
-            assert mine.layout.is_tail_in_bucket and noted[-1] is mine.layout.tail.numbers
+            assert mine.layout.tail_average is None and noted[-1] is mine.layout.tail.numbers
 
     monkeypatch.setattr(tail, "reader_for", telling)
     md.simulate(program, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import meshdist as md
-from meshdist.ddp.buckets import Bucket, Filling, Pending
+from meshdist.ddp.buckets import Averaging, Bucket, Filling, Pending
 from meshdist.ddp.single_gradients import InPlace
 from tests.pool import Pool
 
@@ -24,15 +24,17 @@ class Done:
 
 def sent_of(parameter: nn.Parameter) -> torch.Tensor:
     """What is sent of its gradient; which gets that back."""
-    bucket = Bucket.of_one(0, parameter, InPlace(0.5), is_trailing=False)
-    filling, sent = Filling(bucket), []
+    sent = []
 
     def average(tensor: torch.Tensor) -> Pending:
         sent.append(tensor)
         return Done()
 
+    averaging = Averaging(None, 0.5, average)
+    bucket = Bucket.of_one(0, parameter, InPlace(), averaging, is_trailing=False)
+    filling = Filling(bucket)
     filling.take()
-    bucket.taking.start(filling, average).wait()
+    bucket.taking.start(filling).wait()
     bucket.taking.give(filling, None, is_complete=True, share=1.0)
     assert parameter.grad is sent[0]
     return sent[0]

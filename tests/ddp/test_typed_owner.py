@@ -242,10 +242,10 @@ def test_gradients_are_invariant_over_the_wrappers_axes(how: str) -> None:
     assert in_mesh(body) == [(reduced, "", reduced, 0.5)] * 4
 
 
-def test_with_neither_it_owns_all_axes_of_its_world() -> None:
+def test_over_the_world_it_owns_all_axes() -> None:
     def body(mesh: md.DeviceMesh) -> Any:
         net = layer()
-        ddp = md.DDP(net)
+        ddp = md.DDP(net, process_group=md.group.WORLD)
         x = varying(torch.full((1, 1), float(md.get_rank())), "dp", "tp")
         with md.typed(mesh):
             ddp(x).sum().backward()

@@ -14,6 +14,7 @@ from meshdist.ddp.history import History
 from meshdist.ddp.reports import Reports
 from meshdist.ddp.tail import Ending, Tail
 from meshdist.ddp.verdict import Verdict
+from meshdist.ddp.wider_groups import WiderGroups
 from meshdist.errors import GradientError
 from tests.ddp.stand_in_accelerator import Accelerator, in_place_of_the_cpu
 
@@ -38,7 +39,9 @@ class Backwards:
         self.history, self.stays, self.num_at_work = History(num), False, md.get_world_size()
         names, group = [f"p{place}" for place in range(num)], md.group.WORLD
         given = ReductionOptions(caps=(1 << 20,), **options)
-        terms = ReductionTerms(self.parameters, group, given, Reports(names, group), range(num))
+        terms = ReductionTerms(
+            self.parameters, group, given, Reports(names, group), range(num), WiderGroups(group)
+        )
         self.layout = lay(terms, self.history, has_hook=False)
         self.verdict = Verdict(self.layout, lacking=range(num))
 

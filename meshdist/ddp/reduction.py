@@ -1,0 +1,56 @@
+"""Over which axes a gradient is averaged, by the marks of its parameter.
+
+A wrapper averages over its axes. A parameter that is marked reduced over further axes, as a norm
+is whose sequence is cut there, has another summand of its gradient on each rank along these. To add
+them up behind the backward would be wrong: the next backward onto the same ``.grad`` (gradients
+accumulate, a graph is retained) would add up a sum again. So what a backward brings is multiplied
+by the size of the further axes, and ``.grad`` is averaged over all: an average may be repeated.
+
+Drawn case: a norm "d {R:tp}" on (dp=2, tp=2), wrapped over 'dp'; a backward brings these summands,
+of which the sum over 'tp' and the mean over 'dp' is wanted.
+
+              (dp=0, tp=0)   (dp=0, tp=1)   (dp=1, tp=0)   (dp=1, tp=1)    wanted
+    summand        1              2              3              4          ((1+2) + (3+4)) / 2 = 5
+    times 2        2              4              6              8
+    average        5              5              5              5
+    a second backward adds the same
+                   7              9             11             13
+    average       10             10             10             10          5 + 5
+
+    >>> find_further_axes("R:tp", ["dp"], {"dp": 2, "tp": 2})
+    ('tp',)
+    >>> sum(2 * summand for summand in (1, 2, 3, 4)) / 4, sum((7, 9, 11, 13)) / 4
+    (5.0, 10.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from ..functional.axis_types import axes_of_kind
+from ..mesh.layout_arguments import no_axis
+
+
+def find_further_axes(
+    text: str, axes: Collection[str], sizes: Mapping[str, int], where: str = ""
+) -> tuple[str, ...]:
+    """Return the axes, in the mesh's order, over which a type is reduced beside a wrapper's.
+
+    Args:
+        text: the type, without the wrapper's own marks.
+        axes: the wrapper's.
+        sizes: of all axes of the mesh. An axis of size 1 has no other summand, and is left out.
+        where: the wrapper and the parameter, for messages.
+
+    Raises:
+        AxisError: the type is reduced over an axis that the mesh lacks.
+
+    Example:
+        >>> find_further_axes("V:ep R:cp,dp,tp", ["dp"], {"dp": 2, "tp": 4, "cp": 3, "ep": 2})
+        ('tp', 'cp')
+    """
+    further = {axis for axis in axes_of_kind(text, "R") if axis not in axes}
+    for axis in sorted(further):
+        if axis not in sizes:
+            raise no_axis(axis, tuple(sizes), where)
+    return tuple(axis for axis, size in sizes.items() if axis in further and size > 1)

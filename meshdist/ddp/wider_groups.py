@@ -1,0 +1,129 @@
+"""The groups of a wrapper whose parameters may be reduced over further axes than its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import AxisTypeError
+from ..functional.axis_types import axes_of_kind, shown
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout import Layout
+from ..typed_contexts.refusals import mesh_text, tensor_text, type_of
+from .reduction import find_further_axes
+
+
+@dataclass(frozen=True)
+class WiderGroups:
+    """Groups over which gradients of one wrapper are averaged, beside its own.
+
+    Args:
+        all_ranks: the union of all groups, over which members tell how a backward ended.
+        further: for each parameter that is reduced over further axes, by name: these axes.
+        groups: for each such parameter, by index: the group over these axes and the wrapper's.
+        factors: for each, what a backward's gradient is multiplied by: the size of these axes.
+    """
+
+    all_ranks: ProcessGroup
+    further: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[int, ProcessGroup] = field(default_factory=dict)
+    factors: Mapping[int, int] = field(default_factory=dict)
+
+    def others(self) -> tuple[ProcessGroup, ...]:
+        """Return each group beside the wrapper's own once, in an order that all ranks share."""
+        own = (*self.groups.values(), self.all_ranks) if self.groups else ()
+        return tuple(dict.fromkeys(own))
+
+    def lines(self, names: Sequence[str]) -> list[str]:
+        """Return a text of each of the parameters, equal on all ranks of the union."""
+        return [
+            f"{name} reduced over {shown(self.further[name])} too" if name in self.further else name
+            for name in names
+        ]
+
+
+def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the named axes along which coordinates of ``ranks`` differ; others may lie outside.
+
+    Example:
+        >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))
+        >>> axes_spanned(mesh, [0, 2]), axes_spanned(mesh, [0, 1, 2, 3, 4])
+        (('dp',), ('dp', 'tp'))
+    """
+    places = np.argwhere(np.isin(layout.ranks(), np.asarray(ranks)))
+    if not len(places):
+        return ()
+    differ = (places != places[0]).any(axis=0)
+    return tuple(
+        name for name, is_spanned in zip(layout.names or (), differ, strict=False) if is_spanned
+    )
+
+
+def find_wider_groups(
+    parameters: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
+) -> WiderGroups:
+    """Return the groups of a wrapper over ``group``; opens those of several axes, collectively.
+
+    Args:
+        parameters: those that are trained, without marks of the wrapper, by name.
+        axes: the wrapper's ``device_mesh``, or None.
+
+    Raises:
+        AxisError: a parameter is reduced over an axis that the wrapper's mesh lacks.
+        AxisTypeError: or over one of another axis than those of a wrapper that knows no mesh.
+    """
+    reduced = {name: type_of(x) for name, x in parameters.items() if axes_of_kind(type_of(x), "R")}
+    if axes is None or axes.mesh_dim_names is None:
+        for name, text in reduced.items():
+            _refuse_without_mesh(name, parameters[name], text, group)
+        return WiderGroups(group)
+    mesh, own = axes.root, {*axes.axis_names, *axes_spanned(axes.root.layout, group.ranks)}
+    sizes = {**axes.axis_sizes, **mesh.axis_sizes}
+    further: dict[str, tuple[str, ...]] = {}
+    for name, text in reduced.items():
+        about = (
+            f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(parameters[name])}"
+        )
+        if found := find_further_axes(text, own, sizes, about):
+            further[name] = found
+    if not further:
+        return WiderGroups(group)
+
+    def group_over(more: Sequence[str]) -> ProcessGroup:
+        names = tuple(axis for axis in mesh.axis_names if axis in own or axis in more)
+        return resolve_group(mesh[names])
+
+    # In the order of their first parameters, which all ranks share: opening a group is collective.
+    groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
+    all_ranks = group_over([axis for more in groups for axis in more])
+    indices = {name: index for index, name in enumerate(parameters)}
+    return WiderGroups(
+        all_ranks,
+        further,
+        {indices[name]: groups[more] for name, more in further.items()},
+        {indices[name]: math.prod(sizes[axis] for axis in more) for name, more in further.items()},
+    )
+
+
+def _refuse_without_mesh(
+    name: str, parameter: torch.Tensor, text: str, group: ProcessGroup
+) -> None:
+    """Raise where a parameter is reduced over an axis that ``group`` does not span."""
+    layouts = [layout for layout in +group.world.open_layouts if layout.names]
+    spanned = {axis for layout in layouts for axis in axes_spanned(layout, group.ranks)}
+    single = {axis for layout in layouts for axis, size in layout.axis_sizes.items() if size == 1}
+    for axis in axes_of_kind(text, "R"):
+        if axis not in {*spanned, *single, *group.axis_names}:
+            raise AxisTypeError(
+                f"{name} is reduced over {axis!r}, and DDP of a group knows no axis of that name",
+                where=f"rank {group.world.rank}, {group.name}",
+                expected="an axis, over which and over what the parameter is marked with its "
+                "gradient is averaged",
+                found=f"{name}: {tensor_text(parameter)}",
+                fix="name the axes of the mesh that has it: device_mesh=mesh['dp']",
+            )

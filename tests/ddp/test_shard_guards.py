@@ -1,0 +1,267 @@
+"""No way of wrapping overwrites a shard in silence: each is refused, or leaves it as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshdist as md
+from meshdist.errors import AxisError, AxisTypeError, GradientError, JoinError, MeshError
+from tests.pool import Pool
+
+WHOLE = torch.arange(8.0).view(4, 2)
+
+
+def open_mesh() -> md.DeviceMesh:
+    return md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def shards(mesh: md.DeviceMesh, *, marks: bool) -> nn.Linear:
+    """A layer whose rows are cut along 'tp', and a bias of replicas."""
+    net = nn.Linear(2, 2)
+    nn.init.zeros_(net.bias)
+    with torch.no_grad():
+        net.weight.copy_(WHOLE.chunk(2)[mesh.get_local_rank("tp")])
+    if marks:
+        md.annotate(net.weight, "f@tp d", mesh=mesh)
+    return net
+
+
+WAYS = {
+    "bare": lambda mesh: {},
+    "the world": lambda mesh: {"process_group": md.group.WORLD},
+    "the whole mesh": lambda mesh: {"device_mesh": mesh},
+    "both axes": lambda mesh: {"device_mesh": mesh["dp", "tp"]},
+    "both axes, turned": lambda mesh: {"device_mesh": mesh["tp", "dp"]},
+    "a flat axis": lambda mesh: {"device_mesh": mesh.flatten()},
+    "a group of all": lambda mesh: {"process_group": mesh.open_group()},
+    "the wrong axis": lambda mesh: {"device_mesh": mesh["tp"]},
+    "the group of the wrong axis": lambda mesh: {"process_group": mesh.get_group("tp")},
+}
+
+
+def wrap(mesh: md.DeviceMesh, net: nn.Module, way: str) -> str:
+    """The text with which a way of wrapping is refused; "" where it goes through."""
+    before = net.weight.detach().clone()
+    try:
+        md.DDP(net, **WAYS[way](mesh))
+    except (AxisTypeError, MeshError) as error:
+        assert torch.equal(net.weight, before), "refused, and written to"
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_marked_shard_is_refused_by_each_group_that_spans_its_axis(way: str) -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        return wrap(mesh, shards(mesh, marks=True), way)
+
+    for rank, text in enumerate(md.simulate(program, 4)):
+        if way == "bare":  # the bias alone is without a mark
+            assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert "weight is varying over 'tp', over which DDP keeps it equal" in text
+        assert f"rank {rank}" in text and "device_mesh=mesh['dp']" in text
+
+
+def test_a_bare_wrapper_names_axes_while_a_mesh_of_several_is_open() -> None:
+    def program() -> tuple[str, str, list[float]]:
+        mesh = open_mesh()
+        net = shards(mesh, marks=False)
+        text = wrap(mesh, net, "bare")
+        md.DDP(net, device_mesh=mesh["dp"])  # what the error proposes
+        before = net.weight[0].tolist()
+        md.DDP(nn.Linear(2, 2), process_group=md.distributed.group.WORLD)
+        md.annotate(net.weight, "f@tp d", mesh=mesh)
+        md.annotate(net.bias, "f", mesh=mesh)
+        return text, wrap(mesh, net, "bare"), before
+
+    for rank, (text, marked, row) in enumerate(md.simulate(program, 4)):
+        assert text.startswith(
+            "DDP without device_mesh= would make the model equal on all ranks along 'dp', 'tp', "
+            "and no mark says that none of it is a shard\n"
+        )
+        assert f"rank {rank}, while DeviceMesh(dp=2, tp=2) is open" in text
+        assert "without a mark: weight, bias" in text
+        assert "pass device_mesh=mesh['dp']; where all parameters are replicas, " in text
+        assert "process_group=md.distributed.group.WORLD says so" in text
+        assert "md.annotate(module, {name: pattern}, mesh=mesh)" in text
+        assert marked.startswith("weight is varying over 'tp'")
+        assert row == WHOLE.chunk(2)[rank % 2][0].tolist()
+
+
+def test_a_bare_wrapper_is_as_before_where_one_axis_splits_the_world() -> None:
+    def program(shape: tuple[int, ...], closes: bool, opens: bool) -> str:
+        names = ("dp", "tp")[: len(shape)]
+        mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=names, open_groups=opens)
+        if closes:
+            mesh.close()
+        net = nn.Linear(2, 2)
+        return wrap(mesh, net, "bare")
+
+    for shape, closes, opens in [
+        ((4,), False, True),
+        ((4, 1), False, True),
+        ((1, 4), False, True),
+        ((2, 2), True, True),
+        ((2, 2), False, False),  # planned alone
+    ]:
+        assert md.simulate(program, 4, (shape, closes, opens)) == [""] * 4
+
+
+def test_all_ranks_are_asked_alike_whatever_has_been_collected() -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        if md.get_rank() == 0:
+            del mesh  # some ranks may hold on to it
+        with pytest.raises(MeshError) as raised:
+            md.DDP(nn.Linear(1, 1))
+        return str(raised.value)
+
+    assert all("DeviceMesh(dp=2, tp=2) is open" in text for text in md.simulate(program, 4))
+
+
+@pytest.mark.parametrize("way", ["the whole mesh", "both axes", "both axes, turned"])
+def test_an_unmarked_tensor_that_differs_along_one_axis_alone_is_refused(way: str) -> None:
+    def program(of_buffer: bool) -> str:
+        mesh = open_mesh()
+        net = shards(mesh, marks=False)
+        if of_buffer:
+            net = nn.BatchNorm1d(2)
+            net.running_mean.fill_(mesh.get_local_rank("dp"))
+        return wrap(mesh, net, way)
+
+    for rank, text in enumerate(md.simulate(program, 4, (False,))):
+        assert text.startswith(
+            "weight is probably a shard: equal along 'dp', different along 'tp'\n"
+        )
+        assert f"rank {rank}, DDP over " in text and "of DeviceMesh(dp=2, tp=2)" in text
+        assert "device_mesh=mesh['dp']" in text and "md.distributed.group.WORLD" in text
+    for text in md.simulate(program, 4, (True,)):
+        assert text.startswith(
+            "running_mean is probably a shard: equal along 'tp', different along 'dp'\n"
+        )
+
+
+def test_replicas_and_seeds_of_their_own_pass_over_several_axes() -> None:
+    def program(seed: bool) -> list[float]:
+        mesh = open_mesh()
+        generator = torch.Generator().manual_seed(md.get_rank() if seed else 0)
+        net = nn.Linear(2, 2)
+        for parameter in net.parameters():
+            parameter.data.normal_(generator=generator)
+        md.DDP(net, device_mesh=mesh)
+        return net.weight.flatten().tolist()
+
+    assert len({*map(str, md.simulate(program, 4, (True,)))}) == 1
+    assert len({*map(str, md.simulate(program, 4, (False,)))}) == 1
+
+
+# -- parameters that are reduced over further axes ------------------------------------------------
+
+
+def reduced(mesh: md.DeviceMesh, text: str = "f d {R:tp}") -> nn.Linear:
+    net = nn.Linear(2, 2)
+    md.annotate(net.weight, text)
+    md.annotate(net.bias, "f")
+    return net
+
+
+def refused(**given: Any) -> str:
+    def program() -> str:
+        mesh = open_mesh()
+        over = {name: make(mesh) for name, make in given.items()}
+        with pytest.raises((AxisError, AxisTypeError)) as raised:
+            md.DDP(reduced(mesh), **over)
+        return str(raised.value)
+
+    return md.simulate(program, 4)[3]
+
+
+def test_a_wrapper_of_a_group_knows_no_further_axis() -> None:
+    text = refused(process_group=lambda mesh: mesh.get_group("dp"))
+    assert text.startswith(
+        "weight is reduced over 'tp', and DDP of a group knows no axis of that name\n"
+    )
+    assert "weight: float32[2, 2]{R:tp}" in text and "device_mesh=mesh['dp']" in text
+
+
+def test_a_mesh_without_the_further_axis_is_refused() -> None:
+    text = refused(device_mesh=lambda mesh: md.make_mesh((4,), ("dp",)))
+    assert text.startswith("no axis 'tp' in the mesh\n")
+    assert "weight: float32[2, 2]{R:tp}" in text and "of DeviceMesh(dp=4)" in text
+
+
+def test_a_group_that_holds_the_axis_is_no_further_one() -> None:
+    def program(way: str) -> str:
+        mesh = open_mesh()
+        net = reduced(mesh)
+        ddp = md.DDP(net, **WAYS[way](mesh))
+        ddp(torch.full((1, 2), 1.0 + md.get_rank())).sum().backward()
+        return net.weight.grad[0, 0].item()
+
+    for way in ("the world", "the whole mesh", "both axes", "a flat axis", "a group of all"):
+        assert md.simulate(program, 4, (way,)) == [2.5] * 4, way
+
+
+def test_what_a_wrapper_with_further_axes_refuses() -> None:
+    def program() -> list[str]:
+        mesh = open_mesh()
+        ddp = md.DDP(reduced(mesh), device_mesh=mesh["dp"])
+        found = []
+        with pytest.raises(JoinError) as joined, ddp.join():
+            pass
+        found.append(str(joined.value))
+        with pytest.raises(GradientError) as changed:
+            ddp._update_process_group(mesh["tp"])
+        return [*found, str(changed.value)]
+
+    for joined, changed in md.simulate(program, 4):
+        assert joined.startswith(
+            "a model with parameters that are reduced over further axes is in a join context\n"
+        )
+        assert "samples of weight 0" in joined
+        assert changed.startswith("the group of a wrapper cannot change while parameters are ")
+        assert "wrap again with device_mesh=" in changed
+
+
+def test_ranks_with_other_marks_are_all_told() -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        net = reduced(mesh)
+        if mesh.get_local_rank("tp") == 1:
+            md.annotate(net.bias, "f {R:tp}")
+        with pytest.raises(md.AgreementError) as raised:
+            md.DDP(net, device_mesh=mesh["dp"])
+        return str(raised.value)
+
+    for text in md.simulate(program, 4):
+        assert "the ranks wrap different Linear modules" in text
+        assert "bias reduced over 'tp' too" in text
+
+
+def test_marks_that_a_wrapper_has_made_go_with_it() -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        net = nn.Linear(2, 2)
+        del_me = md.DDP(net, device_mesh=mesh["dp"])
+        del del_me
+        return wrap(mesh, net, "bare")
+
+    assert all(text.startswith("DDP without device_mesh=") for text in md.simulate(program, 4))
+
+
+def shard_of(way: str) -> str:
+    mesh = open_mesh()
+    return wrap(mesh, shards(mesh, marks=False), way)
+
+
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_over_processes(pool: Pool, wire: str) -> None:
+    for text in pool.run(shard_of, 4, "the whole mesh", backend=wire):
+        assert text.startswith("weight is probably a shard")
+    for text in pool.run(shard_of, 4, "bare", backend=wire):
+        assert text.startswith("DDP without device_mesh=")
