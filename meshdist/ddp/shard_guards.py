@@ -80,7 +80,7 @@ def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGr
 def refuse_probable_shards(
     unmarked: Mapping[str, torch.Tensor], axes: DeviceMesh, device: torch.device
 ) -> None:
-    """Raise on all ranks where a tensor is equal along an axis and not along another; collective."""
+    """Raise on all ranks where a tensor is equal along some of several axes alone; collective."""
     # Over each axis, and once over all of them: 16 bytes a tensor for each axis.
     names = [axis for axis, size in axes.axis_sizes.items() if size > 1]
     if len(names) < 2 or not unmarked:

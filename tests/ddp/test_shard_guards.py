@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -65,6 +66,51 @@ def test_a_marked_shard_is_refused_by_each_group_that_spans_its_axis(way: str) -
             assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
         assert "weight is varying over 'tp', over which DDP keeps it equal" in text
         assert f"rank {rank}" in text and "device_mesh=mesh['dp']" in text
+
+
+def copied(net: nn.Linear) -> nn.Linear:
+    return copy.deepcopy(net)
+
+
+def assigned(net: nn.Linear) -> nn.Linear:
+    net.load_state_dict({name: x.clone() for name, x in net.state_dict().items()}, assign=True)
+    return net
+
+
+def emptied(net: nn.Linear) -> nn.Linear:
+    state = {name: x.clone() for name, x in net.state_dict().items()}
+    net.to_empty(device="cpu").load_state_dict(state)
+    return net
+
+
+@pytest.mark.parametrize("change", [copied, assigned, emptied], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("way", WAYS)
+def test_marks_of_a_module_outlive_its_tensors(way: str, change: Any) -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        net = shards(mesh, marks=False)
+        md.annotate(net, {"weight": "f@tp d", "bias": "f"}, mesh=mesh)
+        return wrap(mesh, change(net), way)
+
+    for text in md.simulate(program, 4):
+        assert text.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+
+
+def test_a_copied_wrapper_keeps_its_further_axes() -> None:
+    def program() -> tuple[list[float], list[float]]:
+        mesh = open_mesh()
+        net = nn.Linear(1, 1)
+        md.annotate(net, {"weight": "f d {R:tp}", "bias": "f"}, mesh=mesh)
+        ddp = md.DDP(net, device_mesh=mesh["dp"])
+        other = copy.deepcopy(ddp)
+        for model in (ddp, other):
+            model(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
+        return tuple(
+            [p.grad.item() for p in (model.module.weight, model.module.bias)]
+            for model in (ddp, other)
+        )
+
+    assert md.simulate(program, 4) == [([5.0, 1.0], [5.0, 1.0])] * 4
 
 
 def test_a_bare_wrapper_names_axes_while_a_mesh_of_several_is_open() -> None:
