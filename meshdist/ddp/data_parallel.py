@@ -92,7 +92,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         init_sync: False skips comparing and broadcasting on construction.
         process_group: over which ranks gradients are averaged; or
         device_mesh: an axis, ``mesh["dp"]``, or several together, ``mesh["dp", "cp"]``. With
-            neither, the world.
+            neither, the world, unless a mesh of several axes is open. A parameter that is marked
+            reduced over further axes of that mesh is summed over these too.
         bucket_cap_mb: the size of a bucket in MiB; by default 25, and 1 for the first.
         bucket_cap_mb_list: sizes of the first bucket, the second, ..., in its place; the last
             holds for all that follow.
@@ -118,7 +119,11 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
     Raises:
         AgreementError: the ranks' modules differ, or options that must be equal; on every rank,
             showing both.
-        AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``).
+        AxisTypeError: a tensor is marked as varying between the ranks (``md.annotate``); or as
+            reduced over an axis that is no axis of the wrapper's group, which has no mesh.
+        AxisError: or over an axis that the mesh lacks.
+        MeshError: no axes are named while a mesh of several is open; or a tensor without a mark is
+            equal along one of several axes, and different along another.
         GradientError: the module has no parameter that requires a gradient.
 
     Example:

@@ -128,7 +128,8 @@ def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTy
         expected=f"a tensor that is equal on all ranks along {axis!r}",
         found=f"{name}: {tensor_text(tensor)}",
         fix=f"give {OWNER} the axes alone along which the model is replicated, such as "
-        "device_mesh=mesh['dp']; or leave the tensor out of the wrapped module",
+        "device_mesh=mesh['dp']; or leave the tensor alone and average it by hand: "
+        f"md.DDP._set_params_and_buffers_to_ignore_for_model(module, [{name!r}])",
     )
 
 

@@ -230,10 +230,14 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 "of one of them alone",
             )
         if is_traceable_wrapper_subclass(parameter):
+            is_dtensor = type(parameter).__name__ == "DTensor"
             raise KindError(
                 f"{name} is a {type(parameter).__name__}",
                 expected="plain parameters: each rank's own shard as an ordinary tensor",
-                fix="wrap a module whose parameters are local shards",
+                fix="let torch's fully_shard(module, mesh=mesh.to_torch()['dp']), or replicate, "
+                "take it"
+                if is_dtensor
+                else "wrap a module whose parameters are local shards",
             )
     for name, tensor in module_state(module, ignored, with_buffers=with_buffers).items():
         _check_tensor(name, tensor)

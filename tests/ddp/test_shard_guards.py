@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import meshdist as md
 from meshdist.errors import AxisError, AxisTypeError, GradientError, JoinError, MeshError
@@ -190,6 +191,34 @@ def test_an_unmarked_tensor_that_differs_along_one_axis_alone_is_refused(way: st
         assert text.startswith(
             "running_mean is probably a shard: equal along 'tp', different along 'dp'\n"
         )
+
+
+def test_what_the_refusal_of_a_shard_proposes() -> None:
+    def program() -> list[float]:
+        mesh = open_mesh()
+        net = shards(mesh, marks=True)
+        text = wrap(mesh, net, "the wrong axis")
+        call = text[text.index("md.DDP._set_params") : text.rindex(")") + 1]
+        eval(call, {"md": md, "module": net})
+        md.DDP(net, device_mesh=mesh["tp"])
+        return net.weight[0].tolist()
+
+    rows = [part[0].tolist() for part in WHOLE.chunk(2)]
+    assert md.simulate(program, 4) == rows * 2
+
+
+def test_parameters_of_torchs_tensor_parallelism_are_refused() -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        net = nn.Linear(2, 2)
+        parallelize_module(net, mesh.to_torch()["tp"], ColwiseParallel())
+        with pytest.raises(md.errors.KindError) as raised:
+            md.DDP(net, device_mesh=mesh["dp"])
+        return str(raised.value)
+
+    for text in md.simulate(program, 4):
+        assert text.startswith("weight is a DTensor\n")
+        assert "fully_shard(module, mesh=mesh.to_torch()['dp'])" in text
 
 
 def test_replicas_and_seeds_of_their_own_pass_over_several_axes() -> None:

@@ -391,7 +391,7 @@ def test_a_wrapper_over_the_world_or_a_group_that_is_no_axis() -> None:
             "b@(dp,tp) d, f d -> b@(dp,tp) f", x, layer.weight, mesh=mesh
         )
         x = torch.full((1, 2), 1.0 + md.get_rank())
-        md.DDP(layer)(x).sum().backward()
+        md.DDP(layer, process_group=md.group.WORLD)(x).sum().backward()
         ranks = [0, 3] if md.get_rank() in (0, 3) else [1, 2]
         crossed = md.DDP(torch.nn.Linear(2, 1), process_group=md.new_group(ranks))
         with pytest.raises(AxisTypeError) as caught:

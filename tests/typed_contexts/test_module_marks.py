@@ -401,7 +401,8 @@ def test_a_subclass_of_tensor() -> None:
 def test_a_wrapped_module() -> None:
     def body(mesh: md.DeviceMesh) -> list[str]:
         texts = []
-        for wrapped in (md.DDP(Block(), device_mesh=mesh["dp"]), md.DDP(Block())):
+        for over in ({"device_mesh": mesh["dp"]}, {"process_group": md.group.WORLD}):
+            wrapped = md.DDP(Block(), **over)
             for module, prefix in ((wrapped, "module."), (wrapped.module, "")):
                 with pytest.raises(AxisTypeError) as caught:
                     md.annotate(module, {prefix + "norm.bias": "... {R:tp}"})
