@@ -3,6 +3,7 @@
 from . import distributed as distributed, errors as errors, experts as experts, lax as lax
 from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.data_parallel import DDP as DDP
+from .ddp.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from .ddp.gradient_buckets import GradientBuckets as GradientBuckets
 from .distributed import (
     DeviceMesh as DeviceMesh,

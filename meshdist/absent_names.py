@@ -92,8 +92,6 @@ _INSTEAD = {
     "meshdist.distributed.all_gather": "allgather",
     "meshdist.DDP": "DataParallel",
     "the wrapper's own: with ddp_model.no_sync():": "no_sync",
-    "torch.nn.utils.{}; where tp cuts parameters, sum the squares of shards first, see the page on "
-    "axis types": "clip_grad_norm_",
     "meshdist.reshard": "with_sharding_constraint",
     "typing_extensions.deprecated": "deprecated",
 }

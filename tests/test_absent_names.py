@@ -27,7 +27,7 @@ FSDP NamedOptimizer ElasticDistributedSampler RRef RemoteModule ShardedGradScale
 load async_save rpc_sync init_rpc _make_nccl_premul_sum deprecated jit pjit pmap
 vmap grad value_and_grad Mesh psum pmean ppermute axis_index process_index device_count
 with_sharding_constraint init rank size world_size local_rank manual_seed allreduce allgather
-clip_grad_norm_ DataParallel no_sync
+DataParallel no_sync
 """
 # Modules of Python's that torch.distributed has as attributes, and its logger.
 NOT_TORCHS = {"log", "logging", "sys", "timedelta", "torch", "traceback", "typing"}

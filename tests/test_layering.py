@@ -250,6 +250,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reduction",
             "wider_groups",
             "typed_owner",
+            "grad_norm",
             "replicas",
             "history",
             "reports",

@@ -10,6 +10,7 @@ import torch
 from torch import _C, _ops
 from torch.autograd import Function, function as function_module
 from torch.nn.modules._functions import BackwardHookFunction as BackwardHookFunction
+from torch.utils import _foreach_utils
 
 from ..checking.program import end_here
 from ..errors import MeshdistError
@@ -50,6 +51,9 @@ mode_at = _C._get_function_stack_at
 
 SingleLevelFunction = function_module._SingleLevelFunction
 """The class of torch whose ``apply`` that of every custom Function looks up at each call."""
+
+has_foreach_support = _foreach_utils._has_foreach_support
+"""The function that says whether a device has kernels that take many of such tensors."""
 
 OverloadPacket = _ops.OpOverloadPacket
 """The class of the functions of ``torch.ops``, each with its overloads."""

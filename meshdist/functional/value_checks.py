@@ -427,9 +427,9 @@ def _compare_members(
             where=f"before the backward at {show_site(call_site())}",
             expected="leaves that stay equal, as their gradients were",
             found=first_texts(parted),
-            fix="look at what each rank does by itself behind a backward: clip_grad_norm_ takes "
-            "the norm of its own gradients (docs/axis_types.md, 'Clipping by the norm'); a "
-            "learning rate, or weights that it loads",
+            fix="look at what each rank does by itself behind a backward: torch's "
+            "clip_grad_norm_ takes the norm of its own gradients, md.clip_grad_norm_ that of all; "
+            "a learning rate, or weights that it loads",
         )
     mend = f"cast where it meets values that vary: lax.pvary({wrong}, {axis})\n"
     if is_typed:

@@ -160,12 +160,18 @@ def _cast_gradient(
     return mode.cast(gradient, missing)
 
 
-def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad`` typed to fit ``x``; its own type stays unless a wrapper reduces ``x``."""
+def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
+    """Return the type of ``grad``: its own, or that of the gradient of ``x``."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
-    if grad is not None and (ATTRIBUTE not in grad.__dict__ or REDUCED_BY_OWNER in x.__dict__):
-        grad.__dict__[ATTRIBUTE] = gradient_type_of(x)
+    own = None if REDUCED_BY_OWNER in x.__dict__ else grad.__dict__.get(ATTRIBUTE)
+    return gradient_type_of(x) if own is None else own
+
+
+def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Return ``grad`` typed to fit ``x``."""
+    if grad is not None:
+        grad.__dict__[ATTRIBUTE] = find_type_of_grad(x, grad)
     return grad
 
 

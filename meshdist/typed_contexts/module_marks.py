@@ -18,8 +18,8 @@ Drawn case: one mark of two is lost, and comes back where the shape is that of t
     >>> layer._noted_marks
     {'weight': ('V:tp', '4@tp, 6')}
     >>> copied = copy.deepcopy(layer)
-    >>> ATTRIBUTE in copied.weight.__dict__, find_spec(restore_marks(copied).weight)
-    (False, P('tp', None))
+    >>> ATTRIBUTE in copied.weight.__dict__, restore_marks(copied).weight.__dict__["_spec"]
+    (False, '4@tp, 6')
 """
 
 from __future__ import annotations

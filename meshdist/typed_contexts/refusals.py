@@ -283,7 +283,7 @@ def refused_write(
         if name != "copy_" and any(axes[0] in kinds_in(type_of(x)) for x in operands):
             cure = (
                 f"write what is equal over {shown(axes)}: gradients that are clipped by one norm, "
-                f"as {_RECIPE} does it"
+                "as md.clip_grad_norm_ does it"
             )
         fix = (
             f"{cure}; or, where each rank has its own part of the target, "
@@ -298,9 +298,6 @@ def refused_write(
     )
 
 
-_RECIPE = "docs/axis_types.md, 'Clipping by the norm',"
-
-
 def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
     """Return the error of ``clip_grad_norm_`` on gradients of which some vary."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
@@ -309,8 +306,7 @@ def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeErro
         where=where(mesh, axes),
         expected="one norm, that of the gradients of all ranks: else replicas part",
         found=operands_text([x for x in operands if axes_of_kind(type_of(x), "V")][:4]),
-        fix="sum the squares of each gradient over the axes along which it varies, and clip by the "
-        f"root of their sum: {_RECIPE} has the function",
+        fix="md.clip_grad_norm_(parameters, max_norm), which has the norm of all ranks' gradients",
     )
 
 

@@ -119,6 +119,8 @@ def test_what_typed_contexts_ask_torch() -> None:
         with torch_private.HiddenFromModes():
             assert torch.empty(1).device.type == "cpu"
             assert not torch_private.is_mode_enabled()
+    assert torch_private.has_foreach_support([x], x.device)
+    assert not torch_private.has_foreach_support([x], torch.device("meta"))
     assert isinstance(torch.ops.aten.add, torch_private.OverloadPacket)
     assert not isinstance(torch.ops.aten.add.Tensor, torch_private.OverloadPacket)
     assert issubclass(torch.autograd.Function, torch_private.SingleLevelFunction)

@@ -1,0 +1,387 @@
+"""``md.clip_grad_norm_``: one norm of gradients that lie on a mesh in any way, by one message.
+
+Each rank sums the powers of its gradients' norms, each divided by the number of ranks that hold the
+same elements; an all-reduce over the mesh adds these up, so that each element counts once and every
+rank has the same bits. Nothing is sent where no gradient is cut. The number of ranks follows from
+marks, or from a DTensor's placements; the axes of its mesh are found in ours by their ranks.
+
+Drawn case: the norm of order 2 on a mesh (dp=2, tp=2); w is cut over 'tp', b is equal on all ranks.
+
+                  rank 0          rank 1          rank 2          rank 3
+    w.grad        [3]             [4]             [3]             [4]            on 2 ranks each
+    b.grad        [12]            [12]            [12]            [12]           on all 4
+    sent          9/2 + 144/4     16/2 + 144/4    9/2 + 144/4     16/2 + 144/4
+    their sum     169, whose root is the norm of [3, 4, 12]
+
+    >>> import meshdist as md
+    >>> def program():
+    ...     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ...     w = md.annotate(torch.ones(1), "f@tp", mesh=mesh)
+    ...     b = torch.ones(1)
+    ...     w.grad, b.grad = torch.tensor([3.0 + mesh.get_local_rank("tp")]), torch.tensor([12.0])
+    ...     return clip_grad_norm_([w, b], 1.0, mesh=mesh).item()
+    >>> md.simulate(program, 4)
+    [13.0, 13.0, 13.0, 13.0]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..arguments import get_number
+from ..checking.program import warn_caller
+from ..collectives.prepare import run_titled
+from ..collectives.torch_private import has_foreach_support, hidden_from_modes
+from ..error_text import ranks_text
+from ..errors import ArgumentError, AxisTypeError, GradientError, KindError, MeshError
+from ..functional.axis_types import kinds_in, shown
+from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.layout_arguments import no_axis
+from ..reduce_ops import ReduceOp
+from ..typed_contexts.gradients import find_type_of_grad, gradient_type_of
+from ..typed_contexts.refusals import axes_argument, mesh_text, tensor_text, where
+
+__all__ = ["clip_grad_norm_"]
+
+_DOUBLE = (torch.float64, torch.complex128)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@hidden_from_modes
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Every rank scales its gradients by one factor, so that the norm of all is at most a maximum.
+
+    Each element counts once, however many ranks hold it: a parameter that varies over an axis by
+    its mark (``md.annotate``) has elements of its own on each rank there, and others are equal.
+    DTensors count by their placements, beside plain tensors. Collective over the mesh where a
+    parameter is cut: all its ranks call it.
+
+    Args:
+        parameters: those whose ``.grad`` is scaled in place, each once: tensors in any iterable, or
+            a single tensor. A gradient of None counts as zeros.
+        max_norm: the largest norm that the gradients have afterwards.
+        norm_type: the order of the norm, above 0; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: whether a norm that is NaN or infinite is an error.
+        foreach: whether many gradients share a kernel; None where the device can.
+        mesh: has the axes that cut parameters; None takes the mesh in force. Where there is none,
+            and no parameter is cut, it is ``torch.nn.utils.clip_grad_norm_``.
+
+    Returns:
+        The norm before clipping, of no dims, equal in its bits on all ranks: in float64 where a
+        parameter is, else in float32; on the device of the first gradient.
+
+    Cost:
+        An all-reduce of 8 bytes over the mesh; none where no parameter is cut.
+
+    Raises:
+        AxisTypeError: a gradient is unreduced, a summand on each rank.
+        AxisError: the mesh lacks an axis that cuts a parameter.
+        MeshError: no mesh is in force, and parameters are cut; or a DTensor lies along no axes.
+        GradientError: on every rank: ``error_if_nonfinite``; nothing has been scaled.
+        AgreementError: other arguments on some ranks, or other parameters that are equal on all.
+        ArgumentError: a norm_type that is not above 0, a max_norm below 0. KindError: something
+            else than parameters, or sparse gradients.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     weight = torch.nn.Parameter(md.shard(torch.ones(8, 2), "f@tp d", mesh))
+        ...     with mesh:
+        ...         weight.grad = torch.ones(4, 2)
+        ...         norm = md.clip_grad_norm_([weight], 1.0)
+        ...         return norm.item(), round(weight.grad[0, 0].item(), 5)
+        >>> md.simulate(program, 2)
+        [(4.0, 0.25), (4.0, 0.25)]
+    """
+    given = _listed(parameters)
+    max_norm, norm_type = _checked_numbers(max_norm, norm_type)
+    found = _find_mesh(given, mesh)
+    if found is None:
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    gradients, is_cut = _gradients_of(given, found, mesh)
+    for group in _groups(gradients):
+        _is_foreach(group, foreach)  # raises before anything is sent
+    device = _local(given[0]).device if given else torch.device(found.device_type)
+    total = _local_power(gradients, found if is_cut else None, norm_type, device, foreach)
+    if is_cut:
+        equal = [gradient.local.numel() for gradient in gradients if not gradient.axes]
+        title = (
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite="
+            f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
+            "that are equal on all ranks"
+        )
+        op = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
+        run_titled("all_reduce", found.open_group(), title, total, op)
+    is_double = any(parameter.dtype in _DOUBLE for parameter in given)
+    norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
+        device=gradients[0].local.device if gradients else device,
+        dtype=torch.float64 if is_double else torch.float32,
+    )
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise GradientError(
+            f"clip_grad_norm_: the norm of all gradients is {norm.item()}",
+            where=where(found),
+            expected=f"a finite norm, here of order {norm_type}, as error_if_nonfinite=True asks",
+            found="a gradient with NaN or infinity, or with numbers too large for their dtype",
+            fix="nothing has been scaled: leave this step out on every rank, or look for the loss "
+            "that is not finite",
+        )
+    _scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+    return norm
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """A gradient as this rank holds it, and the axes along which ranks hold other elements."""
+
+    local: torch.Tensor
+    axes: frozenset[str]
+
+
+def _listed(parameters: Any) -> list[torch.Tensor]:
+    """Return the parameters, each once; raise where something else is given."""
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
+        raise KindError(
+            "clip_grad_norm_ takes parameters",
+            found=f"a {type(parameters).__name__}",
+            fix="give it module.parameters()",
+        )
+    given = list(parameters)
+    for place, parameter in enumerate(given):
+        if not isinstance(parameter, torch.Tensor):
+            raise KindError(
+                "clip_grad_norm_ takes parameters alone",
+                expected="tensors with gradients",
+                found=f"entry {place} is a {type(parameter).__name__}",
+                fix="give it module.parameters(), without names",
+            )
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise KindError(
+                "clip_grad_norm_ takes dense gradients",
+                found=f"{_name(place, parameter)}, whose gradient is {parameter.grad.layout}",
+                fix="parameter.grad = parameter.grad.to_dense()",
+            )
+    if not given and isinstance(parameters, GeneratorType):
+        warn_caller("clip_grad_norm_: the generator has no parameters (left), nothing is clipped")
+    return list({id(parameter): parameter for parameter in given}.values())
+
+
+def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    limit = float(get_number(max_norm, "clip_grad_norm_: max_norm"))
+    order = math.inf if norm_type == "inf" else get_number(norm_type, "clip_grad_norm_: norm_type")
+    if not limit >= 0:
+        raise ArgumentError(
+            "clip_grad_norm_: max_norm is no norm", expected="a number from 0", found=f"{limit}"
+        )
+    if not order > 0:
+        raise ArgumentError(
+            "clip_grad_norm_: norm_type is the order of no norm",
+            expected="a number above 0, or math.inf",
+            found=f"{order}",
+        )
+    return limit, float(order)
+
+
+def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return the mesh of the call, or None where torch's function does; raise if a mesh lacks."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise KindError(
+            "clip_grad_norm_ takes a mesh of meshdist",
+            expected="a DeviceMesh",
+            found=f"a {type(mesh).__module__}.{type(mesh).__qualname__}",
+            fix="of torch's mesh make ours: md.DeviceMesh.from_torch(mesh)",
+        )
+    mesh = mesh or find_current_mesh()
+    if mesh is None:
+        for place, parameter in enumerate(given):
+            kinds = kinds_in(gradient_type_of(parameter))
+            _refuse_unreduced(place, parameter, kinds, None)
+            if axes := [axis for axis, kind in kinds.items() if kind == "V"]:
+                mesh_in_force("clip_grad_norm_", f" of a parameter that is cut over {shown(axes)}")
+        if len({getattr(parameter, "device_mesh", None) for parameter in given}) > 1:
+            mesh_in_force(
+                "clip_grad_norm_", " of DTensors on several meshes, or beside plain tensors"
+            )
+    return mesh
+
+
+def _gradients_of(
+    given: Sequence[torch.Tensor], mesh: DeviceMesh, of_call: DeviceMesh | None
+) -> tuple[list[_Gradient], bool]:
+    """Return this rank's gradients, and whether a parameter is cut, which is so on all ranks."""
+    gradients, is_cut = list[_Gradient](), False
+    for place, parameter in enumerate(given):
+        # By the parameter itself, too: a rank that lacks its gradient takes part all the same.
+        kinds = _kinds_of(parameter, gradient_type_of(parameter), place, mesh)
+        is_cut |= bool(_axes_cut(kinds, mesh, of_call))
+        if parameter.grad is not None:
+            text = find_type_of_grad(parameter, parameter.grad)
+            kinds = _kinds_of(parameter.grad, text, place, mesh)
+            _refuse_unreduced(place, parameter, kinds, mesh)
+            gradients.append(_Gradient(_local(parameter.grad), _axes_cut(kinds, mesh, of_call)))
+    return gradients, is_cut or any(gradient.axes for gradient in gradients)
+
+
+def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
+    """Return a tensor's kinds by axis of ``mesh``: those of ``text``, or of placements."""
+    if not hasattr(tensor, "placements"):
+        return kinds_in(text)
+    kinds: dict[str, str] = {}
+    theirs = tensor.device_mesh
+    here: Any = theirs.get_coordinate()
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or theirs.size(dim) == 1:
+            continue
+        line = None if here is None else (*here[:dim], slice(None), *here[dim + 1 :])
+        ranks = [] if line is None else theirs.mesh[line].tolist()
+        axes = _find_axes(frozenset(ranks), mesh)
+        if axes is None:
+            raise MeshError(
+                "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh",
+                where=where(mesh),
+                expected=f"ranks along one or several axes of {mesh_text(mesh)}",
+                found=f"{_name(place, tensor)}, as {placement} over "
+                + (ranks_text(ranks) if ranks else "other ranks"),
+                fix="clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
+            )
+        kinds.update(dict.fromkeys(axes, "U" if placement.is_partial() else "V"))
+    return kinds
+
+
+def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | None:
+    """Return the axes of ``mesh`` along which ``ranks`` lie through this rank, or None."""
+    for count in range(1, mesh.ndim + 1):
+        for names in combinations(mesh.axis_names, count):
+            if ranks == frozenset(mesh[names].layout.ranks().ravel().tolist()):
+                return names
+    return None
+
+
+def _axes_cut(
+    kinds: Mapping[str, str], mesh: DeviceMesh, of_call: DeviceMesh | None
+) -> frozenset[str]:
+    """Return the axes, larger than 1, over which a value varies; raise for an unknown axis."""
+    for axis in kinds:
+        if axis not in mesh.axis_names:
+            error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")
+            raise with_hidden_mesh(error, of_call)
+    return frozenset(a for a, kind in kinds.items() if kind == "V" and mesh.axis_sizes[a] > 1)
+
+
+def _refuse_unreduced(
+    place: int, parameter: torch.Tensor, kinds: Mapping[str, str], mesh: DeviceMesh | None
+) -> None:
+    sizes = {} if mesh is None else mesh.axis_sizes
+    axes = [axis for axis, kind in kinds.items() if kind == "U" and sizes.get(axis, 2) > 1]
+    if not axes or parameter.grad is None:
+        return
+    varying = [axis for axis, kind in kinds.items() if kind == "V"]
+    mark = f", varying={axes_argument(varying)}" if varying else ""
+    raise AxisTypeError(
+        f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
+        where=None if mesh is None else where(mesh, axes),
+        expected="complete gradients: the norm of a sum does not follow from those of its summands",
+        found=_name(place, parameter),
+        fix="p.grad = p.grad.redistribute(placements=p.placements)"
+        if hasattr(parameter, "placements")
+        else f"sum it first: p.grad = md.annotate(lax.psum(p.grad, {axes_argument(axes)}){mark}); "
+        "or clip behind md.accumulate_gradients, which sums at its end",
+    )
+
+
+def _name(place: int, parameter: torch.Tensor) -> str:
+    return f"parameter {place}, {tensor_text(parameter)}"
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, in the same memory, or the plain tensor itself."""
+    local: Any = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+
+def _local_power(
+    gradients: Sequence[_Gradient],
+    mesh: DeviceMesh | None,
+    order: float,
+    device: torch.device,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """Return this rank's share of the norm's power, or its largest value, in float64.
+
+    Args:
+        mesh: whose ranks add their shares up; None where this rank's is the whole.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in dict.fromkeys(gradient.axes for gradient in gradients):
+        norms = [
+            norm.to(device, torch.float64)
+            for each in _groups([g for g in gradients if g.axes == axes])
+            for norm in _norms(each, order, foreach)
+        ]
+        if not norms:
+            continue
+        if math.isinf(order):
+            total = torch.maximum(total, torch.stack(norms).max())
+            continue
+        parts = [] if mesh is None else [n for a, n in mesh.axis_sizes.items() if a not in axes]
+        total = total + torch.stack(norms).pow(order).sum() / math.prod(parts)
+    return total
+
+
+def _groups(gradients: Iterable[_Gradient]) -> list[list[torch.Tensor]]:
+    """Return what is not empty of gradients in lists of one device and dtype."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for local in (gradient.local for gradient in gradients):
+        if local.numel():  # torch knows no largest value of none
+            groups.setdefault((local.device, local.dtype), []).append(local)
+    return list(groups.values())
+
+
+def _norms(gradients: list[torch.Tensor], order: float, foreach: bool | None) -> Any:
+    """Return the norm of each gradient, in float32 at least, by one kernel where that is meant."""
+    dtype = torch.float32 if gradients[0].dtype in _HALVES else None
+    if _is_foreach(gradients, foreach):
+        return torch._foreach_norm(gradients, order, dtype=dtype)
+    return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients]
+
+
+def _scale(gradients: Iterable[_Gradient], factor: torch.Tensor, foreach: bool | None) -> None:
+    for group in _groups(gradients):
+        here = factor.to(group[0].device)
+        if _is_foreach(group, foreach):
+            torch._foreach_mul_(group, here)
+        else:
+            for gradient in group:
+                gradient.mul_(here)
+
+
+def _is_foreach(group: list[torch.Tensor], foreach: bool | None) -> bool:
+    device = group[0].device
+    if foreach and not has_foreach_support([], device):
+        raise KindError(
+            f"clip_grad_norm_: torch has no kernels for many tensors on {device.type}",
+            found="foreach=True",
+            fix="leave foreach out",
+        )
+    return has_foreach_support(group, device) if foreach is None else bool(foreach)
