@@ -1,6 +1,6 @@
 """A transformer block on mesh (dp, tp) = (2, 2) by ``md.einsum``, beside torch's parallel layers.
 
-    python benchmarks/transformer_block.py [REPORT.json] [--rounds 21] [--sizes 128,256,512]
+    python benchmarks/transformer_block.py [REPORT.json] [--rounds 21] [--sizes 128,256]
     python benchmarks/transformer_block.py --profile "md, tensor, shm" 128
 
 Four processes with one thread each on one world of torch's, which meshdist adopts. Every side has
@@ -62,24 +62,15 @@ NAMES = ("q", "k", "v", "out", "up", "down")
 
 @dataclass(frozen=True)
 class Size:
-    """The whole batch's rows and places, the block's width, and the steps of a sample.
-
-    Args:
-        has_target: where bytes take most of the exposed time, both send the same.
-    """
+    """The whole batch's rows and places, the block's width, and the steps of a sample."""
 
     rows: int
     places: int
     width: int
     num_steps: int
-    has_target: bool = True
 
 
-SIZES = {
-    "128": Size(4, 64, 128, 10),
-    "256": Size(4, 64, 256, 5),
-    "512": Size(8, 128, 512, 1, has_target=False),
-}
+SIZES = {"128": Size(4, 64, 128, 10), "256": Size(4, 64, 256, 5)}
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Made = tuple[nn.Module, list[torch.Tensor]]
@@ -314,7 +305,7 @@ def comparisons(size: str, samples: Mapping[str, Sequence[Sample]]) -> list[dict
                     "what": f"exposed: md / torch, {mode}, {wire}",
                     "CPU": found[0],
                     "wall": found[1],
-                    "verdict": verdict(MOST[wire] if SIZES[size].has_target else None, found),
+                    "verdict": verdict(MOST[wire], found),
                 }
             )
     return rows

@@ -160,6 +160,8 @@ def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
 def bare(placement: Placement) -> Placement:
     """Return a placement without cuts along axes of size 1 and without reduced axes."""
     sizes = placement.mesh_sizes
+    if 1 not in sizes and not placement.reduced:
+        return placement
     return Placement(
         sizes,
         placement.shape,

@@ -15,7 +15,7 @@ import torch
 
 from ..arrays import describe
 from ..checking.program import one_frame
-from ..collectives.torch_private import HiddenFromModes
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
 from ..error_text import ranks_text
 from ..errors import AxisError, AxisTypeError, DtypeError, KindError, PatternError
@@ -79,7 +79,8 @@ def einsum(
         operands: this rank's shards, tensors of one dtype, not bool.
         mesh: whose axes the pattern names; None takes the mesh in force.
         regather: whether the backward gathers again what was gathered of an operand, in place of
-            keeping it from the forward until then.
+            keeping it from the forward until then. Under autocast the product keeps its own copy in
+            the lower dtype, and inside transforms of torch.func all is kept.
         sizes: whole sizes by dim, where shards are uneven, and inside of groups: ``b=10, k=4``.
 
     Returns:
@@ -218,7 +219,8 @@ class _Einsum:
             for part, plan in zip(parts, self._plans, strict=True)
         ]
         gathered = []
-        if regather and torch.is_grad_enabled():
+        # Tensors of torch.func have no memory to find again: there all is kept.
+        if regather and torch.is_grad_enabled() and not are_transforms_active():
             gathered = [
                 GatheredOperand(whole, part, plan, self._mesh)
                 for whole, part, plan in zip(moved, parts, self._plans, strict=True)
@@ -294,7 +296,7 @@ def _fail_count(text: str, count: int) -> None:
     pattern = parse(text)
     named = len(pattern.operands)
     fix = None
-    if named == count + 1:
+    if named == count + 1 > 1:
         # A comma outside of brackets parts operands: "b@dp,cp d" is "b@dp" and "cp d".
         last, first = pattern.operands[0].dims[-1:], pattern.operands[1].dims[:1]
         if last and last[0].axes and first and not first[0].axes:

@@ -25,7 +25,10 @@ class GatheredOperand:
         self, whole: torch.Tensor, shard: torch.Tensor, plan: Plan, mesh: DeviceMesh
     ) -> None:
         self.memory = whole.untyped_storage().data_ptr()
-        self._shard, self._was_at = shard, shard._version
+        # Detached, it keeps the memory that was gathered, whatever `shard.data =` sets later; both
+        # count the same versions.
+        self._shard = shard.detach()
+        self._was_at = self._shard._version
         self._transfer = get_transfer(plan, mesh)
         self._where = plan.title
         self._num_saved = 0
@@ -48,7 +51,7 @@ class GatheredOperand:
             )
         if self._again is None:
             with torch.no_grad():
-                self._again = self._transfer(self._shard.detach())
+                self._again = self._transfer(self._shard)
             self._num_left = self._num_saved
         view = self._again.as_strided(*form)
         self._num_left -= 1

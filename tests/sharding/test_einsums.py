@@ -265,6 +265,30 @@ def test_gathered_again_it_keeps_the_shard_alone() -> None:
         assert "leave out regather=True" in text
 
 
+def test_gathered_again_from_the_memory_that_was_gathered() -> None:
+    def body(mesh: Any) -> Any:
+        x, w = leaf(8, 4), torch.rand(2, 8, requires_grad=True)
+        y = md.einsum("b@dp d, d@dp f -> b@dp f", x, w, mesh=mesh, regather=True)
+        total = md.lax.psum(w.detach().sum(), mesh)
+        w.data = torch.zeros(2, 8)  # the graph keeps what it was made with, as of torch's products
+        y.sum().backward()
+        return torch.allclose(x.grad.sum(), 8 * total)
+
+    assert on_ranks(body, 2) == [True, True]
+
+
+def test_inside_a_transform_all_is_kept() -> None:
+    def body(mesh: Any) -> Any:
+        def loss(w: torch.Tensor) -> torch.Tensor:
+            text = "b@dp d, d@dp f -> b@dp f"
+            return md.einsum(text, torch.ones(4, 4), w, mesh=mesh, regather=True).square().sum()
+
+        gradients = torch.vmap(torch.func.grad(loss))(torch.ones(3, 2, 4))
+        return gradients.unique().tolist()
+
+    assert on_ranks(body, 2) == [[64.0]] * 2
+
+
 # -- marks and types ------------------------------------------------------------------------------
 
 
@@ -412,6 +436,11 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
         lambda mesh: md.einsum("b d, d f -> b f", ONES(2, 4), mesh=mesh),
         PatternError,
         ["einsum of 1 tensors with a text for 2", "found:    2 operands in the text"],
+    ),
+    "no operand": (
+        lambda mesh: md.einsum("->", mesh=mesh),
+        PatternError,
+        ["einsum of 0 tensors with a text for 1"],
     ),
     "a comma outside of brackets": (
         lambda mesh: md.einsum("b@dp,tp d -> b", ONES(2, 4), mesh=mesh),
