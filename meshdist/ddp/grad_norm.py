@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import GeneratorType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -118,12 +118,11 @@ def clip_grad_norm_(
     if found is None:
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     gradients, is_cut = _gradients_of(given, found, mesh)
-    for group in _groups(gradients):
-        _is_foreach(group, foreach)  # raises before anything is sent
+    groups = _grouped(gradients, foreach)
     device = _local(given[0]).device if given else torch.device(found.device_type)
-    total = _local_power(gradients, found if is_cut else None, norm_type, device, foreach)
+    total = _local_power(groups, found if is_cut else None, norm_type, device)
     if is_cut:
-        equal = [gradient.local.numel() for gradient in gradients if not gradient.axes]
+        equal = [local.numel() for local, axes in gradients if not axes]
         title = (
             f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}, error_if_nonfinite="
             f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
@@ -133,7 +132,7 @@ def clip_grad_norm_(
         run_titled("all_reduce", found.open_group(), title, total, op)
     is_double = any(parameter.dtype in _DOUBLE for parameter in given)
     norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
-        device=gradients[0].local.device if gradients else device,
+        device=gradients[0][0].device if gradients else device,
         dtype=torch.float64 if is_double else torch.float32,
     )
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -145,16 +144,15 @@ def clip_grad_norm_(
             fix="nothing has been scaled: leave this step out on every rank, or look for the loss "
             "that is not finite",
         )
-    _scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0), foreach)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for group in groups:
+        here = factor.to(group.locals[0].device)
+        if group.is_foreach:
+            torch._foreach_mul_(group.locals, here)
+        else:
+            for local in group.locals:
+                local.mul_(here)
     return norm
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """A gradient as this rank holds it, and the axes along which ranks hold other elements."""
-
-    local: torch.Tensor
-    axes: frozenset[str]
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
@@ -226,21 +224,36 @@ def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Device
     return mesh
 
 
+_Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
+"""A gradient as this rank holds it, and the axes along which ranks hold other elements."""
+
+
 def _gradients_of(
-    given: Sequence[torch.Tensor], mesh: DeviceMesh, of_call: DeviceMesh | None
+    given: Sequence[Any], mesh: DeviceMesh, of_call: DeviceMesh | None
 ) -> tuple[list[_Gradient], bool]:
     """Return this rank's gradients, and whether a parameter is cut, which is so on all ranks."""
+    known: dict[object, frozenset[str]] = {}  # parameters have few types
+
+    def axes_of(place: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
+        key = (text, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
+        if key not in known:
+            kinds = _kinds_of(tensor, text, place, mesh)
+            if tensor is not parameter:
+                _refuse_unreduced(place, parameter, kinds, mesh)
+            axes = _axes_cut(kinds, mesh, of_call)
+            if "U" in kinds.values():  # each gradient is looked at, to be named
+                return axes
+            known[key] = axes
+        return known[key]
+
     gradients, is_cut = list[_Gradient](), False
     for place, parameter in enumerate(given):
         # By the parameter itself, too: a rank that lacks its gradient takes part all the same.
-        kinds = _kinds_of(parameter, gradient_type_of(parameter), place, mesh)
-        is_cut |= bool(_axes_cut(kinds, mesh, of_call))
-        if parameter.grad is not None:
-            text = find_type_of_grad(parameter, parameter.grad)
-            kinds = _kinds_of(parameter.grad, text, place, mesh)
-            _refuse_unreduced(place, parameter, kinds, mesh)
-            gradients.append(_Gradient(_local(parameter.grad), _axes_cut(kinds, mesh, of_call)))
-    return gradients, is_cut or any(gradient.axes for gradient in gradients)
+        is_cut |= bool(axes_of(place, parameter, parameter, gradient_type_of(parameter)))
+        if (grad := parameter.grad) is not None:
+            axes = axes_of(place, parameter, grad, find_type_of_grad(parameter, grad))
+            gradients.append((_local(grad), axes))
+    return gradients, is_cut or any(axes for _, axes in gradients)
 
 
 def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
@@ -320,12 +333,36 @@ def _local(tensor: Any) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Gradients of one device, dtype and way of being cut, without those that are empty here."""
+
+    axes: frozenset[str]
+    locals: list[torch.Tensor]
+    is_foreach: bool
+
+
+def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_Group]:
+    """Return groups of gradients; raise if the device lacks the kernels that are asked for."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for local, axes in gradients:
+        if local.numel():  # torch knows no largest value of none
+            groups.setdefault((axes, local.device, local.dtype), []).append(local)
+    made = []
+    for (axes, device, _), group in groups.items():
+        if foreach and not has_foreach_support([], device):
+            raise KindError(
+                f"clip_grad_norm_: torch has no kernels for many tensors on {device.type}",
+                found="foreach=True",
+                fix="leave foreach out",
+            )
+        is_foreach = has_foreach_support(group, device) if foreach is None else bool(foreach)
+        made.append(_Group(axes, group, is_foreach))
+    return made
+
+
 def _local_power(
-    gradients: Sequence[_Gradient],
-    mesh: DeviceMesh | None,
-    order: float,
-    device: torch.device,
-    foreach: bool | None,
+    groups: Iterable[_Group], mesh: DeviceMesh | None, order: float, device: torch.device
 ) -> torch.Tensor:
     """Return this rank's share of the norm's power, or its largest value, in float64.
 
@@ -333,55 +370,18 @@ def _local_power(
         mesh: whose ranks add their shares up; None where this rank's is the whole.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for axes in dict.fromkeys(gradient.axes for gradient in gradients):
-        norms = [
-            norm.to(device, torch.float64)
-            for each in _groups([g for g in gradients if g.axes == axes])
-            for norm in _norms(each, order, foreach)
-        ]
-        if not norms:
-            continue
-        if math.isinf(order):
-            total = torch.maximum(total, torch.stack(norms).max())
-            continue
-        parts = [] if mesh is None else [n for a, n in mesh.axis_sizes.items() if a not in axes]
-        total = total + torch.stack(norms).pow(order).sum() / math.prod(parts)
-    return total
-
-
-def _groups(gradients: Iterable[_Gradient]) -> list[list[torch.Tensor]]:
-    """Return what is not empty of gradients in lists of one device and dtype."""
-    groups: dict[Any, list[torch.Tensor]] = {}
-    for local in (gradient.local for gradient in gradients):
-        if local.numel():  # torch knows no largest value of none
-            groups.setdefault((local.device, local.dtype), []).append(local)
-    return list(groups.values())
-
-
-def _norms(gradients: list[torch.Tensor], order: float, foreach: bool | None) -> Any:
-    """Return the norm of each gradient, in float32 at least, by one kernel where that is meant."""
-    dtype = torch.float32 if gradients[0].dtype in _HALVES else None
-    if _is_foreach(gradients, foreach):
-        return torch._foreach_norm(gradients, order, dtype=dtype)
-    return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients]
-
-
-def _scale(gradients: Iterable[_Gradient], factor: torch.Tensor, foreach: bool | None) -> None:
-    for group in _groups(gradients):
-        here = factor.to(group[0].device)
-        if _is_foreach(group, foreach):
-            torch._foreach_mul_(group, here)
-        else:
-            for gradient in group:
-                gradient.mul_(here)
-
-
-def _is_foreach(group: list[torch.Tensor], foreach: bool | None) -> bool:
-    device = group[0].device
-    if foreach and not has_foreach_support([], device):
-        raise KindError(
-            f"clip_grad_norm_: torch has no kernels for many tensors on {device.type}",
-            found="foreach=True",
-            fix="leave foreach out",
+    for group in groups:
+        dtype = torch.float32 if group.locals[0].dtype in _HALVES else None
+        norms = (
+            torch._foreach_norm(group.locals, order, dtype=dtype)
+            if group.is_foreach
+            else [torch.linalg.vector_norm(x, order, dtype=dtype) for x in group.locals]
         )
-    return has_foreach_support(group, device) if foreach is None else bool(foreach)
+        each = torch.stack(tuple(norms)).to(device, torch.float64)
+        if math.isinf(order):
+            total = torch.maximum(total, each.max())
+        else:
+            sizes = {} if mesh is None else mesh.axis_sizes
+            num_holders = math.prod(n for axis, n in sizes.items() if axis not in group.axes)
+            total = total + each.pow(order).sum() / num_holders
+    return total

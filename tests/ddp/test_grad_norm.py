@@ -304,6 +304,17 @@ def test_views_into_the_buckets_of_ddp() -> None:
     assert len(set(in_mesh(body))) == 1
 
 
+def test_what_ddp_reduces_over_further_axes_is_complete() -> None:
+    def body(mesh: md.DeviceMesh) -> Any:
+        layer = md.annotate(nn.Linear(1, 1), {"weight": "f d {R:tp}", "bias": "f"}, mesh=mesh)
+        model = md.DDP(layer, device_mesh=mesh["dp"])
+        model(torch.full((1, 1), 1.0 + mesh.world.rank)).sum().backward()
+        return md.clip_grad_norm_(model.parameters(), 100.0, mesh=mesh).item()
+
+    # Inputs 1 to 4: the sums 1 + 2 and 3 + 4 over 'tp', of which 5 is the mean over 'dp'.
+    assert in_mesh(body) == pytest.approx([math.hypot(5, 1)] * 4)
+
+
 # -- without a mesh, and in a typed context -------------------------------------------------------
 
 
@@ -443,6 +454,30 @@ def test_dtensors_plain_tensors_and_several_meshes_mix() -> None:
         found = in_mesh(body, order)
         assert len(set(found)) == 1
         assert found[0] == pytest.approx(float(expected))
+
+
+def test_a_model_of_torchs_fully_shard_beside_layers_of_its_own() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).to(F64)
+
+    def body(mesh: md.DeviceMesh) -> Any:
+        net, x = model(), torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+        fully_shard(net[0], mesh=mesh.to_torch()["dp"])  # the last layer stays plain
+        net(x).square().mean().backward()
+        norm = md.clip_grad_norm_(net.parameters(), 0.1, mesh=mesh)
+        return norm.item(), [
+            getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in net.parameters()
+        ]
+
+    alone, x = model(), torch.randn(8, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+    alone(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1).item()
+    for norm, gradients in in_mesh(body):
+        assert norm == pytest.approx(expected)
+        torch.testing.assert_close(gradients, [p.grad for p in alone.parameters()])
 
 
 def test_refusals_of_dtensors() -> None:
