@@ -31,6 +31,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..arrays import describe
 from ..error_text import fields_among
@@ -109,9 +111,16 @@ def restore_marks(module: M) -> M:
 def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
     """Yield each name of each parameter and buffer with its owner, its name there, and itself."""
     for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
         for tensors in (owner.named_parameters, owner.named_buffers):
             for leaf, tensor in tensors(recurse=False, remove_duplicate=False):
-                yield f"{path}.{leaf}" if path else leaf, (owner, leaf, tensor)
+                yield prefix + leaf, (owner, leaf, tensor)
+        # A parametrization takes the tensor over, under another name; the note is the owner's.
+        if is_parametrized(owner):
+            lists: Any = owner.parametrizations
+            for leaf, parametrizations in lists.items():
+                if isinstance(tensor := getattr(parametrizations, "original", None), torch.Tensor):
+                    yield f"{prefix}{leaf}", (owner, leaf, tensor)
 
 
 def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
@@ -151,6 +160,13 @@ def _checked(
             f"annotate: {name} is a parameter of a wrapper, which has marked it as its own",
             expected="a module that is not wrapped yet",
             fix="annotate the module first, then wrap it: md.DDP(md.annotate(module, {...}))",
+        )
+    if is_lazy(tensor):
+        raise ArgumentError(
+            f"annotate: {name} has no shape yet",
+            expected="a parameter that is made",
+            found=f"a {type(tensor).__name__}",
+            fix="run the module once, then annotate it",
         )
     try:
         return checked_spec(tensor, given, layout_of(given, mesh), "annotate")

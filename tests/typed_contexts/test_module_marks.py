@@ -165,6 +165,28 @@ def test_a_shared_submodule_is_one_owner_with_two_names() -> None:
     assert str(md.typeof(copied["a"].weight)) == "float32[6@tp, 4]"
 
 
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_a_parametrization_that_takes_a_tensor_over() -> None:
+    module = md.annotate(nn.Sequential(nn.Linear(4, 6)), {"0.weight": "f@tp d"})
+    nn.utils.parametrize.register_parametrization(module[0], "weight", Doubled())
+    copied = copy.deepcopy(module)
+    assert str(md.typeof(copied[0].parametrizations.weight.original)) == "float32[6, 4]"
+    restore_marks(copied)
+    assert str(md.typeof(copied[0].parametrizations.weight.original)) == "float32[6@tp, 4]"
+    # By either name, before and behind it.
+    for name in ("0.weight", "0.parametrizations.weight.original"):
+        later = md.annotate(copy.deepcopy(module), {name: "f d {R:tp}"})
+        for each in (later, restore_marks(copy.deepcopy(later))):
+            original = each[0].parametrizations.weight.original
+            assert str(md.typeof(original)) == "float32[6, 4]{R:tp}"
+
+
 def test_later_annotations_win() -> None:
     module = md.annotate(block(), {"mlp.up.weight": "f d {R:tp}"})
     md.annotate(module.norm.weight)  # by the tensor itself, which is not noted
@@ -384,6 +406,17 @@ def test_an_axis_of_an_outer_mesh() -> None:
     text = in_mesh(body)[0]
     assert "\n  where:    scale, shape (6,), float32\n" in text
     assert "an outer `with mesh:` is of DeviceMesh(dp=2, tp=2), which has 'tp'" in text
+
+
+def test_a_parameter_without_a_shape() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        md.annotate(nn.LazyLinear(3), {"weight": "f@tp d"})
+    assert str(caught.value) == (
+        "annotate: weight has no shape yet\n"
+        "  expected: a parameter that is made\n"
+        "  found:    a UninitializedParameter\n"
+        "  fix:      run the module once, then annotate it"
+    )
 
 
 def test_a_subclass_of_tensor() -> None:
