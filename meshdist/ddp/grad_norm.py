@@ -334,7 +334,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _LikeGradients:
     """Gradients of one device, dtype and way of being cut, without those that are empty here."""
 
     axes: frozenset[str]
@@ -342,7 +342,7 @@ class _Group:
     is_foreach: bool
 
 
-def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_Group]:
+def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_LikeGradients]:
     """Return groups of gradients; raise if the device lacks the kernels that are asked for."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for local, axes in gradients:
@@ -357,12 +357,12 @@ def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_Grou
                 fix="leave foreach out",
             )
         is_foreach = has_foreach_support(group, device) if foreach is None else bool(foreach)
-        made.append(_Group(axes, group, is_foreach))
+        made.append(_LikeGradients(axes, group, is_foreach))
     return made
 
 
 def _local_power(
-    groups: Iterable[_Group], mesh: DeviceMesh | None, order: float, device: torch.device
+    groups: Iterable[_LikeGradients], mesh: DeviceMesh | None, order: float, device: torch.device
 ) -> torch.Tensor:
     """Return this rank's share of the norm's power, or its largest value, in float64.
 

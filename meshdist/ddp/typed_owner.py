@@ -76,6 +76,7 @@ class TypedOwner:
         self._mark(mesh, names, is_reduced=is_reduced)
         mode.owners.update(dict.fromkeys(names, OWNER))
 
+    @untraced
     def close(self) -> None:
         """Take the marks off the parameters, whose gradients stay local from now on."""
         for parameter in self._parameters.values():
