@@ -232,6 +232,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "requests",
             "resharding",
             "regathering",
+            "marked_operands",
             "shards",
             "elementwise",
             "descriptions",

@@ -7,7 +7,7 @@ parts, and the result goes to where the text wants it. The backward is autograd'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +17,12 @@ from ..arrays import describe
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
-from ..error_text import ranks_text
-from ..errors import AxisError, AxisTypeError, DtypeError, KindError, PatternError
+from ..errors import AxisError, DtypeError, KindError, PatternError
 from ..functional.axis_types import (
     ATTRIBUTE,
     RANKS_OF_OWNER,
     SPEC_ATTRIBUTE,
     Refusal,
-    axes_of_kind,
     join_types,
     kinds_in,
     type_text,
@@ -41,6 +39,7 @@ from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
 from .einsum_layouts import EinsumLayout, lay_out_einsum
 from .einsum_plans import plan_einsum
+from .marked_operands import axes_of_leaves, axes_of_marks
 from .regathering import GatheredOperand, saved_as_shards
 from .requests import check_sizes, get_mesh, mesh_links, on_mesh
 from .resharding import (
@@ -123,11 +122,12 @@ def einsum(
     where = get_mesh("einsum", mesh)
     shapes = tuple([tuple(x.shape) for x in operands])
     marks = tuple([tuple([x.__dict__.get(name) for name in _MARKS]) for x in operands])
-    key = (pattern, shapes, marks, *sizes.items())
+    of_leaves = axes_of_leaves(pattern, operands, where)
+    key = (pattern, shapes, marks, of_leaves, *sizes.items())
     found = where.caches.find(_Einsum, key)
     if found is None:
         try:
-            found = _Einsum(pattern, operands, where, sizes)
+            found = _Einsum(pattern, operands, where, sizes, of_leaves)
         except AxisError as error:
             raise with_hidden_mesh(error, mesh) from None
         where.caches.keep(_Einsum, key, found)
@@ -143,12 +143,13 @@ class _Einsum:
         operands: Sequence[torch.Tensor],
         mesh: DeviceMesh,
         sizes: Mapping[str, int],
+        of_leaves: Sequence[Collection[str]],
     ) -> None:
         check_sizes(text, sizes)
         self._mesh, links = mesh, mesh_links(mesh)
         marks = tuple(
-            _axes_reduced_elsewhere(x, mesh, f"operand {number} of einsum {text!r}")
-            for number, x in enumerate(operands)
+            tuple(sorted(axes_of_marks(x, mesh, f"operand {number} of einsum {text!r}") | {*axes}))
+            for number, (x, axes) in enumerate(zip(operands, of_leaves, strict=True))
         )
         shapes = tuple(tuple(x.shape) for x in operands)
         asked = tuple(sizes.items())
@@ -311,28 +312,6 @@ def _fail_count(text: str, count: int) -> None:
         summary=f"einsum of {count} tensors with a text for {named}",
     )
     raise error
-
-
-def _axes_reduced_elsewhere(x: torch.Tensor, mesh: DeviceMesh, where: str) -> tuple[str, ...]:
-    """Return the axes over which the gradient of ``x`` stays unreduced, by its marks."""
-    marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
-    owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
-    together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
-    if len(together) > 1:
-        lines = {axis: mesh.get_group(axis).ranks for axis in mesh.axis_names}
-        owned = [axis for axis, line in lines.items() if len(line) > 1 and together >= {*line}]
-        if math.prod(len(lines[axis]) for axis in owned) != len(together):
-            raise AxisTypeError(
-                "einsum of a parameter whose wrapper averages over ranks that lie along no axes of "
-                "the einsum's mesh",
-                where=where,
-                expected=f"ranks along axes of {mesh!r}",
-                found=f"gradients are averaged over {ranks_text(owners)}",
-                fix="wrap with an axis, DDP(module, device_mesh=mesh['dp']), and give einsum the "
-                "mesh that has it",
-            )
-        marked.update(owned)
-    return tuple(sorted(marked))
 
 
 def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:

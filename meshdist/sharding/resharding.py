@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -143,6 +143,22 @@ class Transfer:
             found = self._transpose = get_transfer(self._plan.T, self._mesh)
             found._transpose = self
         return found
+
+    def moves_along(self, line: Collection[int]) -> bool:
+        """Return whether values, or their gradients, are cut, moved or summed along some ranks."""
+        plan = self._plan
+        ranks, ends = plan.layout.ranks(), (plan.source, plan.target)
+        for axis in range(plan.layout.ndim):
+            place: tuple[int | slice, ...] = (
+                *plan.coordinate[:axis],
+                slice(None),
+                *plan.coordinate[axis + 1 :],
+            )
+            if len({*ranks[place].tolist()} & {*line}) > 1 and any(
+                axis not in end.free_axes or axis in end.reduced for end in ends
+            ):
+                return True
+        return False
 
     def carry(self, x: torch.Tensor) -> torch.Tensor:
         """Return the plan's result on ``x``, or on a batch whose dims stand first; no gradient."""
