@@ -32,7 +32,7 @@ from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.context import ContextMode, find_context
-from ..typed_contexts.refusals import foreign_mesh, refused_sharding, unmarked_shard
+from ..typed_contexts.refusals import foreign_mesh, refused_sharding, type_of, unmarked_shard
 from .carrying import Carrier
 from .plans import Plan, make_plan
 from .requests import ReshardRequest
@@ -146,19 +146,13 @@ class Transfer:
 
     def moves_along(self, line: Collection[int]) -> bool:
         """Return whether values, or their gradients, are cut, moved or summed along some ranks."""
-        plan = self._plan
-        ranks, ends = plan.layout.ranks(), (plan.source, plan.target)
-        for axis in range(plan.layout.ndim):
-            place: tuple[int | slice, ...] = (
-                *plan.coordinate[:axis],
-                slice(None),
-                *plan.coordinate[axis + 1 :],
-            )
-            if len({*ranks[place].tolist()} & {*line}) > 1 and any(
-                axis not in end.free_axes or axis in end.reduced for end in ends
-            ):
-                return True
-        return False
+        plan, rank = self._plan, self._mesh.get_rank()
+        ends = plan.source, plan.target
+        return any(
+            len({*plan.layout.ranks_of_axis(axis, rank)} & {*line}) > 1
+            and any(axis not in end.free_axes or axis in end.reduced for end in ends)
+            for axis in range(plan.layout.ndim)
+        )
 
     def carry(self, x: torch.Tensor) -> torch.Tensor:
         """Return the plan's result on ``x``, or on a batch whose dims stand first; no gradient."""
@@ -249,7 +243,7 @@ class _Transferred(LinearFunction):
 class Resharding:
     """A function that carries out a request on local arrays; its constructor opens groups."""
 
-    __slots__ = ("_alike", "_checked_text", "_is_summed", "_request", "_transfer")
+    __slots__ = ("_alike", "_checked_texts", "_is_summed", "_request", "_transfer")
 
     def __init__(self, request: ReshardRequest) -> None:
         self._request = request
@@ -258,7 +252,8 @@ class Resharding:
         here, there = kinds_of(request.source), kinds_of(request.target)
         # Along these axes parts of what each rank holds come together.
         self._alike = {axis for axis in here if here[axis] in "IR" and there.get(axis, "V") in "UV"}
-        self._checked_text: str | None = None  # the spec's text of a tensor that fits the request
+        # The texts of the spec and the type of a tensor that fits the request.
+        self._checked_texts: tuple[str | None, str | None] = None, None
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
         """Return the result of the request on this rank's ``x``, in new memory; differentiable."""
@@ -273,23 +268,36 @@ class Resharding:
             )
         mode = find_context()
         if mode is None:
-            self._check_spec(x)
+            self._check_marks(x)
             return mark_spec(self._moved(x, check), request.target.spec)
         mesh, other = request.meshes
         text = typed_result(mode, request.verb, x, request.target, other)
         cast = typed_operand(mode, request.verb, x, request.source, mesh)
-        self._check_spec(x)
+        check_spec(request.verb, x, request.source, request.plan.title)
         with HiddenFromModes():
             result = mark_spec(self._moved(cast, check), request.target.spec)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])
         return result
 
-    def _check_spec(self, x: torch.Tensor) -> None:
-        text = x.__dict__.get(SPEC_ATTRIBUTE)
-        if text != self._checked_text:
-            check_spec(self._request.verb, x, self._request.source, self._request.plan.title)
-            self._checked_text = text
+    def _check_marks(self, x: torch.Tensor) -> None:
+        """Raise where what ``x`` is marked with contradicts how the source says that it lies."""
+        texts = x.__dict__.get(SPEC_ATTRIBUTE), x.__dict__.get(ATTRIBUTE)
+        if texts == self._checked_texts:
+            return
+        request = self._request
+        check_spec(request.verb, x, request.source, request.plan.title)
+        mesh, _ = request.meshes
+        here, there = kinds_of(request.source), kinds_of(request.target)
+        for axis, kind in kinds_in(type_of(x)).items():
+            # Where values and gradients are left alone a parameter's mark by its wrapper is, too.
+            is_left_alone = kind == "R" and here.get(axis) == "I" == there.get(axis)
+            if mesh.axis_sizes.get(axis, 1) > 1 and not (
+                kind in FITTING_KINDS[here[axis]] or is_left_alone
+            ):
+                text = repr(request.source.spec)
+                raise refused_sharding(request.verb, x, axis, here[axis], mesh, text)
+        self._checked_texts = texts
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         request = self._request

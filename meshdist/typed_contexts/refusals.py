@@ -83,7 +83,7 @@ def refused_sharding(
         "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
         f"it first, by lax.psum(x, {axis!r}) or lax.pmean",
         "U": f"write {{U:{axis}}} on the left: the summands are then added where the right side "
-        "asks for it",
+        "asks for it; if they were added in place since, say how it lies: md.annotate(x)",
         "R": f"write {{R:{axis}}} on the left",
         "I": f"where each rank holds a summand, say so: md.annotate(x, unreduced={axis!r})",
     }

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import meshdist as md
-from meshdist.errors import AgreementError, DtypeError
+from meshdist.errors import AgreementError, AxisTypeError, DtypeError
 from meshdist.sharding.requests import plan
 from meshdist.sharding.resharding import get_transfer
 from tests.pool import Pool
@@ -199,6 +199,40 @@ def test_bool_summands_are_refused() -> None:
     assert "where:    s {U:a} -> s of shape (6,)" in text
     assert "found:    shape (6,), bool" in text
     assert "fix:      count in integers: x.to(torch.int32)" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "fix"),
+    [
+        ("unreduced", "b d -> b d@dp", "write {U:dp} on the left"),
+        ("unreduced", "b d -> b d", "say how it lies: md.annotate(x)"),
+        ("reduced", "b d -> b d@dp", "write {R:dp} on the left"),
+        ("varying", "b d -> b d@dp", "write the axis where it cuts a dim, as in 'n@dp'"),
+    ],
+)
+def test_a_mark_that_contradicts_the_left_side_is_refused(
+    kind: str, pattern: str, fix: str
+) -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x = md.annotate(torch.ones(2, 2), **{kind: "dp"})  # type: ignore[arg-type]
+        with pytest.raises(AxisTypeError) as caught:
+            md.reshard(x, pattern, mesh)
+        return str(caught.value)
+
+    for text in md.simulate(program, 2):
+        assert f"reshard of a value that is {kind} over 'dp', and invariant there" in text
+        assert fix in text
+
+
+def test_a_mark_over_an_axis_that_is_left_alone_is_none_of_its_business() -> None:
+    def program() -> float:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        w = md.annotate(torch.ones(2, 2, requires_grad=True), reduced="dp")
+        md.reshard(w, "d f -> d f@tp", mesh).mul(1 + mesh.get_local_rank("dp")).sum().backward()
+        return w.grad[0, 0].item()
+
+    assert md.simulate(program, 4) == [1.0, 1.0, 2.0, 2.0]
 
 
 def test_sums_have_equal_bits_on_all_replicas() -> None:
