@@ -330,25 +330,26 @@ class Reducer:
         """
         self._refuse_traced()
         with self.sending.lock:
-            # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
-            # task counts once that task reaches an output.
-            if self.backward is not None and self.backward.is_running():
-                return self.backward
-            if self._local.takes_any:
-                self._enter()
-                return self.backward
-            self._local.keep((index, hook, parameter), self.layout.terms.reports)
-            return None
+            backward = self._find_running()
+            if backward is None:
+                self._local.keep((index, hook, parameter), self.layout.terms.reports)
+            return backward
+
+    def _find_running(self) -> Backward | None:
+        """Return the backward that has reached outputs; begin it where the next one counts."""
+        # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
+        # task counts once that task reaches an output.
+        if self.backward is not None and self.backward.is_running():
+            return self.backward
+        if self._local.takes_any:
+            self._enter()
+            return self.backward
+        return None
 
     def _is_wrapped_backward(self) -> bool:
         """Return whether the current backward has reached outputs of a forward by the wrapper."""
         with self.sending.lock:
-            if self.backward is not None and self.backward.is_running():
-                return True
-            if self._local.takes_any:
-                self._enter()
-                return True
-            return self._local.is_running()
+            return self._find_running() is not None or self._local.is_running()
 
     def _enter(self, context_id: int | None = None) -> None:
         """Begin a backward, as it reaches outputs of a synchronised forward."""
@@ -421,11 +422,10 @@ class Reducer:
         sending.tell(Moment.GRADIENTS_CAME, backward)
         self._end(backward, verdict)
         terms = backward.layout.terms
-        reports = terms.reports
         if sending.hook is None:
-            local.warn_of_complete(backward.task, terms.group, reports)
+            local.warn_of_complete(backward.task, terms.group, terms.reports)
         if has_local:
-            local.warn(reports)
+            local.warn(terms.reports)
 
     def _end(self, backward: Backward, verdict: Verdict) -> None:
         """Reduce all buckets, let ``.grad`` hold the averages, and forget the backward."""

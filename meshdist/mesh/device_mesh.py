@@ -114,7 +114,7 @@ class DeviceMesh:
             layout=definition.layout,
             world=definition.world,
             _definition=definition,
-            _root=root or self,
+            root=root or self,
             _coordinate=coordinate,
             _groups=groups,
             _own_groups=own_groups,
@@ -134,10 +134,11 @@ class DeviceMesh:
     """The arrangement of ranks, without processes."""
     world: World
     """The world of its ranks."""
+    root: DeviceMesh
+    """The mesh that it was derived from, and is closed with; itself if none."""
     caches: Caches
     """Objects that modules above keep with this mesh, for as long as it lives."""
     _definition: MeshDefinition
-    _root: DeviceMesh
     _coordinate: tuple[int, ...] | None
     _groups: tuple[ProcessGroup, ...]
     _own_groups: list[ProcessGroup]  # of the root and all that was derived from it
@@ -186,11 +187,6 @@ class DeviceMesh:
     def mesh_dim_names(self) -> tuple[str, ...] | None:
         """The axes' names, or None."""
         return self.layout.names
-
-    @property
-    def root(self) -> DeviceMesh:
-        """The mesh that it was derived from, with which it is closed; itself if none."""
-        return self._root
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -338,7 +334,7 @@ class DeviceMesh:
         """
         definition = MeshDefinition.concatenate([part._definition for part in meshes])
         groups = tuple(group for part in meshes for group in part._groups)
-        return DeviceMesh.from_definition(definition, root=meshes[0]._root, groups=groups)
+        return DeviceMesh.from_definition(definition, root=meshes[0].root, groups=groups)
 
     def _derive(self, layout: Layout, kept: Sequence[int], new: Container[int] = ()) -> DeviceMesh:
         """Return the mesh of ``layout`` with the options and groups of the axes ``kept``.
@@ -354,7 +350,7 @@ class DeviceMesh:
             else self._groups[index]
             for axis, index in enumerate(kept if self._groups else ())
         )
-        return self.from_definition(definition, root=self._root, groups=groups)
+        return self.from_definition(definition, root=self.root, groups=groups)
 
     # ------------------------------------------------------------------ its groups' lives
 
@@ -382,11 +378,11 @@ class DeviceMesh:
         Raises:
             MeshError: it was derived from another mesh, with which it is closed.
         """
-        if self._root is not self:
+        if self.root is not self:
             raise MeshError(
                 "a part of a mesh cannot be closed on its own",
                 where=self._definition.text,
-                fix=f"close the whole mesh, {self._root._definition.text}",
+                fix=f"close the whole mesh, {self.root._definition.text}",
             )
         listed = self.world.open_layouts
         if listed[self.layout] and any(group.is_open for group in self._groups):
@@ -493,14 +489,13 @@ class DeviceMesh:
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
     """Return this rank's place along the axes of a mesh, or raise an error of ``call``."""
     if mesh._coordinate is None:
-        raise mesh._definition.outside_error(call, mesh._root.layout)
+        raise mesh._definition.outside_error(call, mesh.root.layout)
     return mesh._coordinate
 
 
 def _unpickled(device_type: str, layout: Layout, options: tuple[AxisOptions, ...]) -> DeviceMesh:
-    return DeviceMesh.from_definition(
-        MeshDefinition(get_usable_world(), device_type, layout, options)
-    )
+    definition = MeshDefinition(get_usable_world(), device_type, layout, options)
+    return DeviceMesh.from_definition(definition)
 
 
 meshes_in_force: ContextVar[tuple[DeviceMesh, ...]] = ContextVar("meshdist_mesh", default=())
