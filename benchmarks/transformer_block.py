@@ -211,8 +211,9 @@ def torchs_block(wholes: Mapping[str, torch.Tensor], mesh: Any, mode: str) -> Ma
             )
             plan[f"{part}.{last}"] = RowwiseParallel(output_layouts=Shard(1))
         plan |= {name: SequenceParallel(use_local_output=True) for name in ("norm1", "norm2")}
-    parallelize_module(block, mesh["tp"], plan)
-    wrapped = TorchDDP(block, device_mesh=mesh["dp"])
+    dp, tp = mesh.mesh_dim_names
+    parallelize_module(block, mesh[tp], plan)
+    wrapped = TorchDDP(block, device_mesh=mesh[dp])
     # Between forward and backward the layers have DTensors made of these.
     return wrapped, [layer.weight for layer in block.layers()]
 
@@ -286,7 +287,9 @@ def exposed(samples: Mapping[str, Sequence[Sample]], side: str, clock: str) -> l
     return [getattr(mine, clock) - getattr(base, clock) for mine, base in pairs]
 
 
-def comparisons(size: str, samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+def comparisons(
+    size: str, samples: Mapping[str, Sequence[Sample]], most: Mapping[str, float]
+) -> list[dict[str, Any]]:
     """Our exposed time over torch's; infinite in a round where torch's is not above zero."""
     rows = []
     for mode in MODES:
@@ -305,16 +308,14 @@ def comparisons(size: str, samples: Mapping[str, Sequence[Sample]]) -> list[dict
                     "what": f"exposed: md / torch, {mode}, {wire}",
                     "CPU": found[0],
                     "wall": found[1],
-                    "verdict": verdict(MOST[wire], found),
+                    "verdict": verdict(most[wire], found),
                 }
             )
     return rows
 
 
-def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
-    """One rank's part."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/world", world_size=DP * TP, rank=rank)
+def open_meshes() -> dict[tuple[str, str], Any]:
+    """Our mesh and torch's over each wire; collective."""
     names = ("dp", "tp")
     meshes: dict[tuple[str, str], Any] = {}
     for wire in WIRES:
@@ -323,9 +324,19 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
         meshes["md", wire] = md.init_device_mesh(
             "cpu", shape, mesh_dim_names=names, axis_options=over
         )
+        # Of its own names: DTensor takes the groups of the first of several equal meshes for all.
+        torchs = tuple(f"{name}_{wire}" for name in names)
         meshes["torch", wire] = init_device_mesh(
-            "cpu", shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, wire)
+            "cpu", shape, mesh_dim_names=torchs, backend_override=dict.fromkeys(torchs, wire)
         )
+    return meshes
+
+
+def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One rank's part."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/world", world_size=DP * TP, rank=rank)
+    meshes = open_meshes()
     if options.profile:
         side, size = options.profile
         sides = make_sides(SIZES[size], meshes)
@@ -342,7 +353,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             }
             samples = interleaved(samplers, options.rounds)
             rows += side_rows(name, samples)
-            targets += comparisons(name, samples)
+            targets += comparisons(name, samples, MOST)
             loads.append(f"{os.getloadavg()[0]:.1f}")
         if rank == 0:
             about = "; ".join(

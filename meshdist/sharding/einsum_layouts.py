@@ -91,10 +91,19 @@ class EinsumLayout:
     @cached_property
     def is_matmul(self) -> bool:
         """Return whether the product is ``matmul`` of a stack of rows and a matrix."""
-        if len(self.operands) != 2:
+        return self._is_product_with(0)
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Return whether it is ``matmul`` of a stack of rows and the transpose of a matrix."""
+        return self._is_product_with(1)
+
+    def _is_product_with(self, place: int) -> bool:
+        """Return whether the rows' last dim is the dim ``place`` of a matrix, and summed over."""
+        if len(self.operands) != 2 or len(self.operands[1].names) != 2:
             return False
         (*rows, inner), right = self.operands[0].names or ("",), self.operands[1].names
-        return len(right) == 2 and right[0] == inner and (*rows, right[1]) == self.result.names
+        return right[place] == inner and (*rows, right[1 - place]) == self.result.names
 
 
 @lru_cache(maxsize=4096)

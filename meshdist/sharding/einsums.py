@@ -236,6 +236,8 @@ class _Einsum:
 def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if laid.is_matmul:
         return torch.matmul(*parts)
+    if laid.is_linear:
+        return torch.matmul(parts[0], parts[1].mT)
     result = torch.einsum(laid.equation, *parts)
     # of a single operand torch may give a view of it
     return result.clone() if len(parts) == 1 else result
