@@ -21,6 +21,7 @@ from ..functional.axis_types import (
     KINDS,
     RANKS_OF_OWNER,
     REDUCED_BY_OWNER,
+    axes_of_kind,
     kinds_in,
     shown,
     type_text,
@@ -53,6 +54,12 @@ class TypedOwner:
     ) -> None:
         self._parameters = parameters
         self._further = further
+        # Reduced by the wrapper's mark alone.
+        self._lent = {
+            name: tuple(axis for axis in more if axis not in axes_of_kind(type_of(x), "R"))
+            for name, x in parameters.items()
+            if (more := further.get(name))
+        }
         self._unmarked = [x for x in parameters.values() if ATTRIBUTE not in x.__dict__]
         self._axes: tuple[str, ...] = ()
         self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
@@ -79,44 +86,48 @@ class TypedOwner:
     @untraced
     def close(self) -> None:
         """Take the marks off the parameters, whose gradients stay local from now on."""
-        for parameter in self._parameters.values():
+        for name, parameter in self._parameters.items():
             marks = parameter.__dict__
             marks.pop(RANKS_OF_OWNER, None)
             if marks.pop(REDUCED_BY_OWNER, None) is not None:
-                marks[ATTRIBUTE] = self._without_own(marks.get(ATTRIBUTE, ""))
+                marks[ATTRIBUTE] = self._without_own(name, marks.get(ATTRIBUTE, ""))
         for parameter in self._unmarked:
             if not type_of(parameter):
                 parameter.__dict__.pop(ATTRIBUTE, None)
         self._axes = ()
 
     def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
-        texts: dict[tuple[str, bool], str] = {}
+        texts: dict[tuple[str, bool, tuple[str, ...]], str] = {}
         for name, parameter in self._parameters.items():
-            marks = parameter.__dict__
-            key = marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks
+            key = self._key(name, parameter)
             if key not in texts:
                 texts[key] = self._marked(mesh, name, parameter, names)
         for name, parameter in self._parameters.items():
             marks = parameter.__dict__
-            marks[ATTRIBUTE] = texts[marks.get(ATTRIBUTE, ""), REDUCED_BY_OWNER in marks]
+            marks[ATTRIBUTE] = texts[self._key(name, parameter)]
             owned = (*names, *self._further.get(name, ())) if is_reduced else ()
             marks[REDUCED_BY_OWNER] = ",".join(owned)
         self._axes = names
 
+    def _key(self, name: str, parameter: torch.Tensor) -> tuple[str, bool, tuple[str, ...]]:
+        """Return all that the type depends on which a parameter is marked with."""
+        return type_of(parameter), REDUCED_BY_OWNER in parameter.__dict__, self._lent.get(name, ())
+
     def _marked(
         self, mesh: DeviceMesh, name: str, parameter: torch.Tensor, names: tuple[str, ...]
     ) -> str:
-        kinds = dict(kinds_in(self._without_own(type_of(parameter))))
-        for axis in names:
+        kinds = dict(kinds_in(self._without_own(name, type_of(parameter))))
+        for axis in (*names, *self._lent.get(name, ())):
             if kinds.get(axis, "I") in "VU":
                 raise of_a_shard(name, parameter, axis, where(mesh, [axis]))
             kinds[axis] = "R"
         return type_text(kinds)
 
-    def _without_own(self, text: str) -> str:
+    def _without_own(self, name: str, text: str) -> str:
+        own = {*self._axes, *self._lent.get(name, ())}
         kinds = kinds_in(text)
         return type_text(
-            {axis: kind for axis, kind in kinds.items() if kind != "R" or axis not in self._axes}
+            {axis: kind for axis, kind in kinds.items() if kind != "R" or axis not in own}
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import AxisTypeError
-from ..functional.axis_types import axes_of_kind, shown
+from ..functional.axis_types import SUMMED_BY_USES, axes_of_kind, shown, with_kinds
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout import Layout
@@ -77,18 +77,18 @@ def find_wider_groups(
         AxisError: a parameter is reduced over an axis that the wrapper's mesh lacks.
         AxisTypeError: or over one of another axis than those of a wrapper that knows no mesh.
     """
-    reduced = {name: type_of(x) for name, x in parameters.items() if axes_of_kind(type_of(x), "R")}
     if axes is None or axes.mesh_dim_names is None:
-        for name, text in reduced.items():
-            _refuse_without_mesh(name, parameters[name], text, group)
+        for name, x in parameters.items():
+            if axes_of_kind(type_of(x), "R"):
+                _refuse_without_mesh(name, x, group)
         return WiderGroups(group)
     mesh, own = axes.root, {*axes.axis_names, *axes_spanned(axes.root.layout, group.ranks)}
     sizes = {**axes.axis_sizes, **mesh.axis_sizes}
     further: dict[str, tuple[str, ...]] = {}
-    for name, text in reduced.items():
-        about = (
-            f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(parameters[name])}"
-        )
+    for name, x in parameters.items():
+        summed = x.__dict__.get(SUMMED_BY_USES, "").split(",")
+        text = with_kinds(type_of(x), {axis: "R" for axis in summed if axis in sizes})
+        about = f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(x)}"
         if found := find_further_axes(text, own, sizes, about):
             further[name] = found
     if not further:
@@ -110,14 +110,12 @@ def find_wider_groups(
     )
 
 
-def _refuse_without_mesh(
-    name: str, parameter: torch.Tensor, text: str, group: ProcessGroup
-) -> None:
+def _refuse_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
     """Raise where a parameter is reduced over an axis that ``group`` does not span."""
     layouts = [layout for layout in +group.world.open_layouts if layout.names]
     spanned = {axis for layout in layouts for axis in axes_spanned(layout, group.ranks)}
     single = {axis for layout in layouts for axis, size in layout.axis_sizes.items() if size == 1}
-    for axis in axes_of_kind(text, "R"):
+    for axis in axes_of_kind(type_of(parameter), "R"):
         if axis not in {*spanned, *single, *group.axis_names}:
             raise AxisTypeError(
                 f"{name} is reduced over {axis!r}, and DDP of a group knows no axis of that name",

@@ -126,6 +126,10 @@ RANKS_OF_OWNER = "_ranks_of_owner"
 """The key, in a leaf's ``__dict__``, of the ranks over which a wrapper reduces its ``.grad`` that
 was given a group, or nothing, and so knows no axes."""
 
+SUMMED_BY_USES = "_axes_summed_by_uses"
+"""The key, in a leaf's ``__dict__``, of the axes, joined by commas, over which its uses sum its
+gradient, unless a wrapper has marked it reduced there and sums all gradients together."""
+
 INVARIANT = ""
 """The text of the type of a value that is invariant over every axis."""
 
