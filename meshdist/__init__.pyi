@@ -1,6 +1,12 @@
 """The public names, and the home of each: what the front door loads, and type checkers read."""
 
-from . import distributed as distributed, errors as errors, experts as experts, lax as lax
+from . import (
+    distributed as distributed,
+    errors as errors,
+    experts as experts,
+    lax as lax,
+    tensor_parallel as tensor_parallel,
+)
 from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.data_parallel import DDP as DDP
 from .ddp.grad_norm import clip_grad_norm_ as clip_grad_norm_
@@ -56,6 +62,7 @@ from .sharding.routes import Link as Link
 from .sharding.shard_mapping import shard_map as shard_map
 from .sharding.sharded_array import ShardedArray as ShardedArray
 from .sharding.whole_arrays import device_put as device_put
+from .tensor_parallel.parallelizing import parallelize as parallelize
 from .typed_contexts.annotations import annotate as annotate, typeof as typeof
 from .typed_contexts.mode import typed as typed, untyped as untyped
 from .typed_contexts.random_draws import seed as seed

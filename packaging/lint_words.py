@@ -27,7 +27,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "meshdist"
-DOORS = ("lax/__init__.py", "ddp/comm_hooks/__init__.py")  # beside all stubs
+DOORS = (
+    "lax/__init__.py",
+    "ddp/comm_hooks/__init__.py",
+    "tensor_parallel/__init__.py",
+)  # beside all stubs
 LONGEST = 100
 
 _NO_BEGINNING = """

@@ -286,6 +286,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "sync_batch_norm",
             "averaging",
         ),
+        "tensor_parallel": ("layers", "losses", "plan_words", "parallelizing"),
         "torch_backends": ("torch_backends",),
     },
     {"bench": ("sides", "worker", "measuring", "reporting")},

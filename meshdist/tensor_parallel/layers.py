@@ -1,0 +1,328 @@
+"""Layers that are split over an axis: torch's own classes, with a line of ``md.einsum`` each.
+
+A layer holds this rank's part of a whole layer's parameters, under the whole layer's names, and the
+sizes of the whole (``in_features``, ``num_embeddings``). ``parallelize`` makes it of torch's layer
+by changing its class, so copies, pickles and ``isinstance`` hold. Its ``word`` says how input and
+output lie; its ``mesh`` stays this mesh in a copy, and is opened again where a pickle is loaded.
+
+Drawn case: the words ``column`` and ``row`` on an axis 'tp' of 2 ranks. Rank 0 has the first 8 of
+16 hidden features, so of ``up`` the first 8 rows, and of ``down`` the first 8 columns:
+
+    x [n, 4], whole     up   [8, 4]     h [n, 8]    down [4, 8]    a summand    y [n, 4], whole
+    the same on both -> its features -> its part -> its features -> of y      -> all-reduce
+
+    >>> from torch import nn
+    >>> import meshdist as md
+    >>> def program():
+    ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    ...     md.seed(0)
+    ...     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+    ...     md.parallelize(model, mesh, {"0": "column", "2": "row"})
+    ...     return [tuple(weight.shape) for weight in model.parameters()]
+    >>> md.simulate(program, 2)[0]
+    [(8, 4), (8,), (4, 8), (4,)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active, current_task
+from ..errors import ArgumentError, ShapeError
+from ..functional.axis_types import SPEC_ATTRIBUTE, axes_of_kind
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.placement import balanced_boundaries
+from ..sharding.einsums import einsum
+from ..sharding.placing import reshard
+from ..typed_contexts.annotations import annotate
+from ..typed_contexts.context import find_context
+from ..typed_contexts.refusals import type_of
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+
+
+class SplitLayer(nn.Module):
+    """A layer whose parameters are this rank's part; its mesh has the one axis."""
+
+    mesh: DeviceMesh
+    word: str
+
+    @staticmethod
+    def specs_over(axis: str) -> Mapping[str, str]:
+        """Return how the parameters lie, by name; a parameter that is not named is whole."""
+        raise NotImplementedError
+
+    @property
+    def axis(self) -> str:
+        """The name of the axis."""
+        return self.mesh.axis_names[0]
+
+    def restore_marks(self) -> None:
+        """Mark the parameters with their specs again where a copy of the module has lost them."""
+        for name, spec in self.specs_over(self.axis).items():
+            parameter = getattr(self, name)
+            if parameter is not None and SPEC_ATTRIBUTE not in parameter.__dict__:
+                annotate(parameter, spec, mesh=self.mesh)
+
+    def extra_repr(self) -> str:
+        """Return torch's text of the whole layer, and the word."""
+        return f"{super().extra_repr()}, {self.word} over {self.axis}={self.mesh.size()}"
+
+
+class ColumnParallelLinear(SplitLayer, nn.Linear):
+    """A ``torch.nn.Linear`` of which each rank has some of the output features.
+
+    The bias is cut as the features are. ``md.parallelize`` makes it, for the words ``column``,
+    ``column_whole``, ``column_sequence`` and ``column_sequence_whole``.
+
+    Gradient:
+        Of the input it is summed over the axis, by one all-reduce for all layers that take the same
+        input; with ``_sequence`` by one reduce-scatter.
+
+    Cost:
+        Forward nothing is sent; with ``_sequence`` the input is gathered once for all layers that
+        take it, and with ``_whole`` the output is gathered.
+    """
+
+    @staticmethod
+    def specs_over(axis: str) -> Mapping[str, str]:
+        """Return how weight and bias lie."""
+        return {"weight": f"f@{axis} d", "bias": f"f@{axis}"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's features of the output, or all of them."""
+        self.restore_marks()
+        tp, f, lies = self.axis, self.out_features, "... d"
+        if "sequence" in self.word:
+            # A summand of the gradient of what was gathered comes from each rank, and the gather's
+            # backward adds them up.
+            x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
+        y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
+        if self.bias is not None:
+            y = y + self.bias
+        return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.word else y
+
+
+class RowParallelLinear(SplitLayer, nn.Linear):
+    """A ``torch.nn.Linear`` of which each rank has some of the input features.
+
+    The bias is whole on each rank, and is added once, to the sum. ``md.parallelize`` makes it, for
+    the words ``row``, ``row_whole`` and ``row_sequence``.
+
+    Gradient:
+        Of the input each rank has its own features'; with ``_whole`` they are gathered, with
+        ``_sequence`` the output's gradient is.
+
+    Cost:
+        One all-reduce of the output; with ``_sequence`` one reduce-scatter.
+    """
+
+    @staticmethod
+    def specs_over(axis: str) -> Mapping[str, str]:
+        """Return how the weight lies."""
+        return {"weight": f"f d@{axis}"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output, whole or this rank's part of the sequence."""
+        self.restore_marks()
+        tp, bias = self.axis, self.bias
+        lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
+        end = f" {{U:{tp}}}" if self.word == "row_sequence" else ""
+        line = f"{lies}, f d@{tp} -> ... f{end}"
+        y = einsum(line, x, self.weight, mesh=self.mesh, d=self.in_features)
+        if self.word == "row_sequence":
+            y = scattered_sequence(y, self.mesh)
+        if bias is None:
+            return y
+        return y + (with_summed_gradient(bias, self.mesh) if self.word == "row_sequence" else bias)
+
+
+class VocabParallelEmbedding(SplitLayer, nn.Embedding):
+    """A ``torch.nn.Embedding`` of which each rank has some of the rows.
+
+    ``md.parallelize`` makes it, for the words ``vocab`` and ``vocab_sequence``. An index that no
+    row has is an error, as in torch.
+
+    Gradient:
+        Each rank has that of its own rows; with ``_sequence`` the output's gradient is gathered.
+
+    Cost:
+        One all-reduce of the output; with ``_sequence`` one reduce-scatter.
+    """
+
+    @staticmethod
+    def specs_over(axis: str) -> Mapping[str, str]:
+        """Return how the weight lies."""
+        return {"weight": f"v@{axis} d"}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the indices, whole or this rank's part of the sequence."""
+        self.restore_marks()
+        start, stop = own_part(self.num_embeddings, self.mesh)
+        index, is_mine = local_index(input, start, stop, self.num_embeddings, "vocab")
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - start if start <= padding < stop else None
+        rows = F.embedding(index, self.weight, padding, sparse=self.sparse)
+        rows = rows.masked_fill(~is_mine[..., None], 0)
+        if self.word == "vocab_sequence":
+            return scattered_sequence(rows, self.mesh)
+        return moved(rows, f"... {{U:{self.axis}}} -> ...", self.mesh)
+
+
+# -- what layers share ----------------------------------------------------------------------------
+
+
+def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torch.Tensor:
+    """Return the shard that the right side of a pattern gives this rank."""
+    result: torch.Tensor = reshard(x, pattern, mesh, **sizes)
+    return result
+
+
+def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """Return the first index, and that behind the last, of this rank's part of a cut dim."""
+    bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
+    return bounds[place], bounds[place + 1]
+
+
+def local_index(
+    index: torch.Tensor, start: int, stop: int, size: int, what: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of indices in this rank's part, 0 where another has it, and where not.
+
+    Raises:
+        ArgumentError: on the CPU, an index outside of the whole; a device's own check finds it.
+    """
+    is_mine = (index >= start) & (index < stop)
+    is_absent = (index < 0) | (index >= size)
+    with HiddenFromModes():
+        is_refused = index.device.type == "cpu" and bool(is_absent.any())
+    if is_refused:
+        raise ArgumentError(
+            f"{what}: an index is outside of the {size} that there are",
+            expected=f"indices from 0 to {size - 1}",
+            found=f"{index[is_absent].flatten()[0].item()} among {index.numel()} indices",
+        )
+    return (index - start).masked_fill(~is_mine & ~is_absent, 0), is_mine
+
+
+def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return this rank's part, along the dim before the last, of the sum of all ranks' ``y``."""
+    check_length(y, mesh)
+    tp = mesh.axis_names[0]
+    return moved(y, f"... s f {{U:{tp}}} -> ... s@{tp} f", mesh)
+
+
+def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise unless the dim before the last can be cut into equal parts over the axis."""
+    length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
+    if not length or length % parts:
+        raise ShapeError(
+            f"a sequence of {length} places is cut over {mesh.axis_names[0]!r}, which has {parts} "
+            "ranks",
+            expected=f"an output of shape [..., s, f] with s a multiple of {parts}",
+            found=f"shape {tuple(y.shape)}",
+            fix="pad the sequence; or take words without _sequence",
+        )
+
+
+def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return the whole sequence of which ``x`` is this rank's part, reduced over the axis."""
+    # The projections q, k and v of one activation share one gather, which is kept while the
+    # activation lives. A leaf, which is no activation, is gathered anew.
+    if (x.is_leaf and x.requires_grad) or are_transforms_active():
+        return _gathered(x, mesh)
+    return mesh.caches.of(_KeptGathers).get(x, mesh)
+
+
+def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    tp = mesh.axis_names[0]
+    return moved(x, f"... s@{tp} d -> ... s d {{R:{tp}}}", mesh)
+
+
+class _KeptGathers:
+    """The gathered sequences of activations that are alive."""
+
+    def __init__(self) -> None:
+        self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the whole sequence of ``x``, gathered at its first use."""
+        # Also kept apart: what is recomputed in a backward, without gradient, or with types.
+        key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
+        found = self._kept.get(x)
+        if found is None or found[0] != key or not found[1].is_set_to(x):  # by `.data =`
+            found = self._kept[x] = key, x.detach(), _gathered(x, mesh)
+        whole: torch.Tensor = found[2]
+        return whole
+
+
+def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a whole parameter for uses that differ along the axis: its gradient is their sum."""
+    tp = mesh.axis_names[0]
+    # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
+    # reduced over the axis.
+    if (
+        not (parameter.requires_grad and torch.is_grad_enabled())
+        or find_context() is not None
+        or tp in axes_of_kind(type_of(parameter), "R")
+    ):
+        return parameter
+    return moved(parameter, f"... -> ... {{R:{tp}}}", mesh)
+
+
+# -- modules that stay whole ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UseHook:
+    """A hook on a module of another class, with the word of the plan that asked for it."""
+
+    word: str
+    mesh: DeviceMesh
+
+
+class EnterReduced(UseHook):
+    """Before a forward: let a module see its parameters as those whose gradients are summed."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Put them where Python looks first; ``named_parameters`` stays as it is."""
+        for name, parameter in module.named_parameters(recurse=False):
+            used = with_summed_gradient(parameter, self.mesh)
+            if used is not parameter:
+                module.__dict__[name] = used
+
+
+class LeaveReduced(UseHook):
+    """Behind a forward: take away what ``EnterReduced`` has put there."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let the module have its parameters again."""
+        for name, _ in module.named_parameters(recurse=False):
+            module.__dict__.pop(name, None)
+
+
+class CutSequence(UseHook):
+    """Behind a forward: keep this rank's part of the sequence of an output that is whole."""
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Return the part."""
+        check_length(output, self.mesh)
+        tp = self.mesh.axis_names[0]
+        return moved(output, f"... s d -> ... s@{tp} d", self.mesh)
+
+
+class GatherSequence(UseHook):
+    """Behind a forward: gather the sequence of an output of which this rank has its part."""
+
+    def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Return the whole, equal on all ranks."""
+        tp = self.mesh.axis_names[0]
+        return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

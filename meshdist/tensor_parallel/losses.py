@@ -1,0 +1,144 @@
+"""Losses of what a ``column`` head returns: logits that are cut over the axis by classes."""
+
+from __future__ import annotations
+
+import torch
+
+from ..checking.program import one_frame
+from ..errors import ArgumentError, ShapeError
+from ..groups.process_group import resolve_group
+from ..lax.axes import AxisName, get_axes
+from ..lax.reducing import pmax, psum
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.placement import balanced_boundaries
+from .layers import local_index
+
+__all__ = ["cross_entropy"]
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+@one_frame
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    axis_name: AxisName,
+    *,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Every rank holds the cross entropy of logits of which each has some classes; collective.
+
+    Varying -> invariant.
+
+    Args:
+        logits: this rank's classes, shape [..., classes], of any floating dtype, as the output of a
+            ``column`` head. The classes are the last dim, also where there are more than two.
+        target: the indices of classes, shape [...], equal on all ranks along the axis.
+        axis_name: the axis that cuts the classes: of the mesh in force, or itself, as
+            ``mesh["tp"]``.
+        num_classes: how many classes all ranks have together; None where all have equally many.
+        ignore_index: the target of places that count for nothing.
+        label_smoothing: from 0 to 1: the share of each target that all classes have in common.
+        reduction: "mean" over the places that count, "sum", or "none".
+        mesh: has the axis; None takes the mesh in force.
+
+    Returns:
+        A number, or losses of the shape of ``target``; equal along the axis. Of float16 and
+        bfloat16 it is computed and returned in float32.
+
+    Gradient:
+        That of this rank's classes; nothing is sent.
+
+    Cost:
+        Two all-reduces: one number for each place, then two, or three with label smoothing.
+
+    Raises:
+        ShapeError: a target of another shape, or logits that are not this rank's part of
+            ``num_classes``. ArgumentError: an unknown reduction, a smoothing outside of 0 to 1;
+            on the CPU, a target outside of the classes.
+        AgreementError: ranks have different numbers of classes, and ``num_classes`` is None.
+
+    Example:
+        >>> import torch, meshdist as md
+        >>> def program():
+        ...     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ...     logits = md.shard(torch.eye(4), "n c@tp", mesh)        # two of four classes
+        ...     target = torch.tensor([0, 1, 2, 3])
+        ...     return md.tensor_parallel.cross_entropy(logits, target, mesh["tp"]).item()
+        >>> [round(loss, 4) for loss in md.simulate(program, 2)]
+        [0.7437, 0.7437]
+
+    Source:
+        Shoeybi et al., Megatron-LM, 2019, section 3, on the output embedding.
+    """
+    axes = get_axes("cross_entropy", axis_name, mesh)
+    start, stop, size = _own_classes(logits, axes, num_classes)
+    _check(logits, target, label_smoothing, reduction)
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    counts = target != ignore_index
+    index, is_mine = local_index(
+        target.where(counts, 0), start, stop, size, "cross_entropy, target"
+    )
+    picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
+    # Members compare the names of what they send: they must agree on how many classes there are.
+    name = f"logits of {size} classes"
+    largest = pmax({name: logits.detach().amax(-1)}, axes)[name]
+    parts = [(logits - largest[..., None]).exp().sum(-1), picked]
+    if label_smoothing:
+        parts.append(logits.sum(-1))
+    total, of_target, *of_all = psum({name: torch.stack(parts)}, axes)[name].unbind()
+    losses = total.log() + largest - (1 - label_smoothing) * of_target
+    if label_smoothing:
+        losses = losses - label_smoothing / size * of_all[0]
+    losses = losses.masked_fill(~counts, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
+
+
+def _own_classes(
+    logits: torch.Tensor, axes: DeviceMesh, num_classes: int | None
+) -> tuple[int, int, int]:
+    """Return this rank's first class, that behind its last, and the number of all classes."""
+    group = resolve_group(axes)
+    mine = logits.shape[-1] if logits.dim() else 0
+    size = mine * group.size() if num_classes is None else num_classes
+    bounds = balanced_boundaries(size, axes.shape)
+    start, stop = bounds[group.rank()], bounds[group.rank() + 1]
+    if stop - start != mine or not mine:
+        raise ShapeError(
+            f"cross_entropy: the logits are not this rank's part of {size} classes",
+            where=f"rank {group.world.rank}, {group.name}",
+            expected=f"logits of shape [..., {stop - start}]",
+            found=f"shape {tuple(logits.shape)}",
+            fix="give the number of classes of the whole: num_classes=...",
+        )
+    return start, stop, size
+
+
+def _check(
+    logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str
+) -> None:
+    if target.shape != logits.shape[:-1]:
+        is_other = target.dim() == logits.dim()
+        raise ShapeError(
+            "cross_entropy: each place must have its target",
+            expected=f"a target of shape {tuple(logits.shape[:-1])}: the classes are the last dim",
+            found=f"logits of shape {tuple(logits.shape)}, target of shape {tuple(target.shape)}",
+            fix="targets are indices, not probabilities" if is_other else None,
+        )
+    if reduction not in _REDUCTIONS:
+        raise ArgumentError(
+            f"cross_entropy has no reduction {reduction!r}",
+            expected=", ".join(map(repr, _REDUCTIONS)),
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise ArgumentError(
+            f"cross_entropy: label_smoothing is {label_smoothing!r}",
+            expected="a number from 0 to 1",
+        )
