@@ -41,8 +41,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..sharding.einsums import einsum
 from ..sharding.placing import reshard
-from ..typed_contexts.annotations import annotate
 from ..typed_contexts.context import find_context
+from ..typed_contexts.module_marks import restore_marks
 from ..typed_contexts.refusals import type_of
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
@@ -53,6 +53,7 @@ class SplitLayer(nn.Module):
 
     mesh: DeviceMesh
     word: str
+    weight: torch.Tensor
 
     @staticmethod
     def specs_over(axis: str) -> Mapping[str, str]:
@@ -64,12 +65,10 @@ class SplitLayer(nn.Module):
         """The name of the axis."""
         return self.mesh.axis_names[0]
 
-    def restore_marks(self) -> None:
-        """Mark the parameters with their specs again where a copy of the module has lost them."""
-        for name, spec in self.specs_over(self.axis).items():
-            parameter = getattr(self, name)
-            if parameter is not None and SPEC_ATTRIBUTE not in parameter.__dict__:
-                annotate(parameter, spec, mesh=self.mesh)
+    def ready(self) -> None:
+        """Restore the marks of parameters that a copy of the module has without."""
+        if SPEC_ATTRIBUTE not in self.weight.__dict__:
+            restore_marks(self)
 
     def extra_repr(self) -> str:
         """Return torch's text of the whole layer, and the word."""
@@ -98,7 +97,7 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the output, or all of them."""
-        self.restore_marks()
+        self.ready()
         tp, f, lies = self.axis, self.out_features, "... d"
         if "sequence" in self.word:
             # A summand of the gradient of what was gathered comes from each rank, and the gather's
@@ -106,7 +105,7 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
             x, lies = gathered_sequence(x, self.mesh), f"... d {{R:{tp}}}"
         y = einsum(f"{lies}, f@{tp} d -> ... f@{tp}", x, self.weight, mesh=self.mesh, f=f)
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.bias.to(y.dtype)  # which autocast has chosen
         return moved(y, f"... f@{tp} -> ... f", self.mesh, f=f) if "whole" in self.word else y
 
 
@@ -131,17 +130,17 @@ class RowParallelLinear(SplitLayer, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output, whole or this rank's part of the sequence."""
-        self.restore_marks()
-        tp, bias = self.axis, self.bias
+        self.ready()
+        tp = self.axis
+        bias: torch.Tensor | None = self.bias
         lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
         end = f" {{U:{tp}}}" if self.word == "row_sequence" else ""
         line = f"{lies}, f d@{tp} -> ... f{end}"
         y = einsum(line, x, self.weight, mesh=self.mesh, d=self.in_features)
         if self.word == "row_sequence":
             y = scattered_sequence(y, self.mesh)
-        if bias is None:
-            return y
-        return y + (with_summed_gradient(bias, self.mesh) if self.word == "row_sequence" else bias)
+            bias = bias if bias is None else with_summed_gradient(bias, self.mesh)
+        return y if bias is None else y + bias.to(y.dtype)  # which autocast has chosen
 
 
 class VocabParallelEmbedding(SplitLayer, nn.Embedding):
@@ -164,7 +163,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the indices, whole or this rank's part of the sequence."""
-        self.restore_marks()
+        self.ready()
         start, stop = own_part(self.num_embeddings, self.mesh)
         index, is_mine = local_index(input, start, stop, self.num_embeddings, "vocab")
         padding = self.padding_idx

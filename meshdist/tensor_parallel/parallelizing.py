@@ -25,6 +25,7 @@ from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
 from ..mesh.placement import balanced_boundaries
 from ..sharding.placing import shard
+from ..typed_contexts.annotations import annotate
 from .layers import (
     ColumnParallelLinear,
     CutSequence,
@@ -332,7 +333,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
     assigned = read_plan(module, plan, axis, mesh.size())
     with HiddenFromModes(), torch.no_grad():
         if is_compared(mesh):
-            assert_equal(dict(module.named_parameters()), mesh)
+            assert_equal(module, mesh)
         parts = {}
         for each in assigned:
             for leaf, spec in _specs(each, axis).items():
@@ -367,12 +368,12 @@ def _axis_of(mesh: object) -> str:
 def _change(each: Assignment, mesh: DeviceMesh) -> None:
     """Make a module, whose parameters are cut, that of its word."""
     module, word = each.module, each.word
-    becomes = WORDS[word].becomes
+    becomes, specs = WORDS[word].becomes, _specs(each, mesh.axis_names[0])
     if becomes is not None:
         module.__class__ = becomes
         assert isinstance(module, SplitLayer)
         module.mesh, module.word = mesh, word
-        module.restore_marks()
+        annotate(module, specs, mesh=mesh)
     elif word == "reduced":
         module.register_forward_pre_hook(EnterReduced(word, mesh))
         module.register_forward_hook(LeaveReduced(word, mesh), always_call=True)
