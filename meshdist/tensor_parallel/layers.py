@@ -36,7 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active, current_task
 from ..errors import ArgumentError, ShapeError
-from ..functional.axis_types import SPEC_ATTRIBUTE, axes_of_kind
+from ..functional.axis_types import SPEC_ATTRIBUTE, SUMMED_BY_USES, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..sharding.einsums import einsum
@@ -261,6 +261,13 @@ class _KeptGathers:
             found = self._kept[x] = key, x.detach(), _gathered(x, mesh)
         whole: torch.Tensor = found[2]
         return whole
+
+
+def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Tell wrappers that uses of a parameter sum its gradient over the axis, as they may too."""
+    before = parameter.__dict__.get(SUMMED_BY_USES, "").split(",")
+    axes = dict.fromkeys([*filter(None, before), mesh.axis_names[0]])
+    parameter.__dict__[SUMMED_BY_USES] = ",".join(axes)
 
 
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -34,6 +34,7 @@ from .layers import (
     LeaveReduced,
     SplitLayer,
     UseHook,
+    note_summed,
 )
 from .plan_words import WORDS, words_of
 
@@ -374,7 +375,11 @@ def _change(each: Assignment, mesh: DeviceMesh) -> None:
         assert isinstance(module, SplitLayer)
         module.mesh, module.word = mesh, word
         annotate(module, specs, mesh=mesh)
+        if word == "row_sequence" and isinstance(module.bias, torch.Tensor):
+            note_summed(module.bias, mesh)
     elif word == "reduced":
+        for parameter in module.parameters(recurse=False):
+            note_summed(parameter, mesh)
         module.register_forward_pre_hook(EnterReduced(word, mesh))
         module.register_forward_hook(LeaveReduced(word, mesh), always_call=True)
     else:
