@@ -42,7 +42,8 @@ def share_of_batch(args: argparse.Namespace, rank: int) -> torch.Tensor:
 def our_model(args: argparse.Namespace, mesh: md.DeviceMesh) -> nn.Module:
     """The demo's model, wrapped by DistributedDataParallel."""
     torch.manual_seed(args.seed)
-    model = train_lm.GPT(args.layers, args.width, args.heads, mesh["tp"])
+    model = train_lm.GPT(args.layers, args.width, args.heads)
+    md.parallelize(model, mesh["tp"], train_lm.PLAN)
     return md.DistributedDataParallel(model, device_mesh=mesh["dp"])
 
 

@@ -52,23 +52,14 @@ from benchmarks._report import (
 
 def torch_model(args: argparse.Namespace, **options: bool) -> nn.Module:
     """The whole model from the same seed, its matrices then split by torch."""
-    alone = md.DeviceMesh("cpu", [md.get_rank()], mesh_dim_names=("tp",))
     torch.manual_seed(args.seed)
-    model = train_lm.GPT(args.layers, args.width, args.heads, alone)
+    model = train_lm.GPT(args.layers, args.width, args.heads)
     mesh = torch_dist.init_device_mesh("cpu", (DP, TP), mesh_dim_names=AXES)
+    styles = {"column": ColwiseParallel(), "row": RowwiseParallel()}
+    plan = {name.removeprefix("*."): styles[word] for name, word in train_lm.PLAN.items()}
     for block in model:
-        if not isinstance(block, train_lm.Block):
-            continue
-        plan = {}
-        for name, layer in list(block.named_modules()):
-            if isinstance(layer, train_lm.ColumnParallel | train_lm.RowParallel):
-                num_out, num_in = layer.weight.shape
-                linear = nn.Linear(num_in, num_out, bias=False)
-                linear.weight = layer.weight
-                block.set_submodule(name, linear)
-                is_column = isinstance(layer, train_lm.ColumnParallel)
-                plan[name] = ColwiseParallel() if is_column else RowwiseParallel()
-        parallelize_module(block, mesh["tp"], plan)
+        if isinstance(block, train_lm.Block):
+            parallelize_module(block, mesh["tp"], plan)
     return TorchDDP(model, device_mesh=mesh["dp"], **options)
 
 

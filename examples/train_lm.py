@@ -33,32 +33,28 @@ import meshdist.distributed as dist
 
 LIMIT = 1e-4  # largest relative difference that --check allows, in float32
 
-# -- the model: plain torch, but for products of which each rank holds a block ---------------------
+# -- the model: plain torch, and a plan that says of which layers each rank has a part -------------
 
-COLUMN = "b s d, f@tp d -> b s f@tp"  # outputs are split: the backward sums x's gradient over tp
-ROW = "b s f@tp, d f@tp -> b s d"  # inputs are split: each rank's part is added, all hold the sum
+PLAN = {
+    "*.attention.qkv": "column",  # outputs are split: the backward sums x's gradient over tp
+    "*.attention.out": "row",  # inputs are split: each rank's part is added, all hold the sum
+    "*.up": "column",
+    "*.down": "row",
+}
 
 
-class Product(nn.Module):
-    """A linear map as a line that says how its input, its weight and its result lie over tp."""
-
-    def __init__(self, line: str, num_in: int, num_out: int, tp: md.DeviceMesh) -> None:
-        super().__init__()
-        self.line, self.tp = line, tp
-        whole = torch.randn(num_out, num_in) / num_in**0.5  # every rank draws it from one seed
-        weight_lies = line.split(" -> ")[0].split(", ")[1]
-        self.weight = nn.Parameter(md.shard(whole, weight_lies, tp))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return md.einsum(self.line, x, self.weight, mesh=self.tp)
+def linear(num_in: int, num_out: int) -> nn.Linear:
+    layer = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=False)
+    nn.init.normal_(layer.weight, std=num_in**-0.5)  # every rank draws it from one seed
+    return layer
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int, tp: md.DeviceMesh) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_width = width // heads
-        self.qkv = Product(COLUMN, width, 3 * width, tp)  # head after head: a block is whole heads
-        self.out = Product(ROW, width, width, tp)
+        self.qkv = linear(width, 3 * width)  # head after head: a part is whole heads
+        self.out = linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.head_width)).transpose(1, 2).unbind(3)
@@ -76,12 +72,11 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, tp: md.DeviceMesh) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads, tp)
-        self.up = Product(COLUMN, width, 4 * width, tp)
-        self.down = Product(ROW, 4 * width, width, tp)
+        self.attention = Attention(width, heads)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -91,8 +86,8 @@ class Block(nn.Module):
 class GPT(nn.Sequential):
     """Bytes [batch, place] -> logits [batch, place, 256], equal on all ranks of tp."""
 
-    def __init__(self, layers: int, width: int, heads: int, tp: md.DeviceMesh) -> None:
-        blocks = [Block(width, heads, tp) for _ in range(layers)]
+    def __init__(self, layers: int, width: int, heads: int) -> None:
+        blocks = [Block(width, heads) for _ in range(layers)]
         super().__init__(
             nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256)
         )
@@ -130,7 +125,8 @@ def train(
 ) -> tuple[nn.Module, list[float]]:
     """Train on `mesh`; return this rank's part of the model, and the loss of each step."""
     torch.manual_seed(args.seed)
-    model = GPT(args.layers, args.width, args.heads, mesh["tp"]).to(args.device)
+    model = GPT(args.layers, args.width, args.heads).to(args.device)
+    md.parallelize(model, mesh["tp"], PLAN)
     model = md.DDP(model, device_mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0.1, total_iters=args.steps)

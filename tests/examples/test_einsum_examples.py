@@ -1,4 +1,4 @@
-"""The examples of einsum have the numbers of one device, and find it where they do not."""
+"""Examples of split layers have the numbers of one device, and find it where they do not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.pool import Pool, places
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.mark.parametrize("name", ["fsdp_in_einsum", "megatron_block"])
+@pytest.mark.parametrize("name", ["fsdp_in_einsum", "megatron_block", "sequence_parallel"])
 def test_they_check_themselves(pool: Pool, name: str) -> None:
     ended = pool.start(EXAMPLES / f"{name}.py", places(4), "--check", is_strict=True)
     assert [one.returncode for one in ended] == [0] * 4, ended
@@ -35,6 +35,35 @@ def test_the_block_by_position_on_other_meshes(
         return example.difference(mesh, sequence=True)
 
     assert max(md.simulate(program, 4)) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 2), (2, 4)])
+def test_a_cut_sequence_on_other_meshes(
+    load: Callable[[str], ModuleType], shape: tuple[int, int]
+) -> None:
+    example = load("sequence_parallel")
+
+    def program() -> Any:
+        mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        block, norms = example.train(mesh)
+        right = example.difference(mesh, block, norms)
+        return right, example.difference(mesh, block, [norms[0] + 1e-3, *norms[1:]])
+
+    for right, wrong in md.simulate(program, shape[0] * shape[1]):
+        assert right < 1e-12 < wrong
+
+
+def test_heads_that_do_not_divide(load: Callable[[str], ModuleType]) -> None:
+    example = load("sequence_parallel")
+
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(md.errors.ShapeError) as raised:
+            example.train(mesh)
+        return str(raised.value)
+
+    for text in md.simulate(program, 3):
+        assert text.startswith("parallelize: q would be cut inside of a head")
 
 
 def test_a_difference_is_told(load: Callable[[str], ModuleType]) -> None:
