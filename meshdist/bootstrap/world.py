@@ -120,8 +120,8 @@ class World:
     """Called in reverse order when the world closes."""
     kept: list[object] = field(default_factory=list, init=False, repr=False)
     """The stores under ``store``, which a PrefixStore does not keep alive by itself."""
-    axis_names: set[str] = field(default_factory=set, init=False, repr=False)
-    """The names of the axes of all meshes that this rank has made in it."""
+    axis_layouts: dict[str, set[Any]] = field(default_factory=dict, init=False, repr=False)
+    """Of all meshes that this rank has made in it, the layouts that have an axis of this name."""
     open_layouts: Counter[Any] = field(default_factory=Counter, init=False, repr=False)
     """How many meshes of each layout this rank has made with open groups, and not closed."""
     averaged: set[frozenset[int]] = field(default_factory=set, init=False, repr=False)

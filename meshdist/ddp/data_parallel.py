@@ -36,7 +36,7 @@ from .shard_guards import (
 )
 from .torch_methods import TorchMethods
 from .typed_owner import TypedOwner
-from .wider_groups import find_wider_groups
+from .wider_groups import further_axes, further_lines, open_wider_groups
 from .wrapping import (
     WrappedModel,
     check_module,
@@ -47,6 +47,7 @@ from .wrapping import (
     module_state,
     refuse_both,
     refuse_unfrozen,
+    refuse_wrapped,
     sparse_parameters,
     trainable_parameters,
 )
@@ -189,7 +190,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self.process_group = resolve_group(process_group if device_mesh is None else device_mesh)
         self.device_mesh = device_mesh
         state = module_state(module, self.parameters_to_ignore, with_buffers=has_buffers)
-        refuse_marked_shards(state if init_sync else trained, self.process_group)
+        refuse_marked_shards(state if init_sync else trained, self.process_group, device_mesh)
         if process_group is None and device_mesh is None:
             weights = module_state(module, self.parameters_to_ignore, with_buffers=False)
             refuse_unnamed_axes(weights, self.process_group)
@@ -205,36 +206,41 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         # Here rather than in the first backward; in the model's order, which all ranks share.
         for device in dict.fromkeys(tensor.device for tensor in module_state(module).values()):
             self.process_group.connect(device)
-        unmarked = without_marks(state)
+        self._further = further_axes(trained, self.process_group, self.device_mesh)
+        if init_sync:
+            lines = [tensor_line(name, tensor) for name, tensor in state.items()]
+            # Before groups over further axes are opened, for which other ranks would wait.
+            self._compare(module, self.process_group, lines + further_lines(self._further))
+            if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
+                device = next(iter(trained.values())).device
+                refuse_probable_shards(without_marks(state), self.device_mesh, device)
         self._adopt(module)
         if init_sync:
-            self._make_equal(state, unmarked)
+            self._make_equal(state)
 
-    def _make_equal(
-        self, state: dict[str, torch.Tensor], unmarked: dict[str, torch.Tensor]
-    ) -> None:
-        """Compare models and options, and take tensors of the first rank of their group."""
+    def _compare(self, module: nn.Module, over: ProcessGroup, lines: list[str]) -> None:
+        """Raise on all ranks of a group where their models or options differ."""
+        trainable = trainable_parameters(module, self.parameters_to_ignore)
+        check_equal_lines(
+            lines,
+            over,
+            device=next(iter(trainable.values())).device,
+            summary=f"DistributedDataParallel: the ranks wrap different "
+            f"{type(module).__name__} modules, or with different options",
+            fix="build and wrap the same model on every rank of the axis, by equal arguments",
+            options={
+                **self._reduction_options(module, trainable).shared(list(trainable)),
+                "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
+                "verify_every": self.verify_every,
+            },
+        )
+
+    def _make_equal(self, state: dict[str, torch.Tensor]) -> None:
+        """Take tensors of the first rank of their group."""
         terms, group = self.reducer.layout.terms, self.process_group
-        options = {
-            **terms.options.shared(terms.reports.names),
-            "broadcast_buffers, forward_sync_buffers": self.forward_sync_buffers,
-            "verify_every": self.verify_every,
-        }
-        lines = {group: [tensor_line(name, tensor) for name, tensor in state.items()]}
         if terms.wider.groups:  # shards differ in shape along further axes
-            lines[terms.wider.all_ranks] = terms.wider.lines(terms.reports.names)
-        for over, texts in lines.items():
-            check_equal_lines(
-                texts,
-                over,
-                device=self.device,
-                summary=f"DistributedDataParallel: the ranks wrap different "
-                f"{type(self.module).__name__} modules, or with different options",
-                fix="build and wrap the same model on every rank of the axis, by equal arguments",
-                options=options,
-            )
-        if self.device_mesh is not None and self.device_mesh.mesh_dim_names:
-            refuse_probable_shards(unmarked, self.device_mesh, self.device)
+            lines = [*terms.reports.names, *further_lines(self._further)]
+            self._compare(self.module, terms.wider.all_ranks, lines)
         by_group: dict[ProcessGroup, list[torch.Tensor]] = {group: []}
         over_further = {terms.reports.names[i]: wider for i, wider in terms.wider.groups.items()}
         for name, tensor in state.items():
@@ -243,7 +249,8 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             broadcast_from(0, tensors, over)
 
     def _adopt(self, module: nn.Module) -> None:
-        """Take ``module`` as the model, and put hooks on its parameters; nothing is sent."""
+        """Take ``module`` as the model, and put hooks on its parameters; opens further groups."""
+        refuse_wrapped(module, self.parameters_to_ignore)  # since ranks have been waited for
         self.module = module
         trainable = trainable_parameters(module, self.parameters_to_ignore)
         parameters = list(trainable.values())
@@ -257,29 +264,16 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         ]
         self._buffers_of_model = ModelBuffers(module, self.parameters_to_ignore)
         self._cast: CastParameters | None = None
-        reduce_dtype = None
         if self.mixed_precision is not None:
             self._cast = CastParameters(module, self.mixed_precision, self.parameters_to_ignore)
-            reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
-        sparse = {id(parameter) for parameter in sparse_parameters(module)}
-        delayed, delayed_behind = self._delayed
-        options = ReductionOptions(
-            caps=self._caps,
-            as_views=self.gradient_as_bucket_view,
-            finds_unused=self.find_unused_parameters,
-            is_static=self.static_graph,
-            skips_unused=self.skip_all_reduce_unused_params,
-            delayed=delayed,
-            delayed_behind=delayed_behind,
-            sparse=frozenset(i for i, mine in enumerate(parameters) if id(mine) in sparse),
-            dtype=reduce_dtype,
-        )
-        wider = find_wider_groups(trainable, self.process_group, self.device_mesh)
-        for group in wider.others():
-            group.connect(self.device)
-        self._owner = TypedOwner(trainable, self.process_group, self.device_mesh, wider.further)
+        options = self._reduction_options(module, trainable)
+        group = self.process_group
+        wider = open_wider_groups(self._further, list(trainable), group, self.device_mesh)
+        for other in wider.others():
+            other.connect(self.device)
+        self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
         self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, list(trainable), self.process_group, options, wider)
+        self.reducer = Reducer(parameters, list(trainable), group, options, wider)
         self.logger = DataLogger(
             module,
             self.reducer.layout,
@@ -294,6 +288,26 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
+
+    def _reduction_options(
+        self, module: nn.Module, trainable: dict[str, nn.Parameter]
+    ) -> ReductionOptions:
+        reduce_dtype = None
+        if self.mixed_precision is not None:
+            reduce_dtype = self.mixed_precision.reduce_dtype or self.mixed_precision.param_dtype
+        sparse = {id(parameter) for parameter in sparse_parameters(module)}
+        delayed, delayed_behind = self._delayed
+        return ReductionOptions(
+            caps=self._caps,
+            as_views=self.gradient_as_bucket_view,
+            finds_unused=self.find_unused_parameters,
+            is_static=self.static_graph,
+            skips_unused=self.skip_all_reduce_unused_params,
+            delayed=delayed,
+            delayed_behind=delayed_behind,
+            sparse=frozenset(i for i, x in enumerate(trainable.values()) if id(x) in sparse),
+            dtype=reduce_dtype,
+        )
 
     # -- training ---------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ Shards drawn from equal seeds are equal, and pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,17 +37,20 @@ from ..reduce_ops import ReduceOp
 from ..typed_contexts.refusals import mesh_text, tensor_text, type_of
 from .parting import checksum
 from .typed_owner import OWNER, of_a_shard
-from .wider_groups import axes_spanned
+from .wider_groups import axes_spanned, layouts_with
 
 
-def refuse_marked_shards(tensors: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
+def refuse_marked_shards(
+    tensors: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
+) -> None:
     """Raise where a tensor varies, by its mark, over an axis that the group spans."""
-    layouts = [layout for layout in +group.world.open_layouts if layout.names]
-    spans = [(layout.names or (), axes_spanned(layout, group.ranks)) for layout in layouts]
+    is_spanned: dict[str, bool] = {}
     for name, tensor in tensors.items():
         for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
-            found = [axis in spanned for names, spanned in spans if axis in names]
-            if found and all(found):
+            if axis not in is_spanned:
+                layouts = layouts_with(axis, group, axes)
+                is_spanned[axis] = any(axis in axes_spanned(it, group.ranks) for it in layouts)
+            if is_spanned[axis]:
                 raise of_a_shard(name, tensor, axis, f"rank {group.world.rank}, {group.name}")
 
 
@@ -82,17 +86,22 @@ def refuse_probable_shards(
 ) -> None:
     """Raise on all ranks where a tensor is equal along some of several axes alone; collective."""
     # Over each axis, and once over all of them: 16 bytes a tensor for each axis.
-    names = [axis for axis, size in axes.axis_sizes.items() if size > 1]
+    group = resolve_group(axes)
+    grid, names = axes, [axis for axis, size in axes.axis_sizes.items() if size > 1]
+    of_root = axes_spanned(axes.root.layout, group.ranks)  # several, where one axis is made of them
+    sizes = axes.root.axis_sizes
+    if len(of_root) > len(names) and math.prod(sizes[it] for it in of_root) == group.size():
+        grid, names = axes.root, [*of_root]
     if len(names) < 2 or not unmarked:
         return
     sums = torch.stack([checksum([tensor.detach()], device) for tensor in unmarked.values()])
     differ = []
     for axis in names:
         both = torch.stack([sums, ~sums])
-        all_reduce(both, ReduceOp.MAX, axes[axis])
+        all_reduce(both, ReduceOp.MAX, grid[axis])
         differ.append(both[0] != ~both[1])
     anywhere = torch.stack(differ).to(torch.uint8)  # [axes, tensors]
-    all_reduce(anywhere, ReduceOp.MAX, resolve_group(axes))
+    all_reduce(anywhere, ReduceOp.MAX, group)
     for name, column in zip(unmarked, anywhere.T.tolist(), strict=True):
         if 0 < sum(column) < len(names):
             raise _probable(name, unmarked[name], axes, names, column)
@@ -104,11 +113,18 @@ def _probable(
     pairs = list(zip(names, differs, strict=True))
     cut, alike = [axis for axis, d in pairs if d], [axis for axis, d in pairs if not d]
     kept = repr(alike[0]) if len(alike) == 1 else ", ".join(map(repr, alike))
+    group = resolve_group(axes)
+    is_world = group.size() == group.world.size
+    whole = (
+        "md.distributed.group.WORLD"
+        if is_world
+        else f"mesh[{', '.join(map(repr, names))}].open_group()"
+    )
     return MeshError(
         f"{name} is probably a shard: equal along {shown(alike)}, different along {shown(cut)}",
         where=f"rank {axes.world.rank}, {OWNER} over {shown(names)} of {mesh_text(axes.root)}",
         expected="a model that is equal along all axes of the wrapper, or along none",
         found=f"{name}: {tensor_text(tensor)}",
         fix=f"wrap over the axes of the replicas, device_mesh=mesh[{kept}]; where it is meant to "
-        "become equal, wrap with process_group=md.distributed.group.WORLD",
+        f"become equal, wrap with process_group={whole}",
     )

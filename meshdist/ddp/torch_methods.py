@@ -157,10 +157,9 @@ class TorchMethods:
         group = resolve_group(new_process_group)
         if self.reducer.layout.terms.wider.groups:
             raise self.reducer.layout.terms.reports.group_beside_wider()
-        refuse_marked_shards(dict(self.module.named_parameters()), group)
-        self.process_group = group
-        is_mesh = isinstance(new_process_group, DeviceMesh)
-        self.device_mesh = new_process_group if is_mesh else None
+        axes = new_process_group if isinstance(new_process_group, DeviceMesh) else None
+        refuse_marked_shards(dict(self.module.named_parameters()), group, axes)
+        self.process_group, self.device_mesh = group, axes
         for device in dict.fromkeys(parameter.device for parameter in self.module.parameters()):
             self.process_group.connect(device)
         self.reducer.change_group(self.process_group)

@@ -39,13 +39,6 @@ class WiderGroups:
         own = (*self.groups.values(), self.all_ranks) if self.groups else ()
         return tuple(dict.fromkeys(own))
 
-    def lines(self, names: Sequence[str]) -> list[str]:
-        """Return a text of each of the parameters, equal on all ranks of the union."""
-        return [
-            f"{name} reduced over {shown(self.further[name])} too" if name in self.further else name
-            for name in names
-        ]
-
 
 def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
     """Return the named axes along which coordinates of ``ranks`` differ; others may lie outside.
@@ -64,10 +57,32 @@ def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def find_wider_groups(
+def layouts_with(axis: str, group: ProcessGroup, axes: DeviceMesh | None) -> list[Layout]:
+    """Return the layouts that tell where ``axis`` lies: a wrapper's mesh, or all that are open, or any."""
+    # A name may stand for other ranks in another mesh. A mesh with two axes made one is not listed.
+    if axes is not None and axis in axes.root.axis_names:
+        return [axes.root.layout]
+    listed = [layout for layout in +group.world.open_layouts if axis in (layout.names or ())]
+    return listed or [*group.world.axis_layouts.get(axis, ())]
+
+
+def covers(layout: Layout, ranks: Sequence[int], axis: str) -> bool:
+    """Return whether, of each line along ``axis``, all ranks are in ``ranks``, or none.
+
+    Example:
+        >>> mesh = Layout.from_shape((2, 3), ("dp", "tp"))
+        >>> covers(mesh, [0, 1, 2], "tp"), covers(mesh, [0, 1], "tp")
+        (True, False)
+    """
+    is_member = np.isin(layout.ranks(), np.asarray(ranks))
+    dim = layout.axis_index(axis)
+    return bool((is_member.any(axis=dim) == is_member.all(axis=dim)).all())
+
+
+def further_axes(
     parameters: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
-) -> WiderGroups:
-    """Return the groups of a wrapper over ``group``; opens those of several axes, collectively.
+) -> dict[str, tuple[str, ...]]:
+    """Return the axes beside those of ``group`` over which some parameters are reduced, by name.
 
     Args:
         parameters: those that are trained, without marks of the wrapper, by name.
@@ -81,8 +96,8 @@ def find_wider_groups(
         for name, x in parameters.items():
             if axes_of_kind(type_of(x), "R"):
                 _refuse_without_mesh(name, x, group)
-        return WiderGroups(group)
-    mesh, own = axes.root, {*axes.axis_names, *axes_spanned(axes.root.layout, group.ranks)}
+        return {}
+    mesh, own = axes.root, _own_axes(group, axes)
     sizes = {**axes.axis_sizes, **mesh.axis_sizes}
     further: dict[str, tuple[str, ...]] = {}
     for name, x in parameters.items():
@@ -91,8 +106,34 @@ def find_wider_groups(
         about = f"DDP over {group.name} of {mesh_text(mesh)}; {name}: {tensor_text(x)}"
         if found := find_further_axes(text, own, sizes, about):
             further[name] = found
-    if not further:
+    return further
+
+
+def further_lines(further: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Return a text of each parameter that is reduced over further axes, equal on all ranks."""
+    return [f"{name} reduced over {shown(axes)} too" for name, axes in further.items()]
+
+
+def _own_axes(group: ProcessGroup, axes: DeviceMesh) -> set[str]:
+    return {*axes.axis_names, *axes_spanned(axes.root.layout, group.ranks)}
+
+
+def open_wider_groups(
+    further: Mapping[str, tuple[str, ...]],
+    names: Sequence[str],
+    group: ProcessGroup,
+    axes: DeviceMesh | None,
+) -> WiderGroups:
+    """Return the groups of a wrapper over ``group``; opens those of several axes, collectively.
+
+    Args:
+        further: as ``further_axes`` returns them.
+        names: of all parameters that are trained.
+    """
+    if axes is None or not further:
         return WiderGroups(group)
+    mesh, own = axes.root, _own_axes(group, axes)
+    sizes = mesh.axis_sizes
 
     def group_over(more: Sequence[str]) -> ProcessGroup:
         names = tuple(axis for axis in mesh.axis_names if axis in own or axis in more)
@@ -101,7 +142,7 @@ def find_wider_groups(
     # In the order of their first parameters, which all ranks share: opening a group is collective.
     groups = {more: group_over(more) for more in dict.fromkeys(further.values())}
     all_ranks = group_over([axis for more in groups for axis in more])
-    indices = {name: index for index, name in enumerate(parameters)}
+    indices = {name: index for index, name in enumerate(names)}
     return WiderGroups(
         all_ranks,
         further,
@@ -111,12 +152,11 @@ def find_wider_groups(
 
 
 def _refuse_without_mesh(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise where a parameter is reduced over an axis that ``group`` does not span."""
-    layouts = [layout for layout in +group.world.open_layouts if layout.names]
-    spanned = {axis for layout in layouts for axis in axes_spanned(layout, group.ranks)}
-    single = {axis for layout in layouts for axis, size in layout.axis_sizes.items() if size == 1}
+    """Raise where a parameter is reduced over an axis that ``group`` does not cover."""
     for axis in axes_of_kind(type_of(parameter), "R"):
-        if axis not in {*spanned, *single, *group.axis_names}:
+        layouts = layouts_with(axis, group, None)
+        is_covered = layouts and all(covers(layout, group.ranks, axis) for layout in layouts)
+        if not is_covered and axis not in group.axis_names:
             raise AxisTypeError(
                 f"{name} is reduced over {axis!r}, and DDP of a group knows no axis of that name",
                 where=f"rank {group.world.rank}, {group.name}",

@@ -200,6 +200,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 fix="convert with "
                 "md.distributed.SyncBatchNorm.convert_sync_batchnorm(module, mesh['dp'])",
             )
+    refuse_wrapped(module, ignored)
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -208,26 +209,6 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
                 f"{name} has no shape yet",
                 expected="parameters that are initialized",
                 fix="run one forward on the module before it is wrapped",
-            )
-        world = find_reducing_world(parameter)
-        if world is not None and world is not find_world() and not world.is_closed:
-            raise GradientError(
-                f"{name} belongs to the DistributedDataParallel of rank {world.rank}",
-                expected="a module of its own: simulated ranks share what the function closes over",
-                fix="make it inside the function, or let each rank have a copy: "
-                "md.simulate(function, ranks, args=(module,))",
-            )
-        if world is not None:
-            is_whole = all(map(find_reducing_world, trainable_parameters(module, ignored).values()))
-            raise GradientError(
-                f"{name} belongs to another DistributedDataParallel",
-                expected="a parameter whose gradient one wrapper averages",
-                fix="wrap the module once; before it is wrapped again, let go of the first "
-                "wrapper and of its outputs: del ddp"
-                if is_whole
-                else "let one module hold all models that share it, with a forward that runs the "
-                "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "
-                "of one of them alone",
             )
         if is_traceable_wrapper_subclass(parameter):
             is_dtensor = type(parameter).__name__ == "DTensor"
@@ -248,6 +229,33 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
             fix="use the module itself: there is nothing to average",
         )
     return ignored
+
+
+def refuse_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
+    """Raise where another wrapper averages gradients of ``module``, save those ignored."""
+    for name, parameter in module.named_parameters():
+        if name in ignored:
+            continue
+        world = find_reducing_world(parameter)
+        if world is not None and world is not find_world() and not world.is_closed:
+            raise GradientError(
+                f"{name} belongs to the DistributedDataParallel of rank {world.rank}",
+                expected="a module of its own: simulated ranks share what the function closes over",
+                fix="make it inside the function, or let each rank have a copy: "
+                "md.simulate(function, ranks, args=(module,))",
+            )
+        if world is not None:
+            is_whole = all(map(find_reducing_world, trainable_parameters(module, ignored).values()))
+            raise GradientError(
+                f"{name} belongs to another DistributedDataParallel",
+                expected="a parameter whose gradient one wrapper averages",
+                fix="wrap the module once; before it is wrapped again, let go of the first "
+                "wrapper and of its outputs: del ddp"
+                if is_whole
+                else "let one module hold all models that share it, with a forward that runs the "
+                "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "
+                "of one of them alone",
+            )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:

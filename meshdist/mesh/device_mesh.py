@@ -122,7 +122,8 @@ class DeviceMesh:
             _derived={},
             caches=Caches(),
         )
-        definition.world.axis_names.update(definition.layout.names or ())
+        for axis in definition.layout.names or ():
+            definition.world.axis_layouts.setdefault(axis, set()).add(definition.layout)
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", definition.open_groups, groups)
         if root is None and any(group.is_open for group in groups):

@@ -64,7 +64,7 @@ def checked_spec(
     if isinstance(given, str):
         # Without a layout a dim is still refused that has the name of an axis of any known mesh.
         world = find_world()
-        known_axes = world.axis_names if world is not None else ()
+        known_axes = world.axis_layouts if world is not None else ()
         spec = spec_of(*parse_side(given), layout, tensor.ndim, known_axes)
     elif isinstance(given, NamedSharding):
         spec = given.spec

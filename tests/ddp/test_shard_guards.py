@@ -329,6 +329,157 @@ def test_marks_that_a_wrapper_has_made_go_with_it() -> None:
     assert all(text.startswith("DDP without device_mesh=") for text in md.simulate(program, 4))
 
 
+# -- a name that stands for several axes, or an axis of another mesh ------------------------------
+
+
+def values_kept(net: nn.Linear, **over: Any) -> str:
+    before = net.weight.detach().clone()
+    with pytest.raises((AxisTypeError, MeshError)) as raised:
+        md.DDP(net, **over)
+    assert torch.equal(net.weight, before)
+    return str(raised.value)
+
+
+def test_a_shard_is_told_by_its_own_mesh_whatever_other_meshes_call_their_axes() -> None:
+    def program() -> tuple[str, str, list[float]]:
+        mesh = open_mesh()
+        other = md.init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))  # of a library
+        net = shards(mesh, marks=True)
+        md.annotate(net.bias, "f")
+        bare = values_kept(net)
+        by_other = values_kept(net, process_group=other.get_group("dp"))
+        md.DDP(net, device_mesh=mesh["dp"])
+        return bare, by_other, net.weight[0].tolist()
+
+    for rank, (bare, by_other, row) in enumerate(md.simulate(program, 4)):
+        assert bare.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert by_other.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        assert row == WHOLE.chunk(2)[rank % 2][0].tolist()
+
+
+def test_a_mesh_that_is_named_is_asked_before_others() -> None:
+    def program() -> list[float]:
+        mesh = open_mesh()
+        turned = md.DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))  # open, too
+        net = shards(mesh, marks=True)
+        assert "device_mesh=mesh['dp']" in values_kept(net, process_group=mesh.get_group("dp"))
+        md.DDP(net, device_mesh=mesh["dp"])  # which the error proposes
+        turned.close()
+        return net.weight[0].tolist()
+
+    rows = [part[0].tolist() for part in WHOLE.chunk(2)]
+    assert md.simulate(program, 4) == rows * 2
+
+
+def test_a_shard_along_an_axis_that_was_made_of_two_is_refused_along_each() -> None:
+    def program() -> list[str]:
+        mesh = open_mesh()
+        flat = mesh.flatten(name="ep")
+        net = nn.Linear(2, 2)
+        nn.init.constant_(net.weight, float(md.get_rank()))
+        md.annotate(net, {"weight": "f@ep d", "bias": "f"}, mesh=flat)
+        ways = ({}, {"device_mesh": mesh}, {"device_mesh": mesh["dp"]}, {"device_mesh": flat})
+        return [values_kept(net, **over) for over in ways]
+
+    for texts in md.simulate(program, 4):
+        for text in texts:
+            assert text.startswith("weight is varying over 'ep', over which DDP keeps it equal\n")
+
+
+def test_an_axis_that_was_made_of_two_is_compared_along_each() -> None:
+    def program(num_pods: int) -> tuple[str, list[float]]:
+        sizes, names = (num_pods, 2, 2), ("pod", "dp", "tp")
+        mesh = md.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        net = shards(mesh, marks=False)
+        text = values_kept(net, device_mesh=mesh["dp", "tp"].flatten())
+        assert text == values_kept(net, device_mesh=mesh["dp", "tp"])
+        found = text.partition("process_group=")[2]
+        way = eval(found, {"md": md, "mesh": mesh})
+        md.DDP(net, process_group=way)
+        assert way.ranks == tuple(
+            range(4 * mesh.get_local_rank("pod"), 4 + 4 * mesh.get_local_rank("pod"))
+        )
+        return text, net.weight[0].tolist()
+
+    for num_pods in (1, 2):
+        for text, row in md.simulate(program, 4 * num_pods, (num_pods,)):
+            assert text.startswith("weight is probably a shard: equal along 'dp', different along")
+            assert row == WHOLE[0].tolist()
+
+
+def test_a_refused_wrapper_has_marked_nothing() -> None:
+    def program() -> bool:
+        mesh = open_mesh()
+        net = shards(mesh, marks=False)
+        with pytest.raises(MeshError) as raised:
+            md.DDP(net, device_mesh=mesh)
+        assert "weight: float32[2, 2]\n" in str(raised.value)
+        md.DDP(net, device_mesh=mesh["dp"])  # while the error is held
+        return True
+
+    assert all(md.simulate(program, 4))
+
+
+def test_an_axis_of_another_mesh_does_not_stand_for_the_further_one() -> None:
+    def program(other: tuple[int, ...], names: tuple[str, ...]) -> str:
+        mesh = open_mesh()
+        library = md.init_device_mesh("cpu", other, mesh_dim_names=names)
+        with pytest.raises(AxisTypeError) as raised:
+            md.DDP(reduced(mesh), process_group=mesh.get_group("dp"))
+        library.close()
+        return str(raised.value)
+
+    for other, names in (((4, 1), ("dp", "tp")), ((4,), ("tp",))):
+        for text in md.simulate(program, 4, (other, names)):
+            assert text.startswith("weight is reduced over 'tp', and DDP of a group knows no axis")
+
+
+def test_a_group_of_a_part_of_the_axis_does_not_stand_for_it() -> None:
+    def program() -> str:
+        mesh = md.init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+        part = md.distributed.new_group([0, 1])
+        if md.get_rank() > 1:
+            return ""
+        with pytest.raises(AxisTypeError) as raised:
+            md.DDP(reduced(mesh), process_group=part)
+        return str(raised.value)
+
+    for text in md.simulate(program, 4)[:2]:
+        assert text.startswith("weight is reduced over 'tp', and DDP of a group knows no axis")
+
+
+def test_a_mark_on_one_rank_alone_is_told_before_others_wait_for_a_group() -> None:
+    def program() -> str:
+        mesh = open_mesh()
+        net = nn.Linear(2, 2)
+        if md.get_rank() == 3:
+            md.annotate(net.weight, "f d {R:tp}")
+        try:
+            md.DDP(net, device_mesh=mesh["dp"])
+        except md.AgreementError as error:
+            return str(error)
+        return ""
+
+    found = md.simulate(program, 4)
+    assert found[0] == found[2] == ""
+    for text in (found[1], found[3]):
+        assert "the ranks wrap different Linear modules" in text
+        assert "rank 1: nothing; rank 3: weight reduced over 'tp' too" in text
+
+
+def test_a_copied_wrapper_keeps_further_axes_of_tensors_that_lost_their_marks() -> None:
+    def program() -> tuple[float, str]:
+        mesh = open_mesh()
+        ddp = md.DDP(reduced(mesh), device_mesh=mesh["dp"])
+        other = copy.deepcopy(ddp)
+        del ddp
+        other(torch.full((1, 2), 1.0 + md.get_rank())).sum().backward()
+        weight = other.module.weight
+        return weight.grad[0, 0].item(), weight._axis_types
+
+    assert md.simulate(program, 4) == [(5.0, "R:dp,tp")] * 4
+
+
 def shard_of(way: str) -> str:
     mesh = open_mesh()
     return wrap(mesh, shards(mesh, marks=False), way)
