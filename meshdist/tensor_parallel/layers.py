@@ -40,6 +40,7 @@ from ..functional.axis_types import SPEC_ATTRIBUTE, SUMMED_BY_USES, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import balanced_boundaries
 from ..sharding.einsums import einsum
+from ..sharding.marked_operands import axes_of_leaves
 from ..sharding.placing import reshard
 from ..typed_contexts.context import find_context
 from ..typed_contexts.module_marks import restore_marks
@@ -274,11 +275,12 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
     """Return a whole parameter for uses that differ along the axis: its gradient is their sum."""
     tp = mesh.axis_names[0]
     # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
-    # reduced over the axis.
+    # reduced over the axis. With mixed precision modules run on copies of what is marked.
     if (
         not (parameter.requires_grad and torch.is_grad_enabled())
         or find_context() is not None
         or tp in axes_of_kind(type_of(parameter), "R")
+        or axes_of_leaves("...", (parameter,), mesh)[0]
     ):
         return parameter
     return moved(parameter, f"... -> ... {{R:{tp}}}", mesh)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import meshdist as md
@@ -132,6 +133,21 @@ def test_three_steps_with_a_wrapper_and_an_optimizer(plan: dict[str, str], is_co
         return worst
 
     assert max(on_ranks(program, 2, 2)) < 1e-13
+
+
+@pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
+def test_a_wrapper_that_casts_parameters_sums_their_gradients_once(plan: dict[str, str]) -> None:
+    def program(mesh: md.DeviceMesh) -> float:
+        whole = make()
+        split = md.parallelize(copied(whole), mesh["tp"], plan)
+        low = _MixedPrecision(param_dtype=torch.float32)
+        model: Any = md.DDP(split, device_mesh=mesh["dp"], mixed_precision=low)
+        text = draw_text(Sizes(), 4, 4)
+        loss_of(model, text.chunk(2)[mesh.get_local_rank("dp")]).backward()
+        loss_of(whole, text).backward()
+        return difference(split, whole, mesh)
+
+    assert max(on_ranks(program, 2, 2)) < 1e-6
 
 
 def test_frozen_parameters_stay_so() -> None:

@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import meshdist as md
-from meshdist.errors import AgreementError, ArgumentError, MeshdistError, ShapeError
+from meshdist.errors import (
+    AgreementError,
+    ArgumentError,
+    AxisTypeError,
+    MeshdistError,
+    ShapeError,
+)
 from meshdist.tensor_parallel import cross_entropy
 from tests.pool import Pool
 
@@ -192,3 +198,19 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
     for text in md.simulate(program, 2):
         assert "logits of 6 classes" in text
         assert "logits of 4 classes" in text
+
+
+def test_torchs_loss_of_cut_logits_is_refused_in_a_context() -> None:
+    def program() -> tuple[bool, str]:
+        mesh = mesh_of(2)
+        whole, _ = draw((4,), 6, -100)
+        target = torch.tensor([0, 1, 2, 0])
+        mine = md.shard(whole, "n c@tp", mesh).requires_grad_()
+        alone = F.cross_entropy(mine, target)  # of this rank's classes: nothing warns
+        with md.typed(mesh), pytest.raises(AxisTypeError) as raised:
+            F.cross_entropy(mine, target).backward()
+        return torch.allclose(alone, F.cross_entropy(whole, target)), raised.value.summary
+
+    for is_equal, text in md.simulate(program, 2):
+        assert not is_equal
+        assert "backward of a loss that varies over 'tp'" in text

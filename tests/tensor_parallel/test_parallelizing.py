@@ -504,3 +504,21 @@ def test_an_encoder_layer_without_its_fast_path() -> None:
         assert max(md.simulate(program, 2)) < 1e-14
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_packed_features_are_cut_where_they_lie() -> None:
+    """Rank 0 of two has all of q and half of k: nothing warns, as the page says."""
+
+    def program() -> list[bool]:
+        mesh = mesh_of(2)
+        md.seed(0)
+        whole = nn.Linear(2, 6)
+        split = md.parallelize(copied(whole), mesh["tp"], {"": "column"})
+        x = torch.ones(2)
+        q, _, _ = whole(x).chunk(3, -1)
+        mine, _, _ = split(x).chunk(3, -1)
+        return [torch.equal(mine, half) for half in q.chunk(2)]
+
+    first, second = md.simulate(program, 2)
+    assert first == [True, False]
+    assert second == [False, False]
