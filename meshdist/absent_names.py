@@ -62,7 +62,9 @@ _OURS = {
     "distribute_tensor": "meshdist.device_put",
     "distributed_c10d": "the same names from meshdist.distributed; what begins with _ is torch's "
     "alone",
+    "loss_parallel": "meshdist.tensor_parallel.cross_entropy",
     "nn": "meshdist.lax, whose verbs have gradients, in place of nn.functional",
+    "parallelize_module": "meshdist.parallelize, by words",
     "rand": "meshdist.randn, or meshdist.make_array_from_callback",
     "run": "the command meshdist run, which takes torchrun's flags",
     "tensor": "meshdist.ShardedArray",
