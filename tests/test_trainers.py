@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_each_trainer_that_is_installed_has_a_program() -> None:
     found = programs()
-    assert list(found) == ["Plain torch", "accelerate", "Lightning", "transformers' Trainer"]
+    split = "transformers' models, split by their plans"
+    trainers = ["accelerate", "Lightning", "transformers' Trainer", split]
+    assert list(found) == ["Plain torch", *trainers]
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     installed = re.search(r"^trainers = \[(.*?)\]", extras, re.MULTILINE)
     assert installed is not None

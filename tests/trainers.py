@@ -1,4 +1,4 @@
-"""The programs of docs/trainers.md, each run as it stands there, on two processes.
+"""The programs of docs/trainers.md, each run as it stands there, on two processes; split models.
 
 ``python -m tests.trainers`` runs all of them; their trainers must be installed.
 """
@@ -11,7 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "trainers.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "trainers.md"
+SPLIT = ROOT / "examples" / "transformers_tp.py"
+SPLIT_HOW = ("", "--tied", "--model qwen3", "--model qwen3 --tied --tp 4", "--simulate 6 --tied")
 NUM_RANKS, TIMEOUT_S = 2, 300
 
 _SECTION = re.compile(r"^## (.+?)$.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -41,8 +44,23 @@ def run(program: str) -> list[str]:
     return _RESULT.findall(done.stdout)
 
 
+def check_split(how: str) -> bool:
+    """Run the example of split models; print what it says, and return whether one rank agrees."""
+    alone = [sys.executable, str(SPLIT)]
+    start = (
+        alone
+        if "--simulate" in how
+        else [*alone[:1], "-m", "meshdist", "run", "-n", "4", *alone[1:]]
+    )
+    command = [*start, "--check", *how.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    said = done.stdout.strip() or done.stderr[-2000:]
+    print(f"{SPLIT.name} {how}: {said}", flush=True)
+    return done.returncode == 0
+
+
 def main() -> int:
-    """Run all programs; the number of those whose ranks do not end with equal weights."""
+    """Run all; the number of programs whose ranks end with other weights, or one rank's differ."""
     num_bad = 0
     for name, program in programs().items():
         try:
@@ -53,7 +71,7 @@ def main() -> int:
             is_good = False
             print(f"{name}: {error}", flush=True)
         num_bad += not is_good
-    return num_bad
+    return num_bad + sum(not check_split(how) for how in SPLIT_HOW)
 
 
 if __name__ == "__main__":
