@@ -255,9 +255,11 @@ def lay(
         )
     ]
     own = [index for index in order if index not in wider.groups]
+    # The tail travels with the last bucket, if that goes over all ranks.
+    others = sorted(wider.groups, key=lambda index: (wider.groups[index] is wider.all_ranks, index))
     laid = lay_out(
         items,
-        [index for index in (*own, *sorted(wider.groups)) if index not in unsent],
+        [index for index in (*own, *others) if index not in unsent],
         options.caps,
         trailing=(history.trailing | {*wider.groups}) - unsent,
         delayed=options.delayed - {*wider.groups},

@@ -157,8 +157,8 @@ class Reports:
     def group_beside_wider(self) -> GradientError:
         """Return the error for another group where parameters are reduced over further axes."""
         return self._error(
-            "the group of a wrapper cannot change while parameters are reduced over further axes",
-            expected="parameters that are averaged over one group",
+            "the group of a wrapper cannot change while parameters are marked as reduced",
+            expected="parameters that no mark names axes for, over which they are averaged",
             fix="del ddp and its outputs, and wrap again with device_mesh=",
         )
 

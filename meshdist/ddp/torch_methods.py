@@ -155,7 +155,7 @@ class TorchMethods:
     def _update_process_group(self, new_process_group: Any) -> None:
         """Average over another group from the next forward on; collective over the new group."""
         group = resolve_group(new_process_group)
-        if self.reducer.layout.terms.wider.groups:
+        if self.reducer.layout.terms.wider.groups or self._owner.has_reduced:
             raise self.reducer.layout.terms.reports.group_beside_wider()
         axes = new_process_group if isinstance(new_process_group, DeviceMesh) else None
         refuse_marked_shards(dict(self.module.named_parameters()), group, axes)

@@ -54,12 +54,8 @@ class TypedOwner:
     ) -> None:
         self._parameters = parameters
         self._further = further
-        # Reduced by the wrapper's mark alone.
-        self._lent = {
-            name: tuple(axis for axis in more if axis not in axes_of_kind(type_of(x), "R"))
-            for name, x in parameters.items()
-            if (more := further.get(name))
-        }
+        # Which the program has marked: they stay when the wrapper goes.
+        self._reduced = {name: axes_of_kind(type_of(x), "R") for name, x in parameters.items()}
         self._unmarked = [x for x in parameters.values() if ATTRIBUTE not in x.__dict__]
         self._axes: tuple[str, ...] = ()
         self._found: tuple[DeviceMesh, ProcessGroup, tuple[str, ...]] | None = None
@@ -68,6 +64,11 @@ class TypedOwner:
             return
         for parameter in parameters.values():
             parameter.__dict__[RANKS_OF_OWNER] = tuple(group.ranks)
+
+    @property
+    def has_reduced(self) -> bool:
+        """Return whether the program has marked a parameter as reduced."""
+        return any(self._reduced.values())
 
     @untraced
     def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
@@ -97,7 +98,7 @@ class TypedOwner:
         self._axes = ()
 
     def _mark(self, mesh: DeviceMesh, names: tuple[str, ...], *, is_reduced: bool) -> None:
-        texts: dict[tuple[str, bool, tuple[str, ...]], str] = {}
+        texts: dict[tuple[object, ...], str] = {}
         for name, parameter in self._parameters.items():
             key = self._key(name, parameter)
             if key not in texts:
@@ -109,22 +110,23 @@ class TypedOwner:
             marks[REDUCED_BY_OWNER] = ",".join(owned)
         self._axes = names
 
-    def _key(self, name: str, parameter: torch.Tensor) -> tuple[str, bool, tuple[str, ...]]:
+    def _key(self, name: str, parameter: torch.Tensor) -> tuple[object, ...]:
         """Return all that the type depends on which a parameter is marked with."""
-        return type_of(parameter), REDUCED_BY_OWNER in parameter.__dict__, self._lent.get(name, ())
+        has_marks = REDUCED_BY_OWNER in parameter.__dict__
+        return type_of(parameter), has_marks, self._further.get(name), self._reduced[name]
 
     def _marked(
         self, mesh: DeviceMesh, name: str, parameter: torch.Tensor, names: tuple[str, ...]
     ) -> str:
         kinds = dict(kinds_in(self._without_own(name, type_of(parameter))))
-        for axis in (*names, *self._lent.get(name, ())):
+        for axis in (*names, *self._further.get(name, ())):
             if kinds.get(axis, "I") in "VU":
                 raise of_a_shard(name, parameter, axis, where(mesh, [axis]))
             kinds[axis] = "R"
         return type_text(kinds)
 
     def _without_own(self, name: str, text: str) -> str:
-        own = {*self._axes, *self._lent.get(name, ())}
+        own = {*self._axes, *self._further.get(name, ())}.difference(self._reduced[name])
         kinds = kinds_in(text)
         return type_text(
             {axis: kind for axis, kind in kinds.items() if kind != "R" or axis not in own}

@@ -303,6 +303,26 @@ def test_what_a_wrapper_with_further_axes_refuses() -> None:
         assert "wrap again with device_mesh=" in changed
 
 
+@pytest.mark.parametrize("way", ["the whole mesh", "a flat axis"])
+def test_marks_of_the_program_outlive_a_wrapper_over_all_their_axes(way: str) -> None:
+    def program() -> tuple[str, str, float]:
+        mesh = open_mesh()
+        net = reduced(mesh)
+        ddp = md.DDP(net, **WAYS[way](mesh))
+        with pytest.raises(GradientError) as raised:
+            ddp._update_process_group(mesh["dp"])
+        text = str(raised.value)
+        del ddp, raised  # which holds the wrapper, too
+        mark = net.weight._axis_types
+        ddp = md.DDP(net, device_mesh=mesh["dp"])
+        ddp(torch.full((1, 2), 1.0 + md.get_rank())).sum().backward()
+        return text, mark, net.weight.grad[0, 0].item()
+
+    for text, mark, grad in md.simulate(program, 4):
+        assert text.startswith("the group of a wrapper cannot change while parameters are marked")
+        assert (mark, grad) == ("R:tp", 5.0)
+
+
 def test_ranks_with_other_marks_are_all_told() -> None:
     def program() -> str:
         mesh = open_mesh()

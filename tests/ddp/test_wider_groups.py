@@ -256,6 +256,30 @@ def test_messages_of_a_step() -> None:
     assert found[0] and len(found[0]) == 2, found[0]
 
 
+def test_the_last_message_goes_over_the_union_where_a_parameter_does() -> None:
+    def program() -> tuple[list[str], list[float]]:
+        mesh = md.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        net = nn.ParameterDict({name: torch.ones(3) for name in ("both", "cp", "tp", "own")})
+        specs = {"both": "d {R:cp,tp}", "cp": "d {R:cp}", "tp": "d {R:tp}"}
+        md.annotate(net, specs, mesh=mesh)
+        run = nn.Module()
+        run.net = net
+        run.forward = lambda x: sum((net[name] * x).sum() for name in net)
+        ddp = md.DDP(run, device_mesh=mesh["dp"])
+        for _ in range(3):
+            ddp.zero_grad()
+            out = ddp(torch.full((3,), 1.0 + md.get_rank()))
+            with profile() if md.get_rank() == 0 else nullcontext() as seen:
+                out.backward()
+        events = seen.events() if md.get_rank() == 0 else ()
+        sent = [event.name for event in events if "all_reduce" in event.name]
+        return sent, [net["both"].grad[0].item(), net["own"].grad[0].item()]
+
+    found = md.simulate(program, 8)
+    assert len(found[0][0]) == 4 and "'dp', 'cp', 'tp'" in found[0][0][-1], found[0][0]
+    assert [grads for _, grads in found] == [[18.0, 3.0 + rank] for rank in range(4)] * 2
+
+
 def test_a_group_of_parameters_may_be_reduced_over_other_axes_than_another() -> None:
     """A weight whose uses differ along 'cp', another along 'tp', a third along both."""
 
