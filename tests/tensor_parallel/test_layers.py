@@ -150,6 +150,25 @@ def test_a_wrapper_that_casts_parameters_sums_their_gradients_once(plan: dict[st
     assert max(on_ranks(program, 2, 2)) < 1e-6
 
 
+@pytest.mark.parametrize("plan", [WHOLE_PLAN, SEQUENCE_PLAN])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_two_backwards_of_a_wrapper_in_a_context(plan: dict[str, str], is_copied: bool) -> None:
+    def program(mesh: md.DeviceMesh) -> float:
+        whole = make()
+        split = md.parallelize(copied(whole), mesh["tp"], plan)
+        model: Any = md.DDP(copied(split) if is_copied else split, device_mesh=mesh["dp"])
+        text = draw_text(Sizes(), 4, 4)
+        mine = text.chunk(2)[mesh.get_local_rank("dp")].clone()
+        md.annotate(mine, varying="dp")
+        for _ in range(2):
+            with md.typed(mesh):
+                loss_of(model, mine).backward()
+            loss_of(whole, text).backward()
+        return difference(model.module, whole, mesh)
+
+    assert max(on_ranks(program, 2, 2)) < 1e-13
+
+
 def test_frozen_parameters_stay_so() -> None:
     def program(mesh: md.DeviceMesh) -> float:
         whole = make()

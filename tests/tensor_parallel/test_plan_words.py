@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, parallel as torchs
 
+from meshdist import parallelize
 from meshdist.errors import ArgumentError, KindError
 from meshdist.tensor_parallel.plan_words import OF_TRANSFORMERS, WORDS, word_of, words_of
 
@@ -18,6 +20,13 @@ def test_transformers_words_are_ours() -> None:
     assert set(OF_TRANSFORMERS.values()) <= WORDS.keys()
     assert word_of("lm_head", "colwise_gather_output") == "column_whole"
     assert words_of({"a": "colwise", "b": "row"}) == {"a": "column", "b": "row"}
+
+
+def test_the_page_and_the_docstring_have_every_word() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tensor_parallel.md").read_text()
+    told = parallelize.__doc__ or ""
+    assert [word for word in (*WORDS, *OF_TRANSFORMERS) if f"`{word}`" not in page] == []
+    assert [word for word in WORDS if f"``{word}``" not in told] == []
 
 
 def test_words_change_torchs_own_classes() -> None:
