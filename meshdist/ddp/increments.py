@@ -45,15 +45,18 @@ class Increments:
             handle.remove()
         self._nodes.clear()
 
-    @hidden_from_modes
-    @torch.no_grad()
     def outputs_reached(self) -> None:
         """Multiply what the current backward has brought before it reached outputs."""
-        if self._early and self._task == current_task():
-            for parameter, grad, factor in self._early:
-                if parameter.grad is not None:
-                    parameter.grad.add_(grad, alpha=factor - 1)
-            self._early.clear()
+        if self._early and self._task == current_task():  # seldom, so that others pay nothing
+            self._multiply_early()
+
+    @hidden_from_modes
+    @torch.no_grad()
+    def _multiply_early(self) -> None:
+        for parameter, grad, factor in self._early:
+            if parameter.grad is not None:
+                parameter.grad.add_(grad, alpha=factor - 1)
+        self._early.clear()
 
     def _hook(
         self, parameter: torch.nn.Parameter, factor: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -16,7 +18,10 @@ from torch.profiler import profile
 import meshdist as md
 from meshdist import lax
 from meshdist.errors import GradientError
-from tests.pool import Pool
+from tests.ddp.stand_in_accelerator import in_place_of_the_cpu
+from tests.mpi_job import job_of
+from tests.pool import Failure, Pool
+from tests.two_hosts import TwoHosts
 
 F64 = torch.float64
 BATCH, PLACES, WIDTH, HIDDEN = 12, 12, 6, 24
@@ -463,3 +468,109 @@ def test_over_processes(pool: Pool, wire: str) -> None:
     for shape in ((1, 2, 2), (1, 1, 3)):
         found = pool.run(over_processes, math.prod(shape), shape, backend=wire)
         assert max(found) < 1e-14
+
+
+@pytest.mark.mpi
+@pytest.mark.soak
+def test_over_mpi(pool: Pool) -> None:
+    assert max(job_of(pool, 4).run_in_world(over_processes, (1, 2, 2))) < 1e-14
+
+
+@pytest.mark.parametrize("wire", [None, "gloo"])
+def test_over_two_hosts(two_hosts: TwoHosts, wire: str | None) -> None:
+    for shape in ((1, 2, 2), (1, 1, 4)):
+        assert max(two_hosts.run(over_processes, 4, shape, backend=wire)) < 1e-14
+
+
+def checked_steps(ddp: Any, net: nn.Module, mesh: md.DeviceMesh) -> dict[str, torch.Tensor]:
+    for _ in range(3):
+        net.zero_grad()
+        loss_of(ddp, mesh).backward()
+        ddp.check_gradients()
+    return expected()
+
+
+def lacking_or_interrupted(interrupts: bool) -> list[str]:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net, ddp = halves(mesh)
+    raised = []
+    for step in range(3):
+        out = ddp(torch.ones(2), interrupts or step < 2 or md.get_rank() != 3)
+        if interrupts and step == 2 and md.get_rank() == 1:
+            net.b.register_hook(lambda _: 1 / 0)
+        with suppress(ZeroDivisionError):
+            out.backward()
+        try:
+            ddp.check_gradients()
+        except GradientError as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_where_a_backward_returns_before_its_sums_have_ended() -> None:
+    """As on an accelerator, for which a stand-in is."""
+    with in_place_of_the_cpu():
+        for found in md.simulate(wrapped, 4, ((1, 2, 2), checked_steps)):
+            assert max(found.values()) < 1e-14
+    for interrupts, told in (
+        (True, "rank 1: an exception was raised inside"),
+        (False, "rank 3: a (index 0)"),
+    ):
+        with in_place_of_the_cpu():
+            for raised in md.simulate(lacking_or_interrupted, 4, (interrupts,)):
+                assert len(raised) == 1 and told in raised[0]
+
+
+class Large(nn.Module):
+    """Gradients that are sent by themselves, over a wire without memory that ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.ones(1 << 21)) for _ in range(2))
+        self.rows = nn.Embedding(4, 2, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.a * x).sum() + (self.b * x).sum() + x * self.rows(torch.arange(3)).sum()
+
+
+def large() -> list[list[float]]:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net = Large()
+    md.annotate(net, {"a": "d {R:tp}", "rows.weight": "v d {R:tp}"}, mesh=mesh)
+    ddp = md.DDP(net, device_mesh=mesh["dp"])
+    found = []
+    for step in range(4):
+        if step < 3:
+            ddp.zero_grad()
+        ddp(torch.tensor(1.0 + md.get_rank())).backward()
+        rows = net.rows.weight.grad.to_dense()
+        found.append([net.a.grad[0].item(), net.b.grad[0].item(), *rows[:, 0].tolist()])
+    return found
+
+
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_large_and_sparse_gradients(pool: Pool, wire: str) -> None:
+    for rank, found in enumerate(pool.run(large, 4, backend=wire)):
+        once = [5.0, 2.0 + rank % 2, 5.0, 5.0, 5.0, 0.0]
+        assert found == [once] * 3 + [[2 * value for value in once]]
+
+
+def until_a_rank_dies() -> str:
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _, ddp = halves(mesh)
+    for _ in range(2):
+        ddp(torch.ones(2)).backward()
+    out = ddp(torch.ones(2))
+    if md.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(md.errors.BackendError) as raised:
+        out.backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("wire", ["shm", "gloo"])
+def test_a_rank_that_is_killed_is_named_along_the_further_axis_too(pool: Pool, wire: str) -> None:
+    *others, lost = pool.outcomes(until_a_rank_dies, 4, backend=wire)
+    assert isinstance(lost, Failure)
+    for text in others:
+        assert "rank 3 has ended" in text
