@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
 import meshdist as md
 from meshdist import lax
@@ -24,6 +24,7 @@ from tests.pool import Failure, Pool
 from tests.two_hosts import TwoHosts
 
 F64 = torch.float64
+CPU = [ProfilerActivity.CPU]
 BATCH, PLACES, WIDTH, HIDDEN = 12, 12, 6, 24
 AXES = ("pod", "dp", "tp")
 
@@ -252,7 +253,11 @@ def test_messages_of_a_step() -> None:
         ddp = md.DDP(net, device_mesh=mesh["dp"])
         for _ in range(3):
             out = ddp(part(data(0)[0], mesh))
-            with profile() if md.get_rank() == 0 else nullcontext() as seen:
+            with (
+                profile(activities=CPU, acc_events=True)
+                if md.get_rank() == 0
+                else nullcontext() as seen
+            ):
                 out.sum().backward()
         events = seen.events() if md.get_rank() == 0 else ()
         return sorted(event.name for event in events if "all_reduce" in event.name)
@@ -274,7 +279,11 @@ def test_the_last_message_goes_over_the_union_where_a_parameter_does() -> None:
         for _ in range(3):
             ddp.zero_grad()
             out = ddp(torch.full((3,), 1.0 + md.get_rank()))
-            with profile() if md.get_rank() == 0 else nullcontext() as seen:
+            with (
+                profile(activities=CPU, acc_events=True)
+                if md.get_rank() == 0
+                else nullcontext() as seen
+            ):
                 out.backward()
         events = seen.events() if md.get_rank() == 0 else ()
         sent = [event.name for event in events if "all_reduce" in event.name]

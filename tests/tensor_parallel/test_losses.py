@@ -21,6 +21,8 @@ from meshdist.errors import (
 from meshdist.tensor_parallel import cross_entropy
 from tests.pool import Pool
 
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
 
 def mesh_of(size: int) -> md.DeviceMesh:
     return md.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
@@ -92,10 +94,10 @@ def test_it_sends_two_messages_forward_and_none_backward(
 
         loss().backward()
         found = []
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=CPU, acc_events=True) as profile:
             value = loss()
         found.append([e.name.split()[0] for e in profile.events() if "meshdist::" in e.name])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=CPU, acc_events=True) as profile:
             value.backward()
         found.append([e.name.split()[0] for e in profile.events() if "meshdist::" in e.name])
         return found[0], found[1]
