@@ -10,13 +10,21 @@ import torch
 from torch import nn
 
 from ..errors import AxisError, AxisTypeError, KindError
-from ..functional.axis_types import ATTRIBUTE, SPEC_ATTRIBUTE, axes_of_kind, type_text, with_kinds
+from ..functional.axis_types import (
+    ATTRIBUTE,
+    REDUCED_BY_OWNER,
+    SPEC_ATTRIBUTE,
+    axes_of_kind,
+    shown,
+    type_text,
+    with_kinds,
+)
 from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
-from .carried_specs import checked_spec, dims_text, find_spec, layout_of, mark_spec
+from .carried_specs import checked_spec, dims_text, find_spec, layout_of, mark_spec, spec_texts
 from .context import PLAIN_TENSORS
 from .module_marks import annotate_module
 from .refusals import mesh_text, of_a_subclass, tensor_text, type_as_text, type_of
@@ -76,7 +84,8 @@ def annotate(
     Raises:
         KindError: no tensor, a subclass, an axis that is no name, or a spec beside kinds.
         AxisError: the mesh has no such axis.
-        AxisTypeError: an axis is named under two kinds, or the module is wrapped already.
+        AxisTypeError: an axis is named under two kinds, or the module is wrapped already, or the
+            parameter is, by a wrapper that does not reduce it over an axis that is named so.
         PatternError: a text that is no pattern of one array, or names a whole dim as an axis of
             the mesh ("tp" where "f@tp" or ``varying="tp"`` is meant).
         ShapeError: a spec or a pattern for another number of dims.
@@ -120,6 +129,7 @@ def annotate(
             checked = checked_spec(tensor, spec, layout_of(spec, mesh), "annotate")
         except AxisError as error:
             raise with_hidden_mesh(error, mesh) from None
+        _refuse_late(tensor, spec_texts(checked, tuple(tensor.shape))[0])
         return mark_spec(tensor, checked)
     kinds: dict[str, str] = {}
     given = {"varying": ("V", varying), "reduced": ("R", reduced), "unreduced": ("U", unreduced)}
@@ -135,9 +145,23 @@ def annotate(
                     found=f"varying={varying!r}, reduced={reduced!r}, unreduced={unreduced!r}",
                     fix="name the axis once",
                 )
+    _refuse_late(tensor, type_text(kinds))
     tensor.__dict__[ATTRIBUTE] = type_text(kinds)
     tensor.__dict__.pop(SPEC_ATTRIBUTE, None)
     return tensor
+
+
+def _refuse_late(tensor: torch.Tensor, text: str) -> None:
+    """Raise where a wrapper's parameter is marked reduced over axes that the wrapper knows not."""
+    owned = tensor.__dict__.get(REDUCED_BY_OWNER)
+    late = [] if not owned else [x for x in axes_of_kind(text, "R") if x not in owned.split(",")]
+    if late:
+        raise AxisTypeError(
+            f"annotate: a parameter of a wrapper becomes reduced over {shown(late)}",
+            expected=f"a mark that is there when the model is wrapped, which reduces over {owned}",
+            found=tensor_text(tensor),
+            fix="annotate it first, then wrap the model",
+        )
 
 
 def _names(axes: object, argument: str) -> tuple[str, ...]:

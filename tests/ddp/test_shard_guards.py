@@ -323,6 +323,25 @@ def test_marks_of_the_program_outlive_a_wrapper_over_all_their_axes(way: str) ->
         assert (mark, grad) == ("R:tp", 5.0)
 
 
+def test_a_mark_that_comes_behind_the_wrapper_is_refused() -> None:
+    def program() -> list[str]:
+        mesh = open_mesh()
+        net = nn.Linear(2, 2)
+        ddp = md.DDP(net, device_mesh=mesh["dp"])
+        md.annotate(net.weight, "f d {R:dp}", mesh=mesh)
+        found = []
+        for given in ({"spec": "f d {R:tp}"}, {"reduced": "tp"}):
+            with pytest.raises(AxisTypeError) as raised:
+                md.annotate(net.weight, mesh=mesh, **given)
+            found.append(str(raised.value))
+        del ddp
+        return found
+
+    for text in (text for texts in md.simulate(program, 4) for text in texts):
+        assert text.startswith("annotate: a parameter of a wrapper becomes reduced over 'tp'\n")
+        assert "annotate it first, then wrap the model" in text
+
+
 def test_ranks_with_other_marks_are_all_told() -> None:
     def program() -> str:
         mesh = open_mesh()
