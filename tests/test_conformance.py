@@ -76,7 +76,9 @@ def test_the_documentation_says_what_the_report_says() -> None:
     report = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "torch_backends.md").read_text(encoding="utf-8")
     rows = dict(
-        re.findall(r"^\| (shm|mpi|Gloo) \| (\d+ \| \d+ \| \d+ \| \d+) \|$", page, re.MULTILINE)
+        re.findall(
+            r"^\| (shm|mpi|simulated|Gloo) \| (\d+ \| \d+ \| \d+ \| \d+) \|$", page, re.MULTILINE
+        )
     )
     kinds = ("passed", "failed", "refused by torch's front end", "skipped")
     for one in report["backends"]:

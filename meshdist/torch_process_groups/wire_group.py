@@ -38,7 +38,7 @@ from ..wires.operations import WorkerQueue
 from ..wires.registry import Opening, Wire
 from ..wires.work import Work, bound, joined
 from .inner_group import InnerGroup
-from .works import TorchWork, begin_record, tensors_of
+from .works import TorchWork, begin_record, end_records, tensors_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -258,14 +258,17 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
             title: the name of the verb in a profile, in place of ``verb``.
         """
         is_recorded = profiler._is_profiler_enabled
-        if is_recorded:
-            records = begin_record(f"{self._wire.name}:{title or verb}", noted)
-        started = run_unnested(verb, start)
-        if started is not None and asked.timeout is not None:
-            bound(started, asked.timeout)
-        work = TorchWork(() if started is None else (started,), result, self._completer)
-        if is_recorded:
-            work.end_with(records, asked.is_async)
+        records = begin_record(f"{self._wire.name}:{title or verb}", noted) if is_recorded else []
+        try:
+            started = run_unnested(verb, start)
+            if started is not None and asked.timeout is not None:
+                bound(started, asked.timeout)
+            work = TorchWork(() if started is None else (started,), result, self._completer)
+            if is_recorded:
+                work.end_with(records, asked.is_async)
+        except BaseException:
+            end_records(records)
+            raise
         if not asked.is_async:
             work.wait()
         return work if self._coalesced is None else self._kept_for_joining(work)

@@ -81,10 +81,12 @@ class TorchWork(torch_distributed.Work):
         thread.start()
 
     def _record(self, records: list[Any], works: Sequence[Any]) -> None:
-        with suppress(Exception):  # wait() raises it
-            for work in works:
-                work.wait()
-        records.pop().__exit__(None, None, None)
+        try:
+            with suppress(Exception):  # wait() raises it
+                for work in works:
+                    work.wait()
+        finally:
+            end_records(records)
 
     def synchronize(self) -> None:
         """Wait, as ``wait()`` does."""
@@ -156,6 +158,13 @@ def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
     records = [_RecordFunctionFast(title, list(tensors_of(given)))]
     records[0].__enter__()
     return records
+
+
+def end_records(records: list[Any]) -> None:
+    """End what ``begin_record`` began, and drop it, if it has not ended yet."""
+    # A record that ends behind its profiler, as a traceback drops it, writes into freed memory.
+    while records:
+        records.pop().__exit__(None, None, None)
 
 
 def tensors_of(given: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -160,27 +160,38 @@ def _one_at_a_time() -> Iterator[None]:
         _simulating.release()
 
 
+_BEGINS_PROFILER = ("_prepare_profiler", "_run_on_profiler_start")
+
+
 @contextmanager
 def _one_profiler() -> Iterator[None]:
     """Let no rank begin a profiler while another is on: two would crash torch."""
-    begin: Callable[[], None] = profiler._run_on_profiler_start
 
-    def begin_alone() -> None:
-        rank, is_mine = find_rank_here(), torch.autograd._profiler_enabled()
-        if rank is not None and profiler._is_profiler_enabled and not is_mine:
-            raise WorldError(
-                f"simulated rank {rank.index} begins a profiler while another one is on",
-                expected="one at a time for all simulated ranks: torch has one in a process",
-                fix="profile one rank, `with profile() if md.get_rank() == 0 else nullcontext():`; "
-                "or all of them, by one profiler around simulate; or run processes: md.spawn",
-            )
-        begin()
+    def alone(begin: Callable[..., None]) -> Callable[..., None]:
+        def begin_alone(*given: Any, **named: Any) -> None:
+            rank, is_mine = find_rank_here(), torch.autograd._profiler_enabled()
+            if rank is not None and profiler._is_profiler_enabled and not is_mine:
+                raise WorldError(
+                    f"simulated rank {rank.index} begins a profiler while another one is on",
+                    expected="one at a time for all simulated ranks: torch has one in a process",
+                    fix="profile one rank, `with profile() if md.get_rank() == 0 else "
+                    "nullcontext():`; or all of them, by one profiler around simulate; or run "
+                    "processes: md.spawn",
+                )
+            begin(*given, **named)
 
-    profiler._run_on_profiler_start = begin_alone
+        return begin_alone
+
+    # The second profiler takes from the first its records as torch prepares it, before it starts;
+    # ``emit_nvtx`` is not prepared.
+    before = {name: getattr(profiler, name) for name in _BEGINS_PROFILER}
     try:
+        for name, begin in before.items():
+            setattr(profiler, name, alone(begin))
         yield
     finally:
-        profiler._run_on_profiler_start = begin
+        for name, begin in before.items():
+            setattr(profiler, name, begin)
 
 
 def _close(world: World) -> None:

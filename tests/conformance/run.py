@@ -200,7 +200,7 @@ def main() -> int:
 
 def offered() -> list[str]:
     """Ours that work on this machine, and Gloo."""
-    wires = [find_wire(name) for name in ("shm", "mpi")]
+    wires = [find_wire(name) for name in ("shm", "mpi", "simulated")]
     return [wire.name for wire in wires if wire is not None and wire.is_available()] + ["gloo"]
 
 

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.common_distributed import TEST_SKIPS, DistTestCases
-from torch.testing._internal.common_utils import TestCase
+from torch.testing._internal.common_utils import TestCase, set_rng_seed
 
+import meshdist as md
 import meshdist.torch_backends
-import meshdist.torch_process_groups.creating  # noqa: F401 (so that forked ranks have it)
+import meshdist.torch_process_groups.creating
 
-OURS = ("shm", "mpi")
+OURS = ("shm", "mpi", "simulated")
 SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 for feature in ("ddp", "subgroup", "plugin"):  # "gpu" and "cuda" ask for one GPU per rank
     DistTestCases.backend_feature[feature].update(OURS)
@@ -94,6 +95,69 @@ class UnderMpiexec(TestCase, DistributedTest._DistTestBase):
         dist.barrier()
 
 
+PROFILED = "a process has one profiler, and each rank begins its own here"
+LIMITS = {
+    "test_get_rank": "it tells ranks apart by their process ids",
+    "test_barrier_timeout_full_group": "a rank that stays away is a deadlock, told at once",
+    "test_barrier_timeout_group": "a rank that stays away is a deadlock, told at once",
+    "test_isend_autograd_profiler": PROFILED,
+    "test_isend_torch_profiler": PROFILED,
+    "test_send_recv_any_source_autograd_profiler": PROFILED,
+    "test_send_recv_any_source_torch_profiler": PROFILED,
+    "test_send_recv_autograd_profiler": PROFILED,
+    "test_send_recv_torch_profiler": PROFILED,
+    "test_send_recv_with_tag_autograd_profiler": PROFILED,
+    "test_send_recv_with_tag_torch_profiler": PROFILED,
+}
+"""What simulated ranks, by their page, do otherwise."""
+
+
+class OnSimulatedRanks(TestCase, DistributedTest._DistTestBase):
+    """Every test of the suite, on simulated ranks inside this process."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def _callTestMethod(self, method: Any) -> None:  # unittest's
+        name = method.__name__
+        if name in LIMITS:
+            self.skipTest(LIMITS[name])
+        md.simulate(self._run_rank, int(os.environ["WORLD_SIZE"]), args=(name,))
+
+    @classmethod
+    def _run_rank(cls, name: str) -> None:
+        set_rng_seed()  # as in the suite's processes
+        dist.init_process_group(BACKEND, init_method="simulated://")
+        getattr(cls(name), name)()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _barrier(self, *args: Any, **kwargs: Any) -> None:
+        dist.barrier()  # the suite's own waits for files
+
+    def call_dist_op(
+        self,
+        title: str,
+        is_async: bool,
+        op: Any,
+        *args: Any,
+        expect_event: bool = True,
+        secondary_op_call: Any = None,
+        profile_cuda: bool = False,
+        tensor_shapes: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run a verb without the suite's profiler, of which a process has one for all ranks."""
+        works = [op(*args, **kwargs), *([secondary_op_call()] if secondary_op_call else [])]
+        for work in works if is_async else ():
+            work.wait()
+
+
 class Lines(unittest.TestResult):
     """Tells each test's end as it comes."""
 
@@ -127,7 +191,8 @@ class Lines(unittest.TestResult):
 if __name__ == "__main__":
     REPORT = os.dup(1)
     os.dup2(2, 1)  # what the tests print is no part of the report
-    suite = UnderMpiexec if UNDER_MPIEXEC else OnProcesses
+    suites = {"mpi": UnderMpiexec, "simulated": OnSimulatedRanks}
+    suite = suites.get(str(BACKEND), OnProcesses)
     known = unittest.TestLoader().getTestCaseNames(suite)
     if sys.argv[1:] == ["--names"]:
         os.write(REPORT, "\n".join(known).encode())

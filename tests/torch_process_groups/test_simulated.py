@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -361,6 +362,22 @@ def test_another_thread_of_a_rank_has_no_world_of_torchs() -> None:
 
     for text in md.simulate(program, 2):
         assert text.startswith("Default process group has not been initialized")
+
+
+def test_a_verb_that_is_refused_ends_its_record_in_the_profile() -> None:
+    def program() -> list[tuple[str, bool]]:
+        begin()
+        with torch.profiler.profile() as profile:
+            try:
+                dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+            except Exception as error:
+                kept = error  # and its traceback, until the profiler has ended
+            time.sleep(0.2)
+        assert "BAND" in str(kept)
+        ours = [event for event in profile.events() if event.name.startswith("simulated:")]
+        return [(event.name, event.time_range.elapsed_us() < 2e5) for event in ours]
+
+    assert md.simulate(program, 1) == [[("simulated:all_reduce", True)]]
 
 
 def test_a_profile_names_the_verbs() -> None:
