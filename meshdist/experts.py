@@ -264,7 +264,7 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
             found=f"tokens {describe(x)}; experts {describe(chosen)}",
             fix="experts.unsqueeze(1), where each token goes to a single expert"
             if chosen.dim() == 1
-            else None,
+            else "give experts a row for each token, as scores.topk(k).indices has",
         )
 
 
@@ -300,6 +300,8 @@ def _exchange_counts(
             found=grouped_text(
                 (rank, f"from {low} to {high}") for rank, (low, high) in wrong.items()
             ),
+            fix="number experts from 0, give num_experts as the count of those on all ranks "
+            "together, and -1 for an entry that is dropped",
         )
     return tuple(map(sum, blocks)), theirs[:, 2:]
 
@@ -315,6 +317,8 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
             where=f"rank {group.world.rank}, {group.name}",
             expected=f"shape ({num_rows}, ...)",
             found=describe(y),
+            fix="pass a row for each that experts.dispatch returned with this route; what shall "
+            "not count gets the weight 0",
         )
     factors = None
     if weights is not None:
@@ -325,6 +329,8 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
                 where=f"rank {group.world.rank}, {group.name}",
                 expected=f"shape {route._shape}",
                 found=describe(scale),
+                fix="pass the values that topk returns beside the experts: "
+                "weights, experts = scores.topk(k)",
             )
         factors = scale.flatten().index_select(0, route._entries).view(-1, *[1] * (y.dim() - 1))
     if route._empty is not None:

@@ -386,6 +386,8 @@ def test_an_expert_outside_on_one_rank_is_told_to_all() -> None:
         "  expected: experts from 0 to 1, and -1 for what is not sent",
         "  found:    ranks 0, 2: from 0 to 2",
         "            rank 1: from 4 to 6",
+        "  fix:      number experts from 0, give num_experts as the count of those on all ranks "
+        "together, and -1 for an entry that is dropped",
     ]
 
 
@@ -426,6 +428,7 @@ def test_rows_that_differ_between_ranks_are_refused_on_all(other: torch.Tensor) 
         (TOKENS, EXPERTS.float(), 3, DtypeError, "experts must be whole numbers"),
         (TOKENS, EXPERTS.bool(), 3, DtypeError, "experts must be whole numbers"),
         (TOKENS, EXPERTS[:1], 3, ShapeError, "each token must have its row of experts"),
+        (TOKENS, EXPERTS[:1], 3, ShapeError, "fix:      give experts a row for each token, as sco"),
         (TOKENS, EXPERTS[:, 0], 3, ShapeError, "experts.unsqueeze(1), where each token goes to"),
         (TOKENS[0, 0], EXPERTS, 3, ShapeError, "tokens of shape (n, ...) and experts of shape"),
         (TOKENS, EXPERTS, 0, ArgumentError, "experts.dispatch: num_experts is 0"),
@@ -475,12 +478,14 @@ def test_combine_refuses_other_rows_weights_and_routes() -> None:
         return texts
 
     for rank, (rows, weights, route, scale) in enumerate(over(body)):
-        first, where, expected, found = rows.splitlines()
+        first, where, expected, found, fix = rows.splitlines()
         assert first.endswith("rows must be as many as experts.dispatch gave, in their order")
         assert where == f"  where:    rank {rank}, axis 'ep' of DeviceMesh(ep=2)"
         assert expected == f"  expected: shape ({[6, 2][rank]}, ...)"
         assert found == "  found:    shape (1, 2), float32"
+        assert fix.startswith("  fix:      pass a row for each that experts.dispatch returned")
         assert "weights must have the shape of the experts" in weights
+        assert weights.endswith("beside the experts: weights, experts = scores.topk(k)")
         assert "expected: shape (2, 2)" in weights and "shape (2, 3), float32" in weights
         assert "route must be what experts.dispatch returned beside the rows" in route
         assert "experts.combine cannot take a float as weights" in scale
