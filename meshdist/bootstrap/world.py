@@ -141,6 +141,12 @@ class World:
     def __post_init__(self) -> None:
         self.hosts = self.hosts or (0,) * self.size
 
+    def note_mesh(self, layout: Any, *, is_open: bool) -> None:
+        """Note the layout of a mesh that this rank has made."""
+        for axis in layout.names or ():
+            self.axis_layouts.setdefault(axis, set()).add(layout)
+        self.open_layouts[layout] += is_open
+
     @property
     def is_one_host(self) -> bool:
         """Return whether all ranks run on one host."""

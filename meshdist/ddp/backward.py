@@ -49,6 +49,17 @@ class Moment(Enum):
     """With the error."""
 
 
+class State(Enum):
+    """A stage of a reducer between two backwards."""
+
+    IDLE = auto()
+    AWAITED = auto()
+    """A synchronised forward has come, and its backward has not ended."""
+    ENDED = auto()
+    CLOSED = auto()
+    """Gradients stay local."""
+
+
 class AtWork(NamedTuple):
     """The members that have data, where some may have none.
 

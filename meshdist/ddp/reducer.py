@@ -56,7 +56,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -74,7 +73,7 @@ from .autograd_engines import (
     find_context,
     is_rpc_on,
 )
-from .backward import AtWork, Backward, Moment, Sending, tells_errors
+from .backward import AtWork, Backward, Moment, Sending, State, tells_errors
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
@@ -87,17 +86,6 @@ from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
 from .wider_groups import WiderGroups
-
-
-class State(Enum):
-    """A stage of a reducer between two backwards."""
-
-    IDLE = auto()
-    AWAITED = auto()
-    """A synchronised forward has come, and its backward has not ended."""
-    ENDED = auto()
-    CLOSED = auto()
-    """Gradients stay local."""
 
 
 class Reducer:

@@ -122,12 +122,10 @@ class DeviceMesh:
             _derived={},
             caches=Caches(),
         )
-        for axis in definition.layout.names or ():
-            definition.world.axis_layouts.setdefault(axis, set()).add(definition.layout)
         if open_groups and coordinate is not None:
             run_unnested("DeviceMesh", definition.open_groups, groups)
-        if root is None and any(group.is_open for group in groups):
-            definition.world.open_layouts[definition.layout] += 1
+        is_open = root is None and any(group.is_open for group in groups)
+        definition.world.note_mesh(definition.layout, is_open=is_open)
 
     device_type: str
     """Where the tensors live: "cpu", "cuda", ..."""
@@ -385,9 +383,8 @@ class DeviceMesh:
                 where=self._definition.text,
                 fix=f"close the whole mesh, {self.root._definition.text}",
             )
-        listed = self.world.open_layouts
-        if listed[self.layout] and any(group.is_open for group in self._groups):
-            listed[self.layout] -= 1
+        if self.world.open_layouts[self.layout] and any(group.is_open for group in self._groups):
+            self.world.open_layouts[self.layout] -= 1
         for group in self._own_groups:
             group.close()
 

@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,11 +56,8 @@ class SplitLayer(nn.Module):
     mesh: DeviceMesh
     word: str
     weight: torch.Tensor
-
-    @staticmethod
-    def specs_over(axis: str) -> Mapping[str, str]:
-        """Return how the parameters lie, by name; a parameter that is not named is whole."""
-        raise NotImplementedError
+    specs: ClassVar[Mapping[str, str]]
+    """How the parameters lie over ``{tp}``, by name; a parameter that is not named is whole."""
 
     @property
     def axis(self) -> str:
@@ -70,6 +68,17 @@ class SplitLayer(nn.Module):
         """Restore the marks of parameters that a copy of the module has without."""
         if SPEC_ATTRIBUTE not in self.weight.__dict__:
             restore_marks(self)
+
+    def check_features(self, x: torch.Tensor, expected: int, fix: str) -> None:
+        """Raise where the input has another number of features than the word says."""
+        if not x.dim() or x.shape[-1] != expected:
+            raise ShapeError(
+                f"{self.word}: the input has another number of features than the layer takes",
+                where=f"rank {self.mesh.world.rank}, {self!r}",
+                expected=f"an input of shape [..., {expected}]",
+                found=f"shape {tuple(x.shape)}",
+                fix=fix,
+            )
 
     def extra_repr(self) -> str:
         """Return torch's text of the whole layer, and the word."""
@@ -91,14 +100,13 @@ class ColumnParallelLinear(SplitLayer, nn.Linear):
         take it, and with ``_whole`` the output is gathered.
     """
 
-    @staticmethod
-    def specs_over(axis: str) -> Mapping[str, str]:
-        """Return how weight and bias lie."""
-        return {"weight": f"f@{axis} d", "bias": f"f@{axis}"}
+    specs = MappingProxyType({"weight": "f@{tp} d", "bias": "f@{tp}"})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's features of the output, or all of them."""
         self.ready()
+        fix = "let what comes before it be 'row' or 'column_whole', or stay whole"
+        self.check_features(x, self.in_features, fix)
         tp, f, lies = self.axis, self.out_features, "... d"
         if "sequence" in self.word:
             # A summand of the gradient of what was gathered comes from each rank, and the gather's
@@ -124,14 +132,17 @@ class RowParallelLinear(SplitLayer, nn.Linear):
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
     """
 
-    @staticmethod
-    def specs_over(axis: str) -> Mapping[str, str]:
-        """Return how the weight lies."""
-        return {"weight": f"f d@{axis}"}
+    specs = MappingProxyType({"weight": "f d@{tp}"})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output, whole or this rank's part of the sequence."""
         self.ready()
+        if self.word == "row_whole":
+            self.check_features(x, self.in_features, "write 'row', which takes this rank's part")
+        else:
+            start, stop = own_part(self.in_features, self.mesh)
+            fix = "let the layer before it be 'column', or this be 'row_whole'"
+            self.check_features(x, stop - start, fix)
         tp = self.axis
         bias: torch.Tensor | None = self.bias
         lies = "... d" if self.word == "row_whole" else f"... d@{tp}"
@@ -157,10 +168,7 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
         One all-reduce of the output; with ``_sequence`` one reduce-scatter.
     """
 
-    @staticmethod
-    def specs_over(axis: str) -> Mapping[str, str]:
-        """Return how the weight lies."""
-        return {"weight": f"v@{axis} d"}
+    specs = MappingProxyType({"weight": "v@{tp} d"})
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of the indices, whole or this rank's part of the sequence."""

@@ -87,6 +87,8 @@ def cross_entropy(
     picked = logits.gather(-1, index[..., None])[..., 0].masked_fill(~is_mine, 0)
     # Members compare the names of what they send: they must agree on how many classes there are.
     name = f"logits of {size} classes"
+    if num_classes is None:
+        name += " (uneven parts need num_classes=)"
     largest = pmax({name: logits.detach().amax(-1)}, axes)[name]
     parts = [(logits - largest[..., None]).exp().sum(-1), picked]
     if label_smoothing:

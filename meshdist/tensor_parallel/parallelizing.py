@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..checking.program import one_frame
+from ..checking.program import one_frame, warn_caller
 from ..collectives.torch_private import HiddenFromModes
+from ..error_text import explain as explain_text, first_texts
 from ..errors import ArgumentError, KindError, MeshError, ShapeError
-from ..functional.axis_types import RANKS_OF_OWNER, REDUCED_BY_OWNER
+from ..functional.axis_types import ATTRIBUTE, RANKS_OF_OWNER, REDUCED_BY_OWNER
 from ..functional.value_checks import is_compared
 from ..lax.asserting import assert_equal
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -266,7 +267,7 @@ def _specs(each: Assignment, axis: str) -> dict[str, str]:
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:
         return {}
-    return {leaf: spec for leaf, spec in becomes.specs_over(axis).items() if leaf in own}
+    return {leaf: spec.format(tp=axis) for leaf, spec in becomes.specs.items() if leaf in own}
 
 
 # -- the split ------------------------------------------------------------------------------------
@@ -345,7 +346,35 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
             parameter.data = part
     for each in assigned:
         _change(each, mesh)
+    _warn_of_norms(module, assigned, axis)
     return module
+
+
+def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
+    """Warn of norms that a plan leaves out which cuts the sequence: they see a part of it."""
+    if not any("sequence" in each.word for each in assigned):
+        return
+    named = {id(each.module) for each in assigned}
+    left_out = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Norm")
+        and id(module) not in named
+        # A mark says that the program has thought of it.
+        and any(ATTRIBUTE not in x.__dict__ for x in module.parameters(recurse=False))
+    ]
+    if left_out:
+        summary = "parallelize: the plan cuts the sequence, and leaves norms out"
+        warn_caller(
+            explain_text(
+                summary,
+                expected=f"'reduced' for each norm whose input is cut over {axis!r}: else its "
+                "gradient is this rank's part, outside of md.typed",
+                found=first_texts(left_out, ", "),
+                fix="add them to the plan; where a norm sees whole sequences say so: "
+                "md.annotate(model, {'norm.*': '...'}, mesh=mesh)",
+            )
+        )
 
 
 def _axis_of(mesh: object) -> str:

@@ -198,6 +198,7 @@ def test_ranks_with_other_numbers_of_classes_all_raise() -> None:
         return str(raised.value)
 
     for text in md.simulate(program, 2):
+        assert "(uneven parts need num_classes=)" in text
         assert "logits of 6 classes" in text
         assert "logits of 4 classes" in text
 

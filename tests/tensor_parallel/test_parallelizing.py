@@ -522,3 +522,53 @@ def test_packed_features_are_cut_where_they_lie() -> None:
     first, second = md.simulate(program, 2)
     assert first == [True, False]
     assert second == [False, False]
+
+
+# -- what a plan forgets --------------------------------------------------------------------------
+
+
+def test_norms_that_a_plan_with_a_cut_sequence_leaves_out_are_warned_of() -> None:
+    plan = {name: word for name, word in SEQUENCE_PLAN.items() if "norm" not in name}
+
+    def program(kind: str) -> None:
+        model = make()
+        if kind == "marked":  # as the text proposes
+            md.annotate(model, {"*norm*": "..."})
+        chosen = {"named": SEQUENCE_PLAN, "whole": WHOLE_PLAN}.get(kind, plan)
+        md.parallelize(model, mesh_of(2)["tp"], chosen)
+
+    for kind in ("marked", "named", "whole"):
+        md.simulate(program, 2, args=(kind,))  # a warning is an error here
+    with pytest.warns(UserWarning, match="leaves norms out") as told:
+        md.simulate(program, 2, args=("left out",))
+    for warning in told:
+        text = str(warning.message)
+        assert text.startswith("parallelize: the plan cuts the sequence, and leaves norms out\n")
+        assert "'reduced' for each norm whose input is cut over 'tp'" in text
+        assert "found:    layers.0.norm1, layers.0.norm2, norm\n" in text
+        assert "md.annotate(model, {'norm.*': '...'}, mesh=mesh)" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "num_given", "texts"),
+    [
+        ("row", 6, ["expected: an input of shape [..., 3]", "be 'column', or this be 'row_whole'"]),
+        ("row_whole", 3, ["expected: an input of shape [..., 6]", "write 'row'"]),
+        ("column", 3, ["expected: an input of shape [..., 6]", "be 'row' or 'column_whole'"]),
+    ],
+)
+def test_a_layer_beside_a_forgotten_word_says_which(
+    word: str, num_given: int, texts: list[str]
+) -> None:
+    def program() -> str:
+        md.seed(0)
+        layer = md.parallelize(nn.Sequential(nn.Linear(6, 4)), mesh_of(2), {"0": word})
+        with pytest.raises(ShapeError) as raised:
+            layer(torch.ones(2, num_given))
+        return str(raised.value)
+
+    for text in md.simulate(program, 2):
+        start = f"{word}: the input has another number of features than the layer takes\n"
+        assert text.startswith(start)
+        assert f"Linear(in_features=6, out_features=4, bias=True, {word} over tp=2)" in text
+        assert f"found:    shape (2, {num_given})" in text and all(each in text for each in texts)
