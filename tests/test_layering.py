@@ -52,6 +52,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         "launching": (
             "guard",
             "questions",
+            "launcher_variables",
             "rank_environment",
             "child_processes",
             "failed_ranks",
@@ -59,6 +60,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "launcher",
         ),
         "bootstrap": (
+            "engines",
             "environments",
             "server_watch",
             "stores",

@@ -1,8 +1,7 @@
 """The place of this process in its job, as its launcher wrote it into the environment.
 
 Pure: a mapping of variables goes in, a ``Surroundings`` or one error that lists everything comes
-out. The launchers: ``meshdist run``, torchrun (both by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
-``mpiexec`` of Open MPI and of MPICH's family, and Slurm's ``srun``.
+out. What each launcher says stands in ``launching.launcher_variables``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import RendezvousError
+from ..launching.launcher_variables import (
+    BY_HAND,
+    KUBEFLOW,
+    NAMES,
+    SLURM,
+    STARTERS,
+    LauncherVariables,
+    find_launcher,
+    first_value,
+)
 from ..runtime.whole_numbers import find_whole_number
+from .engines import find_engine
 
 MOST_RANKS = 1 << 20
 """In one world: a greater size is a mistake, and would take minutes and memory to try."""
@@ -25,7 +35,7 @@ class Surroundings:
     """A process's place in its job, as its launcher set it.
 
     Args:
-        launcher: what started it: "meshdist run", "torchrun", "Open MPI", "Hydra", "Slurm", or
+        launcher: what started it: "meshdist run", "torchrun", a name in the table of launchers, or
             "env" where variables were set by hand.
         address: where rank 0 serves the store; None where the launcher does not say.
         port: its port there; None where the launcher does not say.
@@ -50,21 +60,11 @@ class Surroundings:
     attempt: str = ""
 
 
-# Rank, size, local rank, local size, by launcher. The first that shows in the environment counts.
-_VARIABLES = {
-    "env": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
-}
-_MPI = ("Open MPI", "Hydra")
+_JOBS = ("PMIX_NAMESPACE", "PMI_KVSNAME", "FLUX_JOB_ID", "SLURM_JOB_ID")
+_PER_NODE = "SLURM_NTASKS_PER_NODE"
 _PORT_BASE, _NUM_PORTS = 12000, 20000
 _MOST_SHOWN = 200  # characters of a variable
+_SHOWN = {"MASTER_ADDR", "SLURM_JOB_ID", _PER_NODE, *NAMES}
 
 
 def read_surroundings(
@@ -79,29 +79,27 @@ def read_surroundings(
     Args:
         rank: wins over the environment where it is given; ``world_size`` likewise.
     """
-    reader = _Reader(environment)
-    kind = _launcher(environment, is_mpi_asked)
-    if is_mpi_asked and kind not in _MPI:
+    row = _find_row(environment, is_mpi_asked=is_mpi_asked)
+    reader = _Reader(environment, row)
+    if is_mpi_asked and not row.is_mpi:
         reader.missing.append("OMPI_COMM_WORLD_RANK or PMI_RANK (the program runs without mpiexec)")
         raise reader.error(
             "meshdist run --launcher mpi -n 4",
             "mpiexec -n 4 python",
             expected="the variables of mpiexec: backend 'mpi' takes ranks from nobody else",
         )
-    rank_name, size_name, local_name, local_size_name = _VARIABLES[kind]
-    if rank < 0:
-        rank = reader.number(rank_name)
-    if world_size < 0:
-        world_size = reader.number(size_name, least=1, most=MOST_RANKS)
-    if reader.is_sound and not rank < world_size:
-        reader.wrong.append(f"rank {rank} does not exist in a world of {world_size}")
-    is_one_host = reader.optional_number(local_size_name) == world_size or (
-        kind == "Slurm" and _first_of(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") == "1"
+    rank = reader.rank() if rank < 0 else rank
+    size = reader.size() if world_size < 0 else world_size
+    if reader.is_sound and not rank < size:
+        reader.wrong.append(f"rank {rank} does not exist in a world of {size}")
+    is_one_host = (
+        reader.optional_number(row.local_size) == size
+        or first_value(environment, row.num_hosts) == "1"
     )
-    address, port = _place_of_store(reader, environment, kind, rank, is_one_host)
+    address, port = _place_of_store(reader, rank, is_one_host)
     if not reader.is_sound:
         raise reader.error()
-    launcher = _launcher_name(kind, environment)
+    launcher = _launcher_name(row, environment)
     has_agent_store = (
         launcher == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     )
@@ -111,15 +109,15 @@ def read_surroundings(
     return Surroundings(
         launcher=launcher,
         rank=rank,
-        size=world_size,
+        size=size,
         address=address,
         port=port,
-        local_rank=reader.optional_number(local_name),
+        local_rank=reader.optional_number(row.local_rank),
         is_one_host=is_one_host,
         has_agent_store=has_agent_store,
         directory=directory if is_one_host and address == "127.0.0.1" else None,
-        job=_first_of(environment, "PMIX_NAMESPACE", "PMI_KVSNAME", "SLURM_JOB_ID") or None,
-        attempt=_attempt(kind, launcher, environment),
+        job=first_value(environment, _JOBS) or None,
+        attempt=_attempt(launcher, environment),
     )
 
 
@@ -130,11 +128,11 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})
         ((1, 4), None)
     """
-    rank_name, size_name, *_ = _VARIABLES[_launcher(environment, is_mpi_asked=False)]
-    if rank_name not in environment and size_name not in environment:
+    row = _find_row(environment)
+    if row is BY_HAND and "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    reader = _Reader(environment)
-    rank, size = reader.number(rank_name), reader.number(size_name, least=1, most=MOST_RANKS)
+    reader = _Reader(environment, row)
+    rank, size = reader.rank(), reader.size()
     if reader.is_sound and rank >= size:
         reader.wrong.append(f"rank {rank} does not exist in a world of {size}")
     if not reader.is_sound:
@@ -142,39 +140,48 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
     return rank, size
 
 
-def _place_of_store(
-    reader: _Reader, environment: Mapping[str, str], kind: str, rank: int, is_one_host: bool
-) -> tuple[str | None, int | None]:
+def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
+    """Return the launcher whose variables count in this process."""
+    engine = None if is_mpi_asked else find_engine(environment)
+    if engine is not None and engine.is_service:
+        return BY_HAND
+    return find_launcher(environment, is_mpi_asked=is_mpi_asked)
+
+
+def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str | None, int | None]:
     """Return the address and the port of rank 0's store, as far as the launcher names them."""
-    address = environment.get("MASTER_ADDR") or None
-    port = reader.port("MASTER_PORT") if environment.get("MASTER_PORT") else None
-    if kind == "env":
-        if not environment.get("MASTER_PORT"):
-            reader.missing.append("MASTER_PORT")
+    row, environment = reader.row, reader.environment
+    addresses = tuple(filter(None, ("MASTER_ADDR", row.address)))
+    ports = tuple(filter(None, ("MASTER_PORT", row.port)))
+    address = first_value(environment, addresses) or None
+    port = reader.port(*ports) if first_value(environment, ports) else None
+    if row.port:  # these tell it all
+        if not first_value(environment, ports):
+            reader.missing.append(ports[-1])
         if address is None and rank > 0:
-            reader.missing.append("MASTER_ADDR")
-    elif kind == "Slurm":
-        nodes = _first_of(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+            reader.missing.append(addresses[-1])
+    elif row.hosts:
+        nodes = first_value(environment, row.hosts)
         if address is None and not is_one_host:
             if not nodes:
-                reader.missing.append("SLURM_JOB_NODELIST")
+                reader.missing.append(row.hosts[-1])
             else:
                 try:
                     address = first_host(nodes)
                 except ValueError:
-                    reader.wrong.append(f"SLURM_JOB_NODELIST={nodes!r} is no list of hosts")
+                    reader.wrong.append(f"{row.hosts[-1]}={nodes!r} is no list of hosts")
         if port is None and reader.is_sound:
             job, step = reader.number("SLURM_JOB_ID"), environment.get("SLURM_STEP_ID", "0")
             port = _PORT_BASE + (7 * job + (find_whole_number(step) or 0)) % _NUM_PORTS
     return address, port
 
 
-def _attempt(kind: str, launcher: str, environment: Mapping[str, str]) -> str:
+def _attempt(launcher: str, environment: Mapping[str, str]) -> str:
     """Return a text that distinguishes this start of the job from an earlier start, or ""."""
     if launcher == "torchrun" and environment.get("GROUP_WORLD_SIZE", "1") == "1":
         # Agents of several hosts count their restarts each for itself.
         return environment.get("TORCHELASTIC_RESTART_COUNT", "")
-    return environment.get("MESHDIST_RUN_ID", "") if kind == "env" else ""
+    return environment.get("MESHDIST_RUN_ID", "") if launcher == "meshdist run" else ""
 
 
 def read_local_rank(environment: Mapping[str, str]) -> int:
@@ -194,39 +201,25 @@ def find_local_size(environment: Mapping[str, str]) -> int | None:
         4
     """
     reader = _Reader(environment)
-    found = (reader.optional_number(names[3]) for names in _VARIABLES.values())
+    found = (reader.optional_number(row.local_size) for row in (BY_HAND, *STARTERS))
     return next(filter(None, found), None)
 
 
-def _launcher(environment: Mapping[str, str], is_mpi_asked: bool) -> str:
-    if not is_mpi_asked and ("RANK" in environment or "WORLD_SIZE" in environment):
-        return "env"
-    if "OMPI_COMM_WORLD_RANK" in environment:
-        return "Open MPI"
-    is_slurm = "SLURM_PROCID" in environment
-    if "PMI_RANK" in environment:
-        # srun --mpi=pmi2 sets PMI_RANK too, equal to its own; mpiexec inside a Slurm job does not.
-        by_srun = (
-            is_slurm
-            and not is_mpi_asked
-            and "SLURM_STEP_ID" in environment
-            and environment["PMI_RANK"] == environment["SLURM_PROCID"]
-            and environment.get("PMI_SIZE") == environment.get("SLURM_NTASKS")
-        )
-        return "Slurm" if by_srun else "Hydra"
-    return "Slurm" if is_slurm else "env"
+def find_stray(environment: Mapping[str, str]) -> str:
+    """Return in words that Slurm's variables are there and name no rank; "" where they do, or are
+    not."""
+    if SLURM.rank not in environment or SLURM.has_started(environment):
+        return ""
+    told = f"{SLURM.rank}={_shown(environment[SLURM.rank], plain=True)}"
+    return f"{told} without a step of srun: a batch shell, or a process that has its variables"
 
 
-def _launcher_name(kind: str, environment: Mapping[str, str]) -> str:
-    if kind != "env":
-        return kind
+def _launcher_name(row: LauncherVariables, environment: Mapping[str, str]) -> str:
+    if row is not BY_HAND:
+        return row.name
     if "TORCHELASTIC_RUN_ID" in environment:
         return "torchrun"
-    return "meshdist run" if "MESHDIST_LAUNCH" in environment else "env"
-
-
-def _first_of(environment: Mapping[str, str], *names: str) -> str:
-    return next((environment[name] for name in names if environment.get(name)), "")
+    return "meshdist run" if "MESHDIST_LAUNCH" in environment else row.name
 
 
 def first_host(nodes: str) -> str:
@@ -245,17 +238,36 @@ def first_host(nodes: str) -> str:
 class _Reader:
     """Reader of variables that gathers all that is missing or wrong for one error."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], row: LauncherVariables = BY_HAND) -> None:
         self.missing: list[str] = []
         self.wrong: list[str] = []
-        self._environment = environment
+        self.environment = environment
+        self.row = row
 
     @property
     def is_sound(self) -> bool:
         return not self.missing and not self.wrong
 
+    def rank(self) -> int:
+        row = self.row
+        if row.rank:
+            return self.number(row.rank)
+        if row is KUBEFLOW and (local_size := self.environment.get(row.local_size, "1")) != "1":
+            self.wrong.append(f"{row.local_size}={_shown(local_size)} asks for more than 1 process")
+        host, local_rank = self.number(row.host), self.optional_number(row.local_rank) or 0
+        return host * self.number(row.local_size, least=1) + local_rank if host else local_rank
+
+    def size(self) -> int:
+        row, names = self.row, self.row.size
+        is_told = any(self.environment.get(name) for name in names)
+        if row is SLURM and not is_told and self.environment.get(_PER_NODE):
+            hosts = next(filter(self.environment.get, row.num_hosts), row.num_hosts[-1])
+            return self.number(_PER_NODE, least=1) * self.number(hosts, least=1)
+        name = next(filter(self.environment.get, names), names[-1])
+        return self.number(name, least=1, most=MOST_RANKS)
+
     def number(self, name: str, least: int = 0, most: int | None = None) -> int:
-        value = self._environment.get(name, "")
+        value = self.environment.get(name, "")
         number = find_whole_number(value)
         if not value:
             self.missing.append(name)
@@ -268,10 +280,11 @@ class _Reader:
         return least
 
     def optional_number(self, name: str) -> int | None:
-        return find_whole_number(self._environment.get(name, ""))
+        return find_whole_number(self.environment.get(name, ""))
 
-    def port(self, name: str) -> int | None:
-        value = self._environment[name]
+    def port(self, *names: str) -> int | None:
+        name = next(filter(self.environment.get, names))
+        value = self.environment[name]
         number = find_whole_number(value, most=65535)
         if not number:
             self.wrong.append(f"{name}={_shown(value)} is no port: 1 to 65535")
@@ -308,23 +321,32 @@ class _Reader:
                 "meshdist.simulate(program, 4)\n"
                 "or, as processes: meshdist.spawn(program, nprocs=4)",
             )
+        engine = find_engine(self.environment) if not self.wrong and not commands else None
+        if engine is not None and self.row is BY_HAND:
+            return RendezvousError(
+                f"a worker of an engine has no rank of its own: {'; '.join(parts)}",
+                where=f"process {os.getpid()}, a worker of {engine.name}, init_method env://",
+                expected="a rank, a size and a place to meet, from the program",
+                found=self._found(),
+                fix=engine.fix,
+            )
+        starter = "" if self.row is BY_HAND else f", started by {self.row.name}"
+        begin = f"{self.row.remedy}; or " if self.row.remedy else ""
         return RendezvousError(
             "the environment does not say where this process belongs: " + "; ".join(parts),
-            where=f"process {os.getpid()}, init_method env://",
+            where=f"process {os.getpid()}, init_method env://{starter}",
             expected=expected,
             found=self._found(),
-            fix="start the program with one of:\n" + "\n".join(ways) + own,
+            fix=begin + "start the program with one of:\n" + "\n".join(ways) + own,
         )
 
     def _found(self) -> str:
-        pattern = re.compile(
-            r"(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|OMPI_COMM_WORLD_(LOCAL_)?"
-            r"(RANK|SIZE)|PMI_(RANK|SIZE)|SLURM_(PROCID|NTASKS|LOCALID|JOB_NODELIST|JOB_ID)"
-        )
-        names = sorted(name for name in self._environment if pattern.fullmatch(name))
-        if not names:
+        told = [name for name in _SHOWN if name in self.environment]
+        if not told:
             return "none of them: the program was started without a launcher"
-        return ", ".join(f"{name}={_shown(self._environment[name], plain=True)}" for name in names)
+        values = (f"{it}={_shown(self.environment[it], plain=True)}" for it in sorted(told))
+        stray = find_stray(self.environment) if self.row is BY_HAND else ""
+        return ", ".join(values) + (f"; {stray}" if stray else "")
 
 
 def _shown(value: str, *, plain: bool = False) -> str:

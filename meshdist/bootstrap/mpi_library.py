@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..runtime.whole_numbers import find_whole_number
 from .environments import Surroundings
 from .stores import TCPStore, bind_listener, connect_store, serve_store
 
-_LAUNCHERS = ("prterun", "prted", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy")
+_LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy", "flux-shell")
 
 
 def directory_of_mpiexec(surroundings: Surroundings) -> str:
@@ -51,14 +52,23 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
     except FileExistsError:
         _check_private(folder)
     else:
-        remove_after(launcher, folder)  # however mpiexec ends
+        if launcher > 1:
+            remove_after(launcher, folder)  # however mpiexec ends
+    if launcher == 1:  # which does not end: mpiexec has died, or is not known
+        atexit.register(partial(_remove_empty, folder))
     return folder
+
+
+def _remove_empty(folder: str) -> None:
+    """Remove the directory, if this is the last rank that has left it."""
+    with suppress(OSError):
+        os.rmdir(folder)
 
 
 def _launching_process() -> int:
     pid = os.getppid()
     # A wrapper script may stand between mpiexec and this process.
-    while pid > 1 and (process := read_process(pid)) is not None:
+    while pid > 0 and (process := read_process(pid)) is not None:
         name, fields = process
         if name.startswith(_LAUNCHERS):
             return pid
@@ -84,13 +94,13 @@ def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
     problem = find_mpi_problem()
     if problem is not None:
         raise RendezvousError(
-            "the ranks of this job run on several hosts, and mpi4py cannot be used",
+            "the ranks of this job may run on several hosts, and mpi4py cannot be used",
             where=f"rank {surroundings.rank} of {surroundings.size}, started by "
             f"{surroundings.launcher}",
             expected="mpi4py, to tell every rank where rank 0 listens",
             found=problem[0],
-            fix=f"{problem[1]}; or set MASTER_ADDR and MASTER_PORT for all ranks: "
-            "mpiexec -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
+            fix=f"{problem[1]}; or set MASTER_ADDR and MASTER_PORT for all ranks, by export under "
+            "Flux and jsrun, or mpiexec -x MASTER_ADDR=host0 -x MASTER_PORT=29500 ...",
         )
     everyone = start_mpi().COMM_WORLD
     if surroundings.rank > 0:

@@ -23,7 +23,8 @@ from torch.distributed import Store
 from ..errors import GroupClosedError, NotInitializedError, WorldError
 from ..runtime.hosts import num_forks
 from .bounded_store import BoundedStore
-from .environments import find_place, ways_to_start
+from .engines import find_engine
+from .environments import find_place, find_stray, ways_to_start
 
 __all__ = [
     "World",
@@ -278,6 +279,9 @@ def _no_world() -> NotInitializedError:
     elif find_place(os.environ) is not None:
         found = "a process that a launcher started, and that has not joined the others yet"
         fix = "call init_process_group() before, or a verb, or make a mesh: each of them joins"
+    elif (engine := find_engine(os.environ)) is not None:
+        found = f"a worker of {engine.name}, which tells it no rank"
+        fix = engine.fix
     else:
         expected = "a launcher, whose processes join at their first verb or mesh; or " + expected
         command, fix = ways_to_start()[0], "call it under meshdist.simulate(fn, 4)"
@@ -286,7 +290,7 @@ def _no_world() -> NotInitializedError:
     return NotInitializedError(
         "there is no world: the process group has not been initialized",
         expected=expected,
-        found=found or "neither a world nor a launcher's variables",
+        found=found or find_stray(os.environ) or "neither a world nor a launcher's variables",
         fix=fix,
     )
 

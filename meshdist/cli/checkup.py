@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..launching.launcher_variables import NAMES
 from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.hosts import find_version, num_cores
 
@@ -96,8 +97,7 @@ def _core_row(pip: str) -> dict[str, str]:
 _VARIABLES = re.compile(
     r"(NCCL|GLOO|UCC|UCX|MASTER|MESHDIST|OMPI_MCA|TORCHELASTIC|TORCH_GLOO|TORCH_NCCL)_\w+"
     r"|THP_MEM_ALLOC_ENABLE|TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES|DIST_INIT_BARRIER)"
-    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|USE_LIBUV"
-    r"|OMPI_COMM_WORLD_(RANK|SIZE)|PMI_(RANK|SIZE)|SLURM_(PROCID|NTASKS|JOB_ID)"
+    r"|GROUP_(RANK|WORLD_SIZE)|(OMP|MKL)_NUM_THREADS|CUDA_VISIBLE_DEVICES|USE_LIBUV|SLURM_JOB_ID"
 )
 _PACKAGES = ("meshdist", "torch", "numpy", "cupy", "mpi4py", "einops", "optree")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -254,7 +254,11 @@ def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
 
 def network_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``environment`` that steer communication."""
-    return {name: environment[name] for name in sorted(environment) if _VARIABLES.fullmatch(name)}
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if name in NAMES or _VARIABLES.fullmatch(name)
+    }
 
 
 def find_shared_words_problem() -> str | None:

@@ -34,6 +34,7 @@ from typing import Any
 
 from ..error_text import ExplainedError
 from .guard import MARK, mark_value
+from .launcher_variables import STARTERS, first_value
 
 
 class LaunchError(ExplainedError, ValueError):
@@ -46,15 +47,6 @@ HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 """With it torch asks the system for pages of 2 MiB for tensors from that size on."""
 
 _AGREED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-# What other launchers say about a process. The first two names of each are its rank and the number
-# of ranks (PMIx has none); the pattern covers every variable about one process.
-_FOREIGN = (
-    ("SLURM_PROCID", "SLURM_NTASKS", r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", r"OMPI_COMM_WORLD_.*"),
-    ("PMIX_RANK", "", r"PMIX_(?!MCA_).*"),
-    ("PMI_RANK", "PMI_SIZE", r"PMI_.*|MPI_LOCAL(RANKID|NRANKS)"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", r"MV2_COMM_WORLD_.*"),
-)
 _OF_ANOTHER_LAUNCH = re.compile(
     r"TORCHELASTIC_.*|ROLE_(NAME|RANK|WORLD_SIZE)|GROUP_WORLD_SIZE|MESHDIST_(LISTEN_FD|RUN_ID|DIRECTORY)"
 )
@@ -67,16 +59,16 @@ def foreign_rank_variables(
     # What torchrun says always belongs to another job. What Slurm or MPI say holds only where their
     # processes are the ranks of this job: one rank for each of their processes, in their order.
     names = [name for name in environment if _OF_ANOTHER_LAUNCH.fullmatch(name)]
-    for rank, size, pattern in _FOREIGN:
-        if rank not in environment:
+    for row in STARTERS:
+        if row.rank not in environment:
             continue
         is_ours = (
             nprocs == 1
-            and environment[rank] == str(node_rank)
-            and environment.get(size, str(nnodes)) == str(nnodes)
+            and environment[row.rank] == str(node_rank)
+            and first_value(environment, row.size) in ("", str(nnodes))
         )
         if not is_ours:
-            names += [name for name in environment if re.fullmatch(pattern, name)]
+            names += [name for name in environment if re.fullmatch(row.about_process, name)]
     return sorted(names)
 
 

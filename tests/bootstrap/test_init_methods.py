@@ -472,7 +472,7 @@ def clean_environment(**more: str) -> dict[str, str]:
 
 def test_slurm(pool: Pool) -> None:
     job = str(random.randrange(10**9))
-    told = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": job, "SLURM_NNODES": "1"}
+    told = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_NNODES": "1"}
     done = pool.start(
         textwrap.dedent(PROGRAM),
         [{**told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,6 +53,25 @@ def test_the_directory_goes_with_the_launching_process(
         assert folder.exists()
         launcher.kill()
     assert wait_until(lambda: not folder.exists(), Deadline(20.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_without_a_launching_process_leave_no_directory_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks whose mpiexec has died are children of process 1, which no remover should wait for."""
+    monkeypatch.setattr(mpi_library, "_launching_process", lambda: 1)
+    monkeypatch.setattr(mpi_library, "remove_after", lambda *_: pytest.fail("a process more"))
+    at_end: list[Callable[[], object]] = []
+    monkeypatch.setattr(mpi_library.atexit, "register", at_end.append)
+    first, second = ranks(2)
+    folder = Path(directory_of_mpiexec(first))
+    assert str(folder) == directory_of_mpiexec(second)
+    (folder / "store").write_text("")
+    at_end[0]()
+    assert folder.exists()  # the other rank uses it
+    (folder / "store").unlink()
+    at_end[1]()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,7 +166,9 @@ def test_mpiexec_across_hosts_goes_by_mpi4py(tmp_path: Path) -> None:
 def test_across_hosts_without_mpi4py_is_an_error(tmp_path: Path) -> None:
     done = run_under_mpiexec(PROGRAM, tmp_path, is_one_host=False, has_mpi4py=False)
     assert done.returncode != 0
-    assert "the ranks of this job run on several hosts, and mpi4py cannot be used" in done.stderr
+    assert (
+        "the ranks of this job may run on several hosts, and mpi4py cannot be used" in done.stderr
+    )
     assert "mpi4py finds no MPI library that loads: blocked by a test" in done.stderr
     assert "; or set MASTER_ADDR and MASTER_PORT for all ranks" in done.stderr
 

@@ -1,0 +1,205 @@
+"""The one table of launchers: the variables by which each tells a process its place in the job.
+
+Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_BATCH_STEPS = 0xFFFFFFF0
+"""From here on Slurm numbers its own steps: of a batch script, an interactive shell, what it
+adopts. A process in one of them is a shell, and no rank."""
+
+
+@dataclass(frozen=True)
+class LauncherVariables:
+    """A launcher and its variables; "" or () for what it does not tell.
+
+    Args:
+        name: the launcher's name in messages.
+        rank: this process's rank; "" where it follows from ``host`` and ``local_rank``.
+        size: how many ranks there are; the first that is set counts.
+        local_rank: this process's number on its host.
+        local_size: how many ranks its host has.
+        host: the number of its host.
+        num_hosts: how many hosts there are; the first that is set counts.
+        hosts: a list of hosts, that of rank 0 first; the first that is set counts.
+        address: where rank 0 serves the store, beside MASTER_ADDR.
+        port: the port there, beside MASTER_PORT.
+        marks: this launcher has started a process that has all of these; () stands for ``rank``.
+        about_process: a pattern of all that the launcher says about one process.
+        is_mpi: whether its ranks can be those of MPI.
+        remedy: the fix where something lacks.
+    """
+
+    name: str
+    rank: str = ""
+    size: tuple[str, ...] = ()
+    local_rank: str = ""
+    local_size: str = ""
+    host: str = ""
+    num_hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    address: str = ""
+    port: str = ""
+    marks: tuple[str, ...] = ()
+    about_process: str = ""
+    is_mpi: bool = False
+    remedy: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All variables of the row."""
+        own = (self.rank, self.local_rank, self.local_size, self.host, self.address, self.port)
+        lists = (*self.size, *self.num_hosts, *self.hosts, *self.marks)
+        return tuple(filter(None, dict.fromkeys((*own, *lists))))
+
+    def has_started(self, environment: Mapping[str, str]) -> bool:
+        """Return whether the environment says that this launcher has started the process."""
+        if not all(name in environment for name in self.marks or (self.rank,)):
+            return False
+        step = environment.get("SLURM_STEP_ID", "") if self.name == "Slurm" else ""
+        return not (step.isdecimal() and int(step) >= _BATCH_STEPS)
+
+
+BY_HAND = LauncherVariables(
+    "env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT"
+)
+"""By ``meshdist run``, torchrun and many others, or set by hand."""
+
+LIGHTNING = LauncherVariables(
+    "Lightning",
+    "",
+    ("WORLD_SIZE",),
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    port="MASTER_PORT",
+    marks=("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
+    remedy="set LOCAL_WORLD_SIZE to the number of processes on each host, or RANK",
+)
+KUBEFLOW = LauncherVariables(
+    "Kubeflow",
+    "",
+    ("PET_NNODES",),
+    "",
+    "PET_NPROC_PER_NODE",
+    "PET_NODE_RANK",
+    address="PET_MASTER_ADDR",
+    port="PET_MASTER_PORT",
+    marks=("PET_NODE_RANK", "PET_NNODES"),
+    remedy="start the program with torchrun, which reads PET_* and starts the processes of a host",
+)
+
+SLURM = LauncherVariables(
+    "Slurm",
+    "SLURM_PROCID",
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "SLURM_LOCALID",
+    num_hosts=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+    marks=("SLURM_PROCID", "SLURM_STEP_ID"),
+    about_process=r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)",
+)
+
+# Where several have started a process, the first counts.
+STARTERS = (
+    LauncherVariables(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        about_process=r"OMPI_COMM_WORLD_.*",
+        is_mpi=True,
+    ),
+    LauncherVariables(
+        "Hydra",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        about_process=r"PMI_.*|MPI_LOCAL(RANKID|NRANKS)",
+        is_mpi=True,
+    ),
+    LauncherVariables(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        ("MV2_COMM_WORLD_SIZE",),
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        about_process=r"MV2_COMM_WORLD_.*",
+        is_mpi=True,
+    ),
+    LauncherVariables(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        ("JSM_NAMESPACE_SIZE",),
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+        about_process=r"JSM_NAMESPACE_.*",
+        is_mpi=True,
+    ),
+    LauncherVariables(
+        "Flux",
+        "FLUX_TASK_RANK",
+        ("FLUX_JOB_SIZE",),
+        "FLUX_TASK_LOCAL_ID",
+        num_hosts=("FLUX_JOB_NNODES",),
+        about_process=r"FLUX_(TASK_RANK|TASK_LOCAL_ID|JOB_SIZE|JOB_NNODES)",
+        is_mpi=True,
+    ),
+    SLURM,
+    LauncherVariables(
+        "PMIx",
+        "PMIX_RANK",
+        ("WORLD_SIZE",),
+        about_process=r"PMIX_(?!MCA_).*",
+        is_mpi=True,
+        remedy="set WORLD_SIZE to the number of ranks: PMIx tells a process its rank alone",
+    ),
+)
+NAMES = frozenset().union(*(row.names for row in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS)))
+"""All variables of the table."""
+
+_MANAGERS = ("jsrun", "Flux", "Slurm")
+"""Those that start MPI's ranks themselves, and set MPI's variables too."""
+
+
+def first_value(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
+    """Return the value of the first variable that is set to something; "" for none."""
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> LauncherVariables:
+    """Return the launcher that has started this process; ``BY_HAND`` where none is recognised.
+
+    Args:
+        is_mpi_asked: whether only those count whose ranks can be MPI's.
+
+    Example:
+        >>> told = {"PMI_RANK": "1", "PMI_SIZE": "4", "FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4"}
+        >>> find_launcher(told, is_mpi_asked=False).name
+        'Flux'
+        >>> find_launcher({**told, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
+        'Hydra'
+    """
+    told = [row for row in STARTERS if row.has_started(environment)]
+    if is_mpi_asked:
+        return next((row for row in told if row.is_mpi), BY_HAND)
+    if "RANK" in environment:
+        return BY_HAND
+    if LIGHTNING.has_started(environment):
+        return LIGHTNING
+    if not told:
+        return KUBEFLOW if KUBEFLOW.has_started(environment) else BY_HAND
+    # mpiexec inside another's job: what that job says is said of mpiexec's own processes.
+    place = _place(told[0], environment)
+    same = (row for row in told if row.name in _MANAGERS and _place(row, environment) == place)
+    return next(same, told[0])
+
+
+def _place(row: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, str]:
+    return environment[row.rank], first_value(environment, row.size)
