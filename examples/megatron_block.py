@@ -30,8 +30,9 @@ LIES = {
 
 def block(x: torch.Tensor, w: dict[str, torch.Tensor], s: str) -> torch.Tensor:
     """Return the block's output, which lies as ``x`` does: ``b@dp s d``, or ``b@dp s@tp d``."""
-    y = F.layer_norm(x, (WIDTH,))
-    project = f"b@dp {s} d, d h@tp k -> b@dp h@tp s k"
+    # Gathered once for all three: einsum keeps nothing that it gathers.
+    y = md.reshard(F.layer_norm(x, (WIDTH,)), f"b@dp {s} d -> b@dp s d {{R:tp}}")
+    project = "b@dp s d {R:tp}, d h@tp k -> b@dp h@tp s k"
     q, k, v = (md.einsum(project, y, w[name]) for name in "qkv")
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     x = x + md.einsum(f"b@dp h@tp s k, h@tp k d -> b@dp {s} d", y, w["out"])

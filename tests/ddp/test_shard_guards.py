@@ -11,19 +11,22 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import meshdist as md
+from meshdist.distributed import ProcessGroup
 from meshdist.errors import AxisError, AxisTypeError, GradientError, JoinError, MeshError
+from tests.ddp.pretended_gpu import pretended_gpu
 from tests.pool import Pool
+from tests.two_hosts import TwoHosts
 
 WHOLE = torch.arange(8.0).view(4, 2)
 
 
-def open_mesh() -> md.DeviceMesh:
-    return md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def open_mesh(device: str = "cpu") -> md.DeviceMesh:
+    return md.init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def shards(mesh: md.DeviceMesh, *, marks: bool) -> nn.Linear:
     """A layer whose rows are cut along 'tp', and a bias of replicas."""
-    net = nn.Linear(2, 2)
+    net = nn.Linear(2, 2, device=mesh.device_type)
     nn.init.zeros_(net.bias)
     with torch.no_grad():
         net.weight.copy_(WHOLE.chunk(2)[mesh.get_local_rank("tp")])
@@ -530,3 +533,37 @@ def test_over_processes(pool: Pool, wire: str) -> None:
         assert text.startswith("weight is probably a shard")
     for text in pool.run(shard_of, 4, "bare", backend=wire):
         assert text.startswith("DDP without device_mesh=")
+
+
+def test_over_two_hosts(two_hosts: TwoHosts) -> None:
+    for hosts in ("AABB", "ABAB"):  # the replicas, or the shards, lie on both
+        for text in two_hosts.run(shard_of, 4, "the whole mesh", backend=None, hosts=hosts):
+            assert text.startswith("weight is probably a shard")
+
+
+def guarded(way: str) -> list[str]:
+    """How a way of wrapping is refused, for a shard without its mark and with it."""
+    mesh = open_mesh("cuda")
+    return [wrap(mesh, shards(mesh, marks=marks), way) for marks in (False, True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_over_nccl_shards_are_guarded_alike(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a machine without a GPU can show it, by a stand-in."""
+    asked: set[str] = set()
+    open_channel = ProcessGroup.open_channel
+
+    def note(self: ProcessGroup, device_type: str, *more: Any) -> Any:
+        asked.add(device_type)
+        return open_channel(self, device_type, *more)
+
+    monkeypatch.setattr(ProcessGroup, "open_channel", note)
+    with pretended_gpu():
+        found = md.simulate(guarded, 4, (way,))
+    for unmarked, marked in found:
+        assert marked.startswith("weight is varying over 'tp', over which DDP keeps it equal\n")
+        if way == "bare":
+            assert unmarked.startswith("DDP without device_mesh=")
+        elif way in ("the whole mesh", "both axes", "both axes, turned"):
+            assert unmarked.startswith("weight is probably a shard: equal along 'dp'")
+    assert asked <= {"cuda"}

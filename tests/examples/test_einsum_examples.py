@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from torch.profiler import ProfilerActivity, profile
 
 import meshdist as md
 from tests.pool import Pool, places
@@ -35,6 +38,33 @@ def test_the_block_by_position_on_other_meshes(
         return example.difference(mesh, sequence=True)
 
     assert max(md.simulate(program, 4)) < 1e-12
+
+
+def test_the_block_by_position_gathers_once_for_q_k_and_v(
+    load: Callable[[str], ModuleType],
+) -> None:
+    example = load("megatron_block")
+
+    def program() -> dict[str, int]:
+        mesh = md.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        batch, wholes = example.draw()
+        x = md.shard(batch, "b@dp s@tp d", mesh).requires_grad_()
+        w = {name: md.shard(wholes[name], lies, mesh) for name, lies in example.LIES.items()}
+        seen = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+        with mesh, seen if mesh.world.rank == 0 else nullcontext():
+            example.block(
+                x, {name: w[name].requires_grad_() for name in w}, "s@tp"
+            ).sum().backward()
+        events = seen.events() if mesh.world.rank == 0 else ()
+        return Counter(e.name.split()[0] for e in events if e.name.startswith("meshdist::"))
+
+    # Forward: a gather for q, k and v, and for up; for out, whose weight is small, that is gathered
+    # and heads are exchanged for places; a scatter of the result of down. Backward: the reverse.
+    assert md.simulate(program, 2)[0] == {
+        "meshdist::all_gather_into_tensor": 4,
+        "meshdist::all_to_all_single": 2,
+        "meshdist::reduce_scatter_tensor": 4,
+    }
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 2), (2, 4)])

@@ -15,7 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import meshdist as md
+from tests.ddp.pretended_gpu import pretended_gpu
 from tests.pool import Pool
+from tests.two_hosts import TwoHosts
 
 from .split_models import SEQUENCE_PLAN, WHOLE_PLAN, Sizes, difference, draw_text, make
 
@@ -82,8 +84,14 @@ def texts_of(case: Case, step: int, part: int) -> torch.Tensor:
 
 def together(case: Case) -> tuple[float, float]:
     """The largest difference from one device: of parameters and gradients, and of norms."""
-    mesh = md.init_device_mesh("cpu", case.shape, mesh_dim_names=AXES)
-    model = Trained(case)
+    return trained_together(case, "cpu", Trained(case), *alone(case))
+
+
+def trained_together(
+    case: Case, device: str, model: nn.Module, whole: nn.Module, wanted: list[float]
+) -> tuple[float, float]:
+    """Train ``model``; the largest differences from one device's model, and from its norms."""
+    mesh = md.init_device_mesh(device, case.shape, mesh_dim_names=AXES)
     plan = SEQUENCE_PLAN if case.cuts_sequence else WHOLE_PLAN
     md.parallelize(model, mesh["tp"], {f"inner.{name}": word for name, word in plan.items()})
     if case.is_copied:
@@ -95,12 +103,12 @@ def together(case: Case) -> tuple[float, float]:
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(case.num_parts):
-            mine = md.shard(texts_of(case, step, part), "b@(pod,dp) s", mesh)
+            text = texts_of(case, step, part).to(device)
+            mine = md.shard(text, "b@(pod,dp) s", mesh)
             ddp.require_backward_grad_sync = part == case.num_parts - 1
             loss_of(ddp, mine).backward()
         norms.append(md.clip_grad_norm_(model.parameters(), 0.5, mesh=mesh).item())
         optimizer.step()
-    whole, wanted = alone(case)
     return difference(model, whole, mesh), max(
         abs(a - b) for a, b in zip(norms, wanted, strict=True)
     )
@@ -163,4 +171,25 @@ def test_over_processes(pool: Pool, wire: str, case: Case) -> None:
     found: Sequence[tuple[float, float]] = pool.run(
         together, math.prod(case.shape), case, backend=wire
     )
+    assert max(map(max, found)) < 1e-11
+
+
+@pytest.mark.parametrize("wire", [None, "gloo"])
+@pytest.mark.parametrize("hosts", ["AABB", "ABAB"], ids=["data over hosts", "layers over hosts"])
+def test_over_two_hosts(two_hosts: TwoHosts, hosts: str, wire: str | None) -> None:
+    for case in (ON_WIRES[0], ON_WIRES[2]):
+        found = two_hosts.run(together, 4, case, backend=wire, hosts=hosts)
+        assert max(map(max, found)) < 1e-11
+
+
+@pytest.mark.parametrize("case", ON_WIRES, ids=lambda case: str(case.shape))
+def test_over_nccl(case: Case) -> None:
+    """As far as a machine without a GPU can show it, by a stand-in."""
+    model, (whole, wanted) = Trained(case), alone(case)  # made before, they lie on the GPU
+
+    def rank() -> tuple[float, float]:
+        return trained_together(case, "cuda", copy.deepcopy(model), whole, wanted)
+
+    with pretended_gpu():
+        found = md.simulate(rank, math.prod(case.shape))
     assert max(map(max, found)) < 1e-11
