@@ -14,7 +14,6 @@ import torch
 
 import meshdist as md
 
-MESHES = [(2,), (3,), (4,), (2, 2), (2, 3), (4, 2), (2, 2, 2), (2, 1, 3), (2, 2, 4)]
 AXES = ("dp", "tp", "cp")
 
 
@@ -32,7 +31,7 @@ class Array:
     reduced: tuple[str, ...] = ()
     rest: tuple[str, ...] | None = None
 
-    def text(self, *, with_kinds: bool = True) -> str:
+    def text(self) -> str:
         words = [] if self.rest is None else ["..."]
         for group in self.groups:
             axes = self.cuts.get(group[0], ())
@@ -44,7 +43,7 @@ class Array:
         kinds = [
             f"{kind}:{','.join(axes)}"
             for kind, axes in (("U", self.unreduced), ("R", self.reduced))
-            if axes and with_kinds
+            if axes
         ]
         return " ".join([*words, *([f"{{{'; '.join(kinds)}}}"] if kinds else [])])
 
@@ -166,9 +165,19 @@ class Summands:
 
 
 def shard(whole: torch.Tensor, array: Array, case: Case, mesh: Any) -> torch.Tensor:
-    """Return this rank's part of a whole array, without kinds."""
-    text, sizes = array.text(with_kinds=False), case.named_sizes(array)
-    return md.shard(whole, text, mesh, check=False, **sizes).detach()
+    """Return this rank's part of a whole array, by the rule of balanced parts."""
+    part, places = whole.reshape(array.parts(case.sizes)), mesh.get_coordinate()
+    for dim, name in enumerate(array.names):
+        start, size = 0, case.sizes[name]
+        for axis in array.cuts.get(name, ()):
+            number = mesh.axis_names.index(axis)
+            smaller, num_larger = divmod(size, mesh.shape[number])
+            place = places[number]
+            start += place * smaller + min(place, num_larger)
+            size = smaller + (place < num_larger)
+        part = part.narrow(dim, start, size)
+    local = dict(zip(array.names, part.shape, strict=True))
+    return part.reshape(array.shape(local)).clone(memory_format=torch.contiguous_format)
 
 
 def summed_loss(x: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
@@ -231,9 +240,10 @@ def check(case: Case, mesh: Any, *, typed: bool, second: bool, exact: bool = Tru
     for what, mine, whole, x, axes in pairs:
         compare(what, mine, whole, x, case, mesh, axes, exact=exact)
     # <A x, y> = <x, A' y> of what ranks hold, for each operand that A is linear in.
-    forward = inner(result, cotangent.local, case.result, mesh)
-    for x, gradient, array in zip(locals_, gradients, case.operands, strict=True):
-        backward = inner(x, gradient, array, mesh)
+    products = [(result, cotangent.local, case.result)]
+    products += [*zip(locals_, gradients, case.operands, strict=True)]
+    forward, *backwards = inner(products, mesh)
+    for backward in backwards:
         assert math.isclose(forward, backward, rel_tol=0 if exact else 1e-10, abs_tol=1e-10), (
             case.text,
             case.sizes,
@@ -248,13 +258,18 @@ def check_in_turn(cases: Sequence[Case], mesh: Any) -> None:
         check(case, mesh, typed=number % 3 == 2, second=number % 2 == 0, exact=number % 5 > 1)
 
 
-def inner(x: torch.Tensor, y: torch.Tensor, array: Array, mesh: Any) -> float:
-    """Return the inner product of an array and a cotangent, from the parts that ranks hold."""
-    total = (x.detach() * y.detach()).sum()
-    md.all_reduce(total, group=mesh)
-    of_parts = {*sum(array.cuts.values(), ()), *array.unreduced, *array.reduced}
-    copies = math.prod(size for axis, size in mesh.axis_sizes.items() if axis not in of_parts)
-    return total.item() / copies
+def inner(
+    products: Sequence[tuple[torch.Tensor, torch.Tensor, Array]], mesh: Any
+) -> Sequence[float]:
+    """Return inner products of arrays and their cotangents, from the parts that ranks hold."""
+    totals = torch.stack([(x.detach() * y.detach()).sum() for x, y, _ in products])
+    md.all_reduce(totals, group=mesh)
+    found = []
+    for total, (_, _, array) in zip(totals.tolist(), products, strict=True):
+        of_parts = {*sum(array.cuts.values(), ()), *array.unreduced, *array.reduced}
+        copies = math.prod(size for axis, size in mesh.axis_sizes.items() if axis not in of_parts)
+        found.append(total / copies)
+    return found
 
 
 def compare(
