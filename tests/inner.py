@@ -33,6 +33,7 @@ from meshdist.bootstrap.environments import (
 )
 from meshdist.bootstrap.generations import Attempt as Attempt
 from meshdist.bootstrap.head_counts import digest_of_ranks as digest_of_ranks
+from meshdist.bootstrap.kept_stores import keep_store as keep_store
 from meshdist.bootstrap.mpi_library import (
     describe_mpi as describe_mpi,
     find_mpi_problem as find_mpi_problem,
@@ -42,7 +43,6 @@ from meshdist.bootstrap.server_watch import find_readable as find_readable
 from meshdist.bootstrap.stores import (
     bind_listener as bind_listener,
     connect_store as connect_store,
-    keep_store as keep_store,
     open_file as open_file,
     serve_store as serve_store,
 )

@@ -213,6 +213,10 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
         "SLURM_STEP_ID": "2",
         "SLURM_JOB_NODELIST": "gpu[07-09],login",
     },
+    {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "1", "PMI_RANK": "1"},
+    {"PMIX_RANK": "1", "WORLD_SIZE": "4"},
+    {"NODE_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
+    {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_PORT": "7"},
 )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -20,33 +19,25 @@ import torch.distributed
 from torch.distributed import register_rendezvous_handler
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
-from ..error_text import first_line
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
 from ..runtime.whole_numbers import find_whole_number
 from . import file_records
 from .bounded_store import BoundedStore
 from .environments import MOST_RANKS, Surroundings, read_surroundings
 from .generations import SERVER, Attempt, Rendezvous, lost_while_joining
-from .mpi_library import directory_of_mpiexec, store_by_mpi
+from .kept_stores import hold_until_left, keep_store, let_go
+from .mpi_library import directory_of_mpiexec
+from .store_places import open_by_url, place_by_environment, place_of
 from .stores import (
     LEAST_STORE_TIMEOUT,
-    NamedPrefixStore,
     ServedStore,
     Store,
     TCPStore,
-    bind_listener,
     check_can_join,
-    check_can_serve,
     cloned,
-    connect_store,
     find_number,
-    inherited_listener,
-    is_loopback,
-    keep_store,
-    numeric_loopback,
     open_file,
     root_of,
-    serve_store,
 )
 
 __all__ = [
@@ -108,7 +99,8 @@ def meet(
         # Whether torchrun's agent serves it, or rank 0 as a rule, cannot be seen.
         is_served_by_0 = isinstance(root_of(store), TCPStore)
         own = _own_handle(store)
-        return _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
+        joined = _meet_in(own, rank, world_size, origin, terms, is_served_by_0=is_served_by_0)
+        return replace(joined, leave=partial(hold_until_left, store))
     url = _split("env://" if init_method is None else init_method)
     rank, world_size = _with_query(url, rank, world_size)
     if url.scheme == "env":
@@ -308,6 +300,32 @@ def _meet_in(
         raise
 
 
+def _meet_at(
+    address: Hashable,
+    make: Callable[[], Store],
+    rank: int,
+    size: int,
+    origin: str,
+    terms: Terms,
+    *,
+    stays: bool = False,
+    **known: Any,
+) -> Rendezvous:
+    """Meet in the store of an address.
+
+    Args:
+        stays: whether the store stays open when the world has ended: no other address will come.
+    """
+    store = keep_store(address, make)
+    try:
+        joined = _meet_in(store, rank, size, origin, terms, **known)
+    except BaseException:
+        del store
+        let_go(address)
+        raise
+    return joined if stays else replace(joined, leave=partial(let_go, address))
+
+
 def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous:
     launcher = surroundings.launcher
     origin = "env://" if launcher == "env" else f"env://, started by {launcher}"
@@ -320,16 +338,15 @@ def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous
         return _meet_in_file(path, rank, size, origin, terms, local_rank=local_rank)
     if surroundings.port is not None:
         origin += f", store at {surroundings.address or 'rank 0'}, port {surroundings.port}"
-        store = _store_at(surroundings, terms.timeout)
-    else:
-        found = partial(store_by_mpi, surroundings, terms.timeout)
-        store = keep_store(("mpiexec", surroundings.job), found)
-    return _meet_in(
-        store,
+    address, make = place_by_environment(surroundings, terms.timeout)
+    return _meet_at(
+        address,
+        make,
         rank,
         size,
         origin,
         terms,
+        stays=launcher != "env",
         attempt=surroundings.attempt,
         local_rank=local_rank,
         is_unique=launcher == "torchrun",
@@ -337,73 +354,17 @@ def _meet_by_environment(surroundings: Surroundings, terms: Terms) -> Rendezvous
     )
 
 
-def _store_at(surroundings: Surroundings, timeout: timedelta) -> Store:
-    port = surroundings.port
-    assert port is not None
-    if surroundings.has_agent_store:
-        assert surroundings.address is not None
-        agent = (surroundings.address, port)
-        return keep_store(("agent", *agent), lambda: _store_of_agent(*agent, timeout))
-    address = surroundings.address or ""
-
-    def make() -> Store:
-        if surroundings.rank > 0:
-            return connect_store(address, port, timeout)
-        check_can_serve(surroundings.size)
-        listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)
-        if listener is None and address:
-            listener = _listener_at(address, port)
-        return serve_store(listener, address or "127.0.0.1", port, timeout)
-
-    return keep_store(("tcp", numeric_loopback(address), port), make)
-
-
-def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
-    # Torch finds the store of torchrun's agent, which no rank serves, below a prefix that counts
-    # restarts, and that it does not tell.
-    found = torch.distributed.rendezvous("env://", timeout=timeout)
-    try:
-        store: Store = root_of(next(found)[0])
-    except (RuntimeError, ValueError) as error:
-        raise RendezvousError(
-            f"torchrun's store does not answer: {first_line(error)}",
-            where=f"env://, started by torchrun, store at {address}, port {port}",
-            fix="look at the output of torchrun on its first host",
-        ) from error
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return NamedPrefixStore(f"attempt {restarts}", store)
-
-
-def _listener_at(address: str, port: int) -> Any:
-    """Return a listening socket for loopback or a number; None where only "everywhere" is safe."""
-    # A host's name may mean loopback to itself and another interface to other hosts.
-    is_safe = is_loopback(address) or find_number(address) is not None
-    return bind_listener(address, port) if is_safe else None
-
-
 def _meet_by_tcp(url: SplitResult, rank: int, size: int, terms: Terms) -> Rendezvous:
     address, port = _address_of(url)
     _check_size(url, rank, size)
 
-    def make() -> Store:
-        if rank > 0:
-            return connect_store(address, port, terms.timeout)
-        if rank == 0:
-            check_can_serve(size)
-        if rank == 0 and not terms.group_name:
-            return serve_store(_listener_at(address, port), address, port, terms.timeout)
-        # The first process serves the others: any rank, or another job at this address.
-        listener = None
-        with suppress(RendezvousError):
-            listener = bind_listener(address, port)
-        if listener is None:
-            return connect_store(address, port, terms.timeout)
-        return serve_store(listener, address, port, terms.timeout)
-
-    store = keep_store(("tcp", numeric_loopback(address), port), make)
+    make = partial(
+        open_by_url, address, port, rank, size, terms.timeout, is_named=bool(terms.group_name)
+    )
+    place = place_of(address, port)
     is_served_by_0 = rank >= 0 and not terms.group_name
     origin = f"tcp://{url.netloc}"
-    return _meet_in(store, rank, size, origin, terms, is_served_by_0=is_served_by_0)
+    return _meet_at(place, make, rank, size, origin, terms, is_served_by_0=is_served_by_0)
 
 
 def _address_of(url: SplitResult) -> tuple[str, int]:

@@ -15,7 +15,6 @@ behind as many 1 as calls off rings for "b". Where the server does not know it n
 
 from __future__ import annotations
 
-import atexit
 import ipaddress
 import os
 import select
@@ -35,6 +34,7 @@ from ..runtime.deadlines import Grace
 from ..runtime.hosts import (
     ProcessCard,
     call_at_end,
+    do_not_call_at_end,
     is_alive,
     is_ending_by_exception,
     is_stopped,
@@ -208,7 +208,28 @@ class KeyAlarm:
 
 def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
     """Let this process, which serves ``store``, wait for clients as it ends, up to ``timeout``."""
-    call_at_end(_Clients(store, timeout).close)
+    close = _Clients(store, timeout).close
+    call_at_end(close)
+    weakref.finalize(store, do_not_call_at_end, close).atexit = False
+
+
+def has_clients(store: TCPStore) -> bool:
+    """Return whether other processes are connected to ``store``, if this process serves it."""
+    is_seen, mine, peers = False, set(), []
+    for _, copy in own_sockets():
+        if copy.family not in (socket.AF_INET, socket.AF_INET6):
+            continue
+        name = copy.getsockname()
+        mine.add(_text_of(name))
+        if name[1] == store.port:
+            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                is_seen = True
+            else:
+                with suppress(OSError):  # it is closed meanwhile
+                    peers.append(_text_of(copy.getpeername()))
+    if not is_seen:  # it serves none, or its sockets cannot be seen
+        return bool(getattr(store, "is_served_here", False))
+    return not mine.issuperset(peers)
 
 
 class _Clients:
@@ -245,7 +266,7 @@ class _Clients:
     def close(self) -> None:
         """Wait until no client needs the store; then close this side and wait for the clients'
         sides."""
-        atexit.unregister(self.close)  # a program that is interrupted meanwhile ends at once
+        do_not_call_at_end(self.close)  # a program that is interrupted meanwhile ends at once
         if self._process_id != os.getpid():  # a forked child's copy
             return
         patience = Grace(_FAILING_S if is_ending_by_exception() else self._timeout)

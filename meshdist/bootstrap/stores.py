@@ -1,8 +1,7 @@
-"""Torch's stores, under their own names; a server on loopback alone; stores kept open.
+"""Torch's stores, under their own names; a server on loopback alone.
 
 Torch's TCPStore listens on every interface, also at the address ``127.0.0.1``, unless it gets a
-socket that is bound already, as ``serve_store`` gives it. The stores of the addresses at which this
-process has met others stay open until it ends, so that the next world finds them again.
+socket that is bound already, as ``serve_store`` gives it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Hashable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
@@ -55,6 +53,9 @@ _LONGEST_PAUSE_S = 0.2  # between connections, which cost the host of rank 0 mor
 _CONNECT_S = 5.0
 _SOUND = "sound"
 _MOST_DIGITS = 18  # which 64 bits hold
+CLOSING = "meshdist/closing"
+"""The key that a server sets before it closes a store to which it sees nobody connected."""
+_MOST_TRIES = 3  # to connect to a server that closes
 _ANSWER_S = 30.0
 """How long a server that has accepted a connection may take to answer as a store does."""
 
@@ -151,6 +152,8 @@ class NamedPrefixStore(PrefixStore):
 class ServedStore(TCPStore):
     """A store whose server runs in this process."""
 
+    is_served_here = True
+
 
 def serve_store(
     listener: socket.socket | None, address: str, port: int, timeout: timedelta
@@ -201,17 +204,21 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
         )
 
 
-def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+def connect_store(address: str, port: int, timeout: timedelta, num_tries: int = 1) -> TCPStore:
     """Return a client of the store at ``address`` and ``port``, once a store listens there."""
-    host = numeric_loopback(address)
+    host, deadline = numeric_loopback(address), Deadline(timeout)
     _wait_for_listener(host, port, timeout)
     outcome: list[TCPStore | RuntimeError] = []
+    is_closing: list[bool] = []
 
     def connect() -> None:
         try:
             patience = max(timeout, LEAST_STORE_TIMEOUT)
-            outcome.append(TCPStore(host, port, None, False, patience, wait_for_workers=False))
+            found = TCPStore(host, port, None, False, patience, wait_for_workers=False)
+            is_closing.append(found.check([CLOSING]))
+            outcome.append(found)
         except RuntimeError as error:
+            is_closing.append(isinstance(error, DistNetworkError))
             outcome.append(error)
 
     # Torch waits without end for the first answer from that port: a thread does the waiting, so
@@ -221,6 +228,9 @@ def connect_store(address: str, port: int, timeout: timedelta) -> TCPStore:
     limit_s = min(_ANSWER_S, timeout.total_seconds())
     client.join(limit_s)
     found = outcome[0] if outcome else None
+    if found is not None and is_closing[0] and num_tries < _MOST_TRIES and not deadline.is_over:
+        del found, outcome[:]
+        return connect_store(address, port, timedelta(seconds=deadline.left_s), num_tries + 1)
     if isinstance(found, TCPStore):
         return found
     reason = "" if found is None else f": {first_line(found)}"
@@ -342,17 +352,3 @@ def cloned(store: Any) -> Store:
         )
     clone: Store = store.clone()
     return clone
-
-
-_kept: dict[tuple[int, Hashable], Store] = {}
-_keeping = threading.Lock()
-
-
-def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
-    """Return the store that this process keeps for ``address``, made now if it has none."""
-    key = (os.getpid(), address)  # a forked child does not see its parent's
-    with _keeping:
-        store = _kept.get(key)
-        if store is None:
-            store = _kept[key] = make()
-        return store

@@ -12,7 +12,6 @@ when they agree on something else, and all of them offer its end.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -36,7 +35,13 @@ from ..checking.recorder import Recorder
 from ..errors import AgreementError, MeshdistError, StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
-from ..runtime.hosts import DESTROYED, call_at_end, ending_text, is_ending_by_exception
+from ..runtime.hosts import (
+    DESTROYED,
+    call_at_end,
+    do_not_call_at_end,
+    ending_text,
+    is_ending_by_exception,
+)
 from ..wires.communicator import Communicator
 from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
@@ -427,7 +432,7 @@ class Registry:
         opened = self.all_opened()
         error = self._compare_last(opened)
         self._comparisons.stop()
-        atexit.unregister(self._end)
+        do_not_call_at_end(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
             self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
         return error

@@ -267,11 +267,21 @@ IN_GOOD_ORDER = (DESTROYED, _WITHOUT_EXCEPTION)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
+_finalizers: dict[Callable[[], None], Finalize] = {}
+
+
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call ``function`` when this process ends, until ``atexit.unregister`` takes it back."""
+    """Call ``function`` when this process ends, until ``do_not_call_at_end`` takes it back."""
     atexit.register(function)
     if parent_process() is not None:  # a worker of multiprocessing runs no handlers of atexit
-        Finalize(None, function, exitpriority=0)
+        _finalizers[function] = Finalize(None, function, exitpriority=0)
+
+
+def do_not_call_at_end(function: Callable[[], None]) -> None:
+    """Take back ``call_at_end``."""
+    atexit.unregister(function)
+    if (finalizer := _finalizers.pop(function, None)) is not None:
+        finalizer.cancel()
 
 
 def is_ending_by_exception() -> bool:

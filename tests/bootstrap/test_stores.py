@@ -24,7 +24,6 @@ from meshdist.bootstrap.stores import (
     connect_store,
     inherited_listener,
     is_loopback,
-    keep_store,
     open_file,
     serve_store,
 )
@@ -490,19 +489,6 @@ def test_other_descriptors_are_left_alone(
     reserved.listen()  # somebody else uses it already
     assert inherited_listener(str(reserved.fileno()), port) is None
     assert reserved.getsockname()[1] == port
-
-
-def test_stores_are_kept_per_address() -> None:
-    made = []
-
-    def make() -> md.HashStore:
-        made.append(md.HashStore())
-        return made[-1]
-
-    address = ("test", object())
-    assert keep_store(address, make) is keep_store(address, make)
-    assert keep_store(("test", object()), make) is made[1]
-    assert len(made) == 2
 
 
 # -- the file of a store ------------------------------------------------------------------------
