@@ -255,6 +255,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "reduction",
             "wider_groups",
             "typed_owner",
+            "norm_flags",
             "grad_norm",
             "replicas",
             "history",

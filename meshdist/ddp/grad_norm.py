@@ -48,7 +48,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
 from ..typed_contexts.gradients import find_type_of_grad, gradient_type_of
-from ..typed_contexts.refusals import axes_argument, mesh_text, tensor_text, where
+from ..typed_contexts.refusals import axes_argument, mesh_text, where
+from .norm_flags import Held, flags_of, name_of, refused_norm
 
 __all__ = ["clip_grad_norm_"]
 
@@ -89,13 +90,15 @@ def clip_grad_norm_(
         parameter is, else in float32; on the device of the first gradient.
 
     Cost:
-        An all-reduce of 8 bytes over the mesh; none where no parameter is cut.
+        An all-reduce of 24 bytes over the mesh; none where no parameter is cut.
 
     Raises:
         AxisTypeError: a gradient is unreduced, a summand on each rank.
         AxisError: the mesh lacks an axis that cuts a parameter.
         MeshError: no mesh is in force, and parameters are cut; or a DTensor lies along no axes.
-        GradientError: on every rank: ``error_if_nonfinite``; nothing has been scaled.
+        GradientError: on every rank, and nothing has been scaled: ``error_if_nonfinite``; gradients
+            of a backward under ``no_sync``; of equal elements some holders have none. The last two
+            need the sum: on an accelerator, which is not waited for, the norm is NaN in place.
         AgreementError: other arguments on some ranks, or other parameters that are equal on all.
         ArgumentError: a norm_type that is not above 0, a max_norm below 0. KindError: something
             else than parameters, or sparse gradients.
@@ -117,8 +120,9 @@ def clip_grad_norm_(
     found = _find_mesh(given, mesh)
     if found is None:
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    gradients, is_cut = _gradients_of(given, found, mesh)
+    held, gradients = _gradients_of(given, found, mesh)
     groups = _grouped(gradients, foreach)
+    is_cut = any(each.axes for each in held) or any(axes for _, axes in gradients)
     device = _local(given[0]).device if given else torch.device(found.device_type)
     total = _local_power(groups, found if is_cut else None, norm_type, device)
     if is_cut:
@@ -128,8 +132,7 @@ def clip_grad_norm_(
             f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
             "that are equal on all ranks"
         )
-        op = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
-        run_titled("all_reduce", found.open_group(), title, total, op)
+        total = _summed(total, held, found, title, norm_type)
     is_double = any(parameter.dtype in _DOUBLE for parameter in given)
     norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
         device=gradients[0][0].device if gradients else device,
@@ -155,6 +158,24 @@ def clip_grad_norm_(
     return norm
 
 
+def _summed(
+    share: torch.Tensor, held: Sequence[Held], mesh: DeviceMesh, title: str, order: float
+) -> torch.Tensor:
+    """Return the sum of all ranks' shares, or the largest; raise if they are no one norm's."""
+    is_local, lacking = flags_of(held, mesh)
+    # Of the largest value nothing is missing where a holder lacks the gradient.
+    flags = [is_local] if math.isinf(order) else [is_local, lacking]
+    told = torch.cat((share.view(1), share.new_tensor(flags)))
+    op = ReduceOp.MAX if math.isinf(order) else ReduceOp.SUM
+    run_titled("all_reduce", mesh.open_group(), title, told, op)
+    total, is_refused = told[0], told[1:].any()
+    if share.device.type != "cpu":  # which the host does not wait for
+        return torch.where(is_refused, torch.nan, total)
+    if is_refused:
+        raise refused_norm(held, mesh)
+    return total
+
+
 def _listed(parameters: Any) -> list[torch.Tensor]:
     """Return the parameters, each once; raise where something else is given."""
     if isinstance(parameters, torch.Tensor):
@@ -177,7 +198,7 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise KindError(
                 "clip_grad_norm_ takes dense gradients",
-                found=f"{_name(place, parameter)}, whose gradient is {parameter.grad.layout}",
+                found=f"{name_of(place, parameter)}, whose gradient is {parameter.grad.layout}",
                 fix="parameter.grad = parameter.grad.to_dense()",
             )
     if not given and isinstance(parameters, GeneratorType):
@@ -230,8 +251,8 @@ _Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
 
 def _gradients_of(
     given: Sequence[Any], mesh: DeviceMesh, of_call: DeviceMesh | None
-) -> tuple[list[_Gradient], bool]:
-    """Return this rank's gradients, and whether a parameter is cut, which is so on all ranks."""
+) -> tuple[list[Held], list[_Gradient]]:
+    """Return the parameters with the axes that cut them, and this rank's gradients."""
     known: dict[object, frozenset[str]] = {}  # parameters have few types
 
     def axes_of(place: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
@@ -246,14 +267,15 @@ def _gradients_of(
             known[key] = axes
         return known[key]
 
-    gradients, is_cut = list[_Gradient](), False
+    held, gradients = list[Held](), list[_Gradient]()
     for place, parameter in enumerate(given):
         # By the parameter itself, too: a rank that lacks its gradient takes part all the same.
-        is_cut |= bool(axes_of(place, parameter, parameter, gradient_type_of(parameter)))
+        cut = axes_of(place, parameter, parameter, gradient_type_of(parameter))
+        held.append(Held(place, parameter, cut))
         if (grad := parameter.grad) is not None:
             axes = axes_of(place, parameter, grad, find_type_of_grad(parameter, grad))
             gradients.append((_local(grad), axes))
-    return gradients, is_cut or any(axes for _, axes in gradients)
+    return held, gradients
 
 
 def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
@@ -274,7 +296,7 @@ def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[s
                 "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh",
                 where=where(mesh),
                 expected=f"ranks along one or several axes of {mesh_text(mesh)}",
-                found=f"{_name(place, tensor)}, as {placement} over "
+                found=f"{name_of(place, tensor)}, as {placement} over "
                 + (ranks_text(ranks) if ranks else "other ranks"),
                 fix="clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
             )
@@ -315,16 +337,12 @@ def _refuse_unreduced(
         f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
         where=None if mesh is None else where(mesh, axes),
         expected="complete gradients: the norm of a sum does not follow from those of its summands",
-        found=_name(place, parameter),
+        found=name_of(place, parameter),
         fix="p.grad = p.grad.redistribute(placements=p.placements)"
         if hasattr(parameter, "placements")
         else f"sum it first: p.grad = md.annotate(lax.psum(p.grad, {axes_argument(axes)}){mark}); "
         "or clip behind md.accumulate_gradients, which sums at its end",
     )
-
-
-def _name(place: int, parameter: torch.Tensor) -> str:
-    return f"parameter {place}, {tensor_text(parameter)}"
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -49,10 +49,15 @@ class LocalBackwards:
             self.is_averaged_expected = True
             self.at_forward = [bucket.see() for bucket in buckets]
 
-    def output_is_reached(self) -> None:
-        """Note that the current backward has reached an output made under ``no_sync``."""
-        self._local_task = current_task()
-        self._is_local_running = at_end_of_task(lambda: None)
+    def output_is_reached(self, ends: Callable[[], None]) -> None:
+        """Note that the current backward has reached an output made under ``no_sync``.
+
+        Args:
+            ends: called once as that backward ends.
+        """
+        if self._local_task != current_task():
+            self._local_task = current_task()
+            self._is_local_running = at_end_of_task(ends)
 
     def is_running(self) -> bool:
         """Return whether the backward runs that reached an output made under ``no_sync``."""

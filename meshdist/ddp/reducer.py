@@ -82,6 +82,7 @@ from .gradient_hooks import GradientHooks, Hook, tensors_in
 from .history import History
 from .increments import Increments
 from .local_backwards import LocalBackwards
+from .norm_flags import mark_local, unmark_local
 from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
@@ -266,7 +267,7 @@ class Reducer:
             if is_synchronised:
                 self._enter(context_id)
             else:
-                self._local.output_is_reached()
+                self._local.output_is_reached(self._local_ends)
                 self.increments.outputs_reached()
 
         if self._state is State.CLOSED:
@@ -338,6 +339,10 @@ class Reducer:
         """Return whether the current backward has reached outputs of a forward by the wrapper."""
         with self.sending.lock:
             return self._find_running() is not None or self._local.is_running()
+
+    def _local_ends(self) -> None:
+        """Let norms know that gradients are this rank's own, behind a backward of ``no_sync``."""
+        mark_local(self.parameters, self.layout.terms.wider.all_ranks.ranks)
 
     def _enter(self, context_id: int | None = None) -> None:
         """Begin a backward, as it reaches outputs of a synchronised forward."""
@@ -419,6 +424,8 @@ class Reducer:
         """Reduce all buckets, let ``.grad`` hold the averages, and forget the backward."""
         self._reduce(backward, verdict)
         backward.give(verdict)
+        if self._local.has_sums:
+            unmark_local(self.parameters)
         self.backward, self._local.at_forward, self._local.has_sums = None, None, False
         self._become(State.ENDED)
         while self.sending.awaited:
