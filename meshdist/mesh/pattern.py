@@ -113,18 +113,27 @@ class Pattern:
         """Return the only operand; where a comma likely lacks brackets, the error shows them."""
         if len(self.operands) == 1:
             return self.operands[0]
-        last, nearby = self.operands[0].dims[-1:], self.operands[1].dims[:1]
-        fix = None
-        if last and nearby and last[0].axes and not nearby[0].axes and len(nearby[0].names) == 1:
-            meant = Dim(last[0].names, (*last[0].axes, *nearby[0].names))
-            fix = f"write {meant} where several axes cut one dim"
         raise column_error(
             self.text,
             self.commas[0],
             expected="one array: a comma outside of brackets parts operands",
             found=f"{len(self.operands)} operands",
-            fix=fix,
+            fix=self.find_missing_brackets(),
         )
+
+    def find_missing_brackets(self) -> str | None:
+        """Return how to write the axes that the first comma likely parts, or None."""
+        return _missing_brackets(self.operands[0].dims[-1:], self.operands[1].dims[:1])
+
+
+def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | None:
+    """Return the fix of a comma that likely parts two axes, as in "b@dp,tp d"; None elsewhere."""
+    if not (before and behind and before[-1].axes and not behind[0].axes):
+        return None
+    if len(behind[0].names) > 1:
+        return None
+    meant = Dim(before[-1].names, (*before[-1].axes, *behind[0].names))
+    return f"write {meant} where several axes cut one dim"
 
 
 def cut_text(dim: str, axes: Sequence[str]) -> str:
@@ -236,7 +245,11 @@ class _PatternReader:
             parts = [] if after_kinds else ["a dim", '"{"']
             parts += ['","', '"->"'] if result is None else []
             expected = ", ".join(parts) + " or the end" if parts else "the end"
-            self.fail(self.next.start, expected, self.next.shown)
+            at, behind = self.next, self.tokens[self.place + 1 : self.place + 2]
+            fix = None
+            if at.kind == "," and result is not None and behind and behind[0].kind == "name":
+                fix = _missing_brackets(result.dims, [Dim((behind[0].text,))])
+            self.fail(at.start, expected, at.shown, fix)
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
     def side(self) -> PatternSide:
@@ -361,5 +374,5 @@ class _PatternReader:
             self.fail(sign.start, f"several axes in brackets: {both}", "a second '@'")
         self.fail(sign.start, 'the name of a dim right before "@"', sign.shown)
 
-    def fail(self, column: int, expected: str, found: str) -> NoReturn:
-        raise column_error(self.text, column, expected=expected, found=found)
+    def fail(self, column: int, expected: str, found: str, fix: str | None = None) -> NoReturn:
+        raise column_error(self.text, column, expected=expected, found=found, fix=fix)

@@ -106,6 +106,16 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
         raise here from None
 
 
+def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
+    """Return the fix of a side that names another number of dims than an array has."""
+    if any(dim.is_rest for dim in side.dims):
+        return None
+    name = " ".join(side.names)
+    if len(side.dims) == 1 and len(name) == ndim and name.isalpha():
+        return f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
+    return 'name each dim, or write "..." for those that are not cut'
+
+
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
     """Return a side's dims with "..." replaced by as many dims as the array has there."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
@@ -118,7 +128,7 @@ def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
             where=f"pattern {pattern.text!r}",
             expected=f"{at_least}{count} dims: {side}",
             found=f"{ndim} dims",
-            fix=None if rest else 'name each dim, or write "..." for those that are not cut',
+            fix=_fix_of_dims(side, ndim),
         )
     dims: list[Dim] = []
     for dim in side.dims:
@@ -262,7 +272,9 @@ class Sizing:
         )
         dim = self.dims[wrong]
         fix = "give this rank its part of the whole"
-        if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
+        if local[wrong] == at_shape.shape[wrong]:
+            fix += ": md.shard(x, ...)"
+        elif self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
             shards = at_shape.dims[wrong].num_cells
             fix = f"give the size of the whole dim, such as {dim.names[0]}={local[wrong] * shards}"
         raise ShapeError(

@@ -35,7 +35,8 @@ Where the weights are cut over the axis of the batch, two dims compete for it:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -157,8 +158,15 @@ def _checked_result(pattern: Pattern) -> PatternSide:
                     expected=f"dims of the operands: {' '.join(named) or 'none'}",
                     found=f"{name!r}, which no operand has",
                     summary="the result of this einsum has a dim of its own",
+                    fix=_apart(name, named),
                 )
     return pattern.result
+
+
+def _apart(name: str, named: Collection[str]) -> str | None:
+    """Return how to write the dims that a name likely joins, as "bsf" in "bsd,df->bsf", or None."""
+    is_joined = len(name) > 1 and {*name} <= {*"".join(named)}
+    return f"dims stand apart, unlike torch.einsum's: {' '.join(name)}" if is_joined else None
 
 
 def _sized_operands(
@@ -216,21 +224,29 @@ def _compare_sizes(
     for other, side in enumerate(before):
         for name, size in zip(side.names, side.part_sizes, strict=True):
             if here.get(name, size) != size:
-                is_cut = any(
-                    name in dim.names and dim.axes
-                    for operand in (pattern.operands[other], pattern.operands[number])
-                    for dim in operand.dims
-                )
+                pair = ((other, size), (number, here[name]))
                 raise ShapeError(
                     f"einsum: dim {name!r} has two sizes, {size} and {here[name]}",
                     where=f"einsum {pattern.text!r} on mesh ({layout.axis_text()})",
                     expected=f"one size of {name!r} in all operands",
                     found=f"{name}={size} in operand {other}, a shard of shape {shapes[other]}; "
                     f"{name}={here[name]} in operand {number}, a shard of shape {shapes[number]}",
-                    fix=f"where its shards are uneven, give the whole size: {name}=..."
-                    if is_cut
-                    else None,
+                    fix=_fix_of_sizes(pattern, layout, name, pair),
                 )
+
+
+def _fix_of_sizes(
+    pattern: Pattern, layout: Layout, name: str, pair: Sequence[tuple[int, int]]
+) -> str | None:
+    """Return the fix of a dim that two operands, by number and size, have in two sizes."""
+    is_cut = False
+    for (number, size), (_, other) in (pair, pair[::-1]):
+        side = pattern.operands[number]
+        axes = next((dim.axes for dim in side.dims if name in dim.names), ())
+        is_cut |= bool(axes)
+        if axes and size == other * math.prod(layout.axis_sizes[axis] for axis in axes):
+            return f"operand {number} seems to be whole: md.shard(x, {str(side)!r}, mesh)"
+    return f"where its shards are uneven, give the whole size: {name}=..." if is_cut else None
 
 
 def _with_marks(side: SizedSide, marks: Sequence[int]) -> Placement:

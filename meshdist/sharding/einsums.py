@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..arrays import describe
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..dtypes import dtype_name
-from ..errors import AxisError, DtypeError, KindError, PatternError
+from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.axis_types import (
     ATTRIBUTE,
     RANKS_OF_OWNER,
@@ -33,6 +34,7 @@ from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
+from ..mesh.pattern_sizes import spec_of
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.carried_specs import mark_spec
 from ..typed_contexts.context import ContextMode, find_context
@@ -153,7 +155,10 @@ class _Einsum:
         )
         shapes = tuple(tuple(x.shape) for x in operands)
         asked = tuple(sizes.items())
-        laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
+        try:
+            laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
+        except ShapeError as error:  # of which a text that cuts another dim is often the reason
+            raise _find_error_of_cuts(text, operands, mesh) or error from None
         self._laid = laid
         planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
         self._plans, self._result_plan = planned.operands, planned.result
@@ -292,28 +297,42 @@ def _check_operands(text: str, operands: Sequence[Any]) -> None:
 def _fix_of_kind(x: object) -> str | None:
     if isinstance(x, DeviceMesh):
         return "name the mesh: mesh=mesh"
+    if isinstance(x, (list, tuple)):
+        return "give the tensors one after the other: einsum(text, x, w)"
+    if isinstance(x, np.ndarray):
+        return "make a tensor of it, which shares its memory: torch.from_numpy(x)"
     return "take its shard: x.local" if hasattr(x, "local") else None
 
 
 def _fail_count(text: str, count: int) -> None:
     pattern = parse(text)
     named = len(pattern.operands)
-    fix = None
-    if named == count + 1 > 1:
-        # A comma outside of brackets parts operands: "b@dp,cp d" is "b@dp" and "cp d".
-        last, first = pattern.operands[0].dims[-1:], pattern.operands[1].dims[:1]
-        if last and last[0].axes and first and not first[0].axes:
-            listed = ",".join((*last[0].axes, *first[0].names))
-            fix = f"several axes are written {' '.join(last[0].names)}@({listed})"
+    # A comma outside of brackets parts operands: "b@dp,cp d" is "b@dp" and "cp d".
+    fix = pattern.find_missing_brackets() if named == count + 1 > 1 else None
     error: PatternError = column_error(
         text,
         pattern.commas[0] if pattern.commas else 0,
         expected=f"an operand for each tensor: {count}",
-        found=f"{named} operands in the text",
+        found=f"{named} operand{'s' if named != 1 else ''} in the text",
         fix=fix,
         summary=f"einsum of {count} tensors with a text for {named}",
     )
     raise error
+
+
+def _find_error_of_cuts(
+    text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
+) -> MeshdistError | None:
+    """Return the error of an operand whose own spec cuts other dims than the text says, or None."""
+    pattern = parse(text)
+    for number, (x, side) in enumerate(zip(operands, pattern.operands, strict=True)):
+        try:
+            spec = spec_of(pattern, side, mesh.layout, x.dim())
+            where = f"operand {number} of einsum {text!r}"
+            check_spec("einsum", x, NamedSharding(mesh, spec), where)
+        except MeshdistError as error:
+            return error
+    return None
 
 
 def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:

@@ -317,12 +317,13 @@ def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) ->
     for axis, dim in _cut_dims(carried).items():
         is_summand = axis in source.spec.unreduced
         if sizes.get(axis, 1) > 1 and said.get(axis) != dim and not is_summand:
+            lies = f"dim {dim} is cut over {axis!r}"
             raise ArgumentError(
                 f"{verb}: the tensor does not lie as the left side, or the source, says",
                 where=where,
                 expected=f"a tensor that lies as {source.spec!r}",
                 found=f"x carries {carried!r}",
-                fix="write how it lies; if it lies otherwise by now, md.annotate(x, ...)",
+                fix=f"write how it lies: {lies}; if it lies otherwise by now, md.annotate(x, ...)",
             )
 
 

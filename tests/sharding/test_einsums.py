@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import meshdist as md
 from meshdist.errors import (
     AgreementError,
+    ArgumentError,
     AxisError,
     AxisTypeError,
     DtypeError,
@@ -445,7 +446,60 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a comma outside of brackets": (
         lambda mesh: md.einsum("b@dp,tp d -> b", ONES(2, 4), mesh=mesh),
         PatternError,
-        ["several axes are written b@(dp,tp)"],
+        ["write b@(dp,tp) where several axes cut one dim"],
+    ),
+    "a comma outside of brackets, in the result": (
+        lambda mesh: md.einsum("b d -> b@dp,tp d", ONES(2, 4), mesh=mesh),
+        PatternError,
+        ["found:    ','", "write b@(dp,tp) where several axes cut one dim"],
+    ),
+    "an operand too many": (
+        lambda mesh: md.einsum("b d -> b", ONES(2, 4), ONES(4, 5), mesh=mesh),
+        PatternError,
+        ["einsum of 2 tensors with a text for 1", "found:    1 operand in the text"],
+    ),
+    "operands in a list": (
+        lambda mesh: md.einsum("b d -> b", [ONES(2, 4)], mesh=mesh),
+        KindError,
+        ["operand 0 is no tensor", "give the tensors one after the other: einsum(text, x, w)"],
+    ),
+    "an array of NumPy": (
+        lambda mesh: md.einsum("b d -> b", ONES(2, 4).numpy(), mesh=mesh),
+        KindError,
+        ["found:    a ndarray", "torch.from_numpy(x)"],
+    ),
+    "letters as torch's": (
+        lambda mesh: md.einsum("bd,df->bf", ONES(2, 4), ONES(4, 5), mesh=mesh),
+        PatternError,
+        ["'bf', which no operand has", "dims stand apart, unlike torch.einsum's: b f"],
+    ),
+    "letters as torch's, of an operand": (
+        lambda mesh: md.einsum("bd->bd", ONES(2, 4), mesh=mesh),
+        ShapeError,
+        ["the pattern names 1 dims, the array has 2", "unlike torch.einsum's: b d"],
+    ),
+    "a whole in place of a shard": (
+        lambda mesh: md.einsum("b d@dp, d@dp f -> b f", ONES(2, 4), ONES(2, 5), mesh=mesh),
+        ShapeError,
+        [
+            "d=8 in operand 0, a shard of shape (2, 4); d=4 in operand 1",
+            "operand 0 seems to be whole: md.shard(x, 'b d@dp', mesh)",
+        ],
+    ),
+    "a whole in place of a shard, of a size that is given": (
+        lambda mesh: md.einsum("b d@dp -> b", ONES(2, 4), mesh=mesh, d=4),
+        ShapeError,
+        ["dim 1 has size 4", "give this rank its part of the whole: md.shard(x, ...)"],
+    ),
+    "a text that cuts another dim than the shard": (
+        lambda mesh: md.einsum(
+            "b d, d@dp f -> b f", ONES(2, 4), md.shard(ONES(4, 6), "d f@dp", mesh), mesh=mesh
+        ),
+        ArgumentError,
+        [
+            "operand 1 of einsum 'b d, d@dp f -> b f'",
+            "write how it lies: dim 1 is cut over 'dp'; if it lies otherwise by now, md.annotate",
+        ],
     ),
     "two sizes": (
         lambda mesh: md.einsum("b d, d f -> b f", ONES(2, 4), ONES(3, 5), mesh=mesh),
