@@ -100,5 +100,6 @@ from .errors import (
     WorldError as WorldError,
 )
 from .mesh.partition_spec import PartitionSpec as PartitionSpec
+from .worlds.initialization import world as world
 
 __version__: str

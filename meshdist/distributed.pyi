@@ -107,13 +107,15 @@ from .wires.work import Work as Work
 from .worlds.breakpoints import breakpoint as breakpoint
 from .worlds.initialization import (
     destroy_process_group as destroy_process_group,
+    init_process_group as init_process_group,
+)
+from .worlds.inquiries import (
     get_backend as get_backend,
     get_backend_config as get_backend_config,
     get_default_backend_for_device as get_default_backend_for_device,
     get_node_local_rank as get_node_local_rank,
     get_rank as get_rank,
     get_world_size as get_world_size,
-    init_process_group as init_process_group,
     is_available as is_available,
     is_backend_available as is_backend_available,
     is_gloo_available as is_gloo_available,

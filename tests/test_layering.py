@@ -138,6 +138,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
         ),
         "worlds": (
             "taking_over",
+            "inquiries",
             "initialization",
             "first_touch",
             "simulation",

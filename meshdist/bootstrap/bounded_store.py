@@ -335,8 +335,12 @@ class BoundedStore(Store):
             raise self._lost("has ended")
 
     def _await_unlocked(self) -> None:
-        """Wait until no process keeps the store's file locked."""
-        if self._file is None or _is_unlocked(self._file):
+        """Wait until no process keeps the store's file locked; raise where it was removed."""
+        if self._file is None:
+            return
+        if os.fstat(self._file).st_nlink == 0:  # torch would make it anew, or wait for it
+            raise self._lost("was removed", f"the file {self._path}")
+        if _is_unlocked(self._file):
             return
         limits = _deadline.get() or Deadline(0), Grace(_ANSWER_S)
         limit = max(limits, key=lambda limit: limit.left_s)

@@ -18,10 +18,10 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as torch_distributed
-from torch.distributed import Store
+from torch.distributed import Store, distributed_c10d
 
 from ..errors import GroupClosedError, NotInitializedError, WorldError
-from ..runtime.hosts import num_forks
+from ..runtime.hosts import handled_here, num_forks
 from .bounded_store import BoundedStore
 from .engines import find_engine
 from .environments import find_place, find_stray, ways_to_start
@@ -112,6 +112,10 @@ class World:
     process_id: int = field(default_factory=os.getpid, init=False)
     thread_id: int = field(default_factory=threading.get_ident, init=False)
     is_closed: bool = field(default=False, init=False)
+    find_adopted: Callable[[], Store | None] | None = None
+    """Returns the store of torch.distributed's world as long as it lives, where it was adopted."""
+    handled_before: int = field(default_factory=handled_here, init=False, repr=False)
+    """The exception in whose handler this world was made, which does not end it."""
     is_adopted: bool = field(default=False, init=False)
     """Whether init_process_group was called in this world of simulated ranks."""
     first_touch: str = field(default="", init=False)
@@ -147,6 +151,14 @@ class World:
         for axis in layout.names or ():
             self.axis_layouts.setdefault(axis, set()).add(layout)
         self.open_layouts[layout] += is_open
+
+    @property
+    def is_orphan(self) -> bool:
+        """Return whether torch.distributed has ended the world of which this was adopted."""
+        if self.find_adopted is None:
+            return False
+        is_there = torch_distributed.is_initialized()
+        return not is_there or self.find_adopted() is not distributed_c10d._get_default_store()
 
     @property
     def is_one_host(self) -> bool:

@@ -20,7 +20,7 @@ from ..collectives.torch_private import hidden_from_modes
 from ..errors import ArgumentError, NotInGroupError
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
-from ..worlds.initialization import get_rank, get_world_size
+from ..worlds.inquiries import get_rank, get_world_size
 
 __all__ = ["DistributedSampler"]
 

@@ -40,6 +40,8 @@ from ..runtime.hosts import (
     call_at_end,
     do_not_call_at_end,
     ending_text,
+    find_failure,
+    find_last_exception,
     is_ending_by_exception,
 )
 from ..wires.communicator import Communicator
@@ -400,7 +402,8 @@ class Registry:
 
     def close(self) -> None:
         """Close all communicators and stop the signal thread."""
-        error = self._leave(DESTROYED)
+        failure = find_failure(self.world.handled_before)
+        error = self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
             self._signals.stop()
             self._signals = None
@@ -414,7 +417,8 @@ class Registry:
                 entry.communicator.close()
                 continue
             try:
-                entry.leave()
+                if failure is None:
+                    entry.leave()
                 entry.close()
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
@@ -441,7 +445,7 @@ class Registry:
         """Leave, and let the others see how, before this process ends."""
         if self.world.process_id != os.getpid():
             return
-        error = self._leave(ending_text())
+        error = self._leave(ending_text(find_last_exception()))
         for entry in self.all_opened():
             if not is_ending_by_exception():
                 entry.leave()

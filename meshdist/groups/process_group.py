@@ -391,7 +391,7 @@ class ProcessGroup(VerbMethods):
         else:
             self._take_fast_path(device_type, channel)
         where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
-        _log.info("%s, on wire %s for %s tensors", where, wire.name, device_type)
+        _log.debug("%s, on wire %s for %s tensors", where, wire.name, device_type)
         return channel
 
     def _connect(self, channel: Channel, device_type: str) -> None:

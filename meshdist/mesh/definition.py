@@ -31,7 +31,7 @@ from ..groups.process_group import ProcessGroup, resolve_group, world_group
 from ..wires.names import backends_in
 from ..wires.registry import make_room
 from ..worlds.first_touch import begin_for_mesh
-from ..worlds.initialization import get_node_local_rank
+from ..worlds.inquiries import get_node_local_rank
 from .layout import Layout
 
 __all__ = ["AxisOptions"]
@@ -276,7 +276,8 @@ def define_mesh(
     check_timeout(timeout)
     if open_groups:
         check_device(device_type)
-    if find_world() is None:
+    world = find_world()
+    if world is None or world.is_orphan:
         begin_for_mesh(timeout, is_alone=_holds_rank_0_alone(layout_in))
     world = get_usable_world()
     layout = layout_in(world.size)

@@ -286,12 +286,11 @@ def do_not_call_at_end(function: Callable[[], None]) -> None:
 
 def is_ending_by_exception() -> bool:
     """Return whether an exception that nobody caught ends this process."""
-    return _find_exception() is not None
+    return find_last_exception() is not None
 
 
-def ending_text() -> str:
-    """Return this process's end in words for others, as in "ended by ValueError: no data"."""
-    exception = _find_exception()
+def ending_text(exception: BaseException | None) -> str:
+    """Return an end by ``exception`` in words for others, as in "ended by ValueError: no data"."""
     if exception is None:
         return _WITHOUT_EXCEPTION
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
@@ -301,6 +300,19 @@ def ending_text() -> str:
     return f"ended by {kind}{message and ': '}{message}{place}"
 
 
-def _find_exception() -> BaseException | None:
+def find_last_exception() -> BaseException | None:
+    """Return the exception that nobody caught, and that ends this process."""
     found = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return found if isinstance(found, BaseException) else None
+
+
+def handled_here() -> int:
+    """Return the identity of the exception that this thread handles, 0 for none."""
+    return id(found) if (found := sys.exc_info()[1]) is not None else 0
+
+
+def find_failure(handled_before: int) -> BaseException | None:
+    """Return the exception that this thread handles, but for an exit or ``handled_before``."""
+    found = sys.exc_info()[1]
+    is_exit = isinstance(found, (SystemExit, GeneratorExit))
+    return None if is_exit or handled_here() in (0, handled_before) else found

@@ -14,7 +14,7 @@ from ..bootstrap.stores import HashStore
 from ..bootstrap.world import find_unjoined_place, find_world, join_by
 from ..checking.program import call_site, show_site
 from ..errors import WorldError
-from .initialization import init_process_group
+from .initialization import end_orphan, init_process_group
 
 _joining = threading.RLock()
 """Lets one thread join; others that touch the world meanwhile find it made."""
@@ -23,6 +23,7 @@ _joining = threading.RLock()
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
     """Make the world where there is none, for a mesh of all the ranks that were started."""
     with _joining:
+        end_orphan()
         if find_world() is not None:
             return
         has_others = torch_distributed.is_initialized() or find_place(os.environ) is not None

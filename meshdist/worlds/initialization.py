@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,54 +16,37 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from ..arguments import DEFAULT_TIMEOUT, check_timeout
-from ..bootstrap.environments import read_local_rank
 from ..bootstrap.generations import Rendezvous
 from ..bootstrap.init_methods import Terms, meet
 from ..bootstrap.stores import HashStore, PrefixStore, Store
 from ..bootstrap.world import (
     World,
     enter_world,
-    find_unjoined_place,
     find_world,
     get_world,
     install_world,
     remove_world,
 )
 from ..checking.program import one_frame, warn_caller
-from ..error_text import first_line
 from ..errors import ArgumentError, KindError, NotInitializedError, WorldError
-from ..groups.process_group import NON_GROUP_MEMBER, GroupLike, resolve_group, world_group
+from ..groups.process_group import GroupLike, resolve_group, world_group
 from ..runtime import memory
-from ..runtime.untraced import untraced
 from ..wires.names import (
-    Backend,
-    backends_text,
     default_wires,
     parse_backends,
     usable_defaults,
 )
 from ..wires.registry import find_wire, get_wire
+from .inquiries import is_outsider
 from .taking_over import take_over
 
 __all__ = [
     "destroy_process_group",
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_node_local_rank",
-    "get_rank",
-    "get_world_size",
     "init_process_group",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
+    "world",
 ]
+
+_log = logging.getLogger("meshdist.worlds")
 
 
 @one_frame
@@ -115,6 +100,7 @@ def init_process_group(
             "assigns both"
         )
         rank = world_size = -1
+    end_orphan()
     limit = timeout or DEFAULT_TIMEOUT
     terms = Terms(init_method, rank, world_size, store, group_name, limit, usable_defaults())
     found = find_world()
@@ -137,16 +123,21 @@ def init_process_group(
     for name in set(backends.values()):
         get_wire(name)
     device = _checked_device(device_id)
+    find_adopted: Callable[[], Store | None] | None = None
     if store is None and torch_distributed.is_initialized():
         joined = _meet_in_torch_world(terms)
         named = parse_backends(torch_distributed.get_backend_config())
         common = _available(named) or backends
+        find_adopted = weakref.ref(distributed_c10d._get_default_store())
     else:
         joined = meet(terms, is_mpi_asked=is_mpi)
         common = _available(default_wires(joined.wires))
     chosen = common if backend is None else backends
     world = _make_world(joined, store, chosen, timeout, pg_options, device)
     world.chooses_wires = backend is None
+    world.find_adopted = find_adopted
+    if find_adopted is not None and world.chooses_wires:
+        _tell_adopted_wire(world, default_wires(joined.wires))
     install_world(world)
     try:
         world_group(world).open_all()
@@ -179,7 +170,7 @@ def destroy_process_group(group: GroupLike = None) -> None:
             found="none was initialized in this process, or it was destroyed before",
             fix="drop this call, or guard it: if is_initialized(): destroy_process_group()",
         )
-    if _is_outsider(group):
+    if is_outsider(group):
         return
     if group is not None:
         closing = resolve_group(group)
@@ -188,6 +179,48 @@ def destroy_process_group(group: GroupLike = None) -> None:
             closing.close()
             return
     world.check_usable()
+    _end(world)
+
+
+@contextmanager
+def world(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Begin a world, and end it behind the ``with`` block, whatever happens there.
+
+    Where an exception leaves the block, the other ranks are told at once which, and where it was
+    raised, though this process lives on: a worker of a pool, an actor, a notebook.
+
+    Args:
+        args, kwargs: as for ``init_process_group``.
+
+    Raises:
+        as ``init_process_group``; and what the block raises.
+
+    Example:
+        >>> import meshdist as md
+        >>> def program():
+        ...     with md.world():
+        ...         size = md.get_world_size()
+        ...     return size, md.is_initialized()
+        >>> md.simulate(program, 2)
+        [(2, False), (2, False)]
+    """
+    init_process_group(*args, **kwargs)
+    made = get_world()
+    try:
+        yield
+    except BaseException:
+        if not made.is_closed:
+            with suppress(Exception):  # the exception under way says more
+                _end(made)
+        raise
+    if not made.is_closed:
+        _end(made)
+
+
+# -- inside -------------------------------------------------------------------------------------
+
+
+def _end(world: World) -> None:
     try:
         world.close()
     finally:
@@ -195,166 +228,23 @@ def destroy_process_group(group: GroupLike = None) -> None:
         memory.forget()
 
 
-# -- what can be asked --------------------------------------------------------------------------
-
-
-def is_available() -> bool:
-    """Return whether this package can be used: always."""
-    return True
-
-
-def is_initialized() -> bool:
-    """Return whether there is a world: made by ``init_process_group``, or of simulated ranks."""
+def end_orphan() -> None:
+    """Close the world of this process if it was adopted of torch's, which has ended since."""
     world = find_world()
-    return world is not None and not world.is_closed
+    if world is not None and world.is_orphan and not world.is_closed:
+        _end(world)
 
 
-@untraced
-def get_rank(group: GroupLike = None) -> int:
-    """Return this rank's number in ``group`` (None: the world); -1 outside the group.
-
-    Answers in a forked child too. Before this process has joined its world the launcher's variables
-    answer, or torch's world that is there to adopt; nothing is sent.
-
-    Raises:
-        NotInitializedError: there is no world, and no launcher.
-        GroupClosedError: the group was destroyed.
-    """
-    if group is None:
-        place = find_unjoined_place()
-        return get_world().rank if place is None else place[0]
-    if _is_outsider(group):
-        return -1
-    target = resolve_group(group)
-    target.check_open()
-    return target.rank()
-
-
-@untraced
-def get_world_size(group: GroupLike = None) -> int:
-    """Return the number of ranks in ``group`` (None: the world); -1 outside the group.
-
-    Answers in a forked child too. Before this process has joined its world the launcher's variables
-    answer, or torch's world that is there to adopt; nothing is sent.
-
-    Raises:
-        NotInitializedError: there is no world, and no launcher.
-    """
-    if group is None:
-        place = find_unjoined_place()
-        return get_world().size if place is None else place[1]
-    return -1 if _is_outsider(group) else resolve_group(group).size()
-
-
-def get_backend(group: GroupLike = None) -> Backend:
-    """Return the name of the wire of ``group`` (None: the world).
-
-    Where several wires serve it, by device type: the wire that AxisOptions named for the mesh's;
-    the accelerator's if there is any and no pairs were named; else the pairs as text.
-
-    Raises:
-        GroupClosedError: the group was destroyed.
-    """
-    target = world_group() if group is None else resolve_group(group)
-    target.check_open()
-    backends = target.backends
-    if target.named_for in backends:
-        return Backend(backends[target.named_for])
-    if len(set(backends.values())) == 1:
-        return Backend(next(iter(backends.values())))
-    world = get_world()
-    if world.chooses_wires and backends.keys() == world.backends.keys():
-        accelerator = torch.accelerator.current_accelerator()
-        kind = "cpu" if accelerator is None else accelerator.type
-        return Backend(backends.get(kind) or next(iter(backends.values())))
-    return Backend(backends_text(backends))
-
-
-def get_backend_config(group: GroupLike = None) -> str:
-    """Return the wire for each device type in ``group``, as in "cpu:gloo,cuda:nccl"."""
-    target = world_group() if group is None else resolve_group(group)
-    return backends_text(target.backends)
-
-
-def get_default_backend_for_device(device: str | torch.device) -> str:
-    """Return the name of the wire that serves ``device`` where none is named.
-
-    Raises:
-        ArgumentError: no such device, or none that has a wire.
-    """
-    try:
-        kind = device.type if isinstance(device, torch.device) else torch.device(device).type
-    except RuntimeError as error:
-        raise ArgumentError(f"{device!r} is no device", found=first_line(error)) from None
-    wires = default_wires()
-    if kind not in wires:
-        raise ArgumentError(
-            f"no backend is known for device type {kind!r}",
-            expected=f"one of {', '.join(wires)}",
-            fix=f"name a backend: init_process_group('{kind}:NAME')",
+def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
+    """Log where the CPU's wire of an adopted world is not the best that its ranks have."""
+    taken, best = world.backends.get("cpu"), usual.get("cpu")
+    if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":
+        _log.warning(
+            "meshdist: CPU tensors go over %r, as in the world of torch.distributed that was "
+            "adopted; shared memory is faster on this host, and md.init_process_group('cpu:shm') "
+            "before the first mesh takes it",
+            taken,
         )
-    return wires[kind]
-
-
-def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this rank's number on its host: LOCAL_RANK, else the fallback, else the world's.
-
-    Raises:
-        WorldError: none of the three is there. RendezvousError: LOCAL_RANK is no number.
-    """
-    world = find_world()
-    if world is not None and world.is_simulated:
-        return world.local_rank
-    if "LOCAL_RANK" in os.environ:
-        return read_local_rank(os.environ)
-    if fallback_rank is not None:
-        return int(fallback_rank)
-    if world is not None:
-        return world.local_rank
-    raise WorldError(
-        "nothing tells the rank on this host",
-        expected="LOCAL_RANK in the environment, a world, or fallback_rank",
-        fix="start with `meshdist run -n 4 script.py`, or pass get_node_local_rank(0)",
-    )
-
-
-def is_backend_available(backend: str) -> bool:
-    """Return whether every wire that ``backend`` names is there and can be used on this machine."""
-    wires = [find_wire(name) for name in set(parse_backends(backend).values())]
-    return all(wire is not None and wire.is_available() for wire in wires)
-
-
-def is_gloo_available() -> bool:
-    """Return whether the wire "gloo" can be used on this machine."""
-    return is_backend_available("gloo")
-
-
-def is_nccl_available() -> bool:
-    """Return whether the wire "nccl" can be used on this machine."""
-    return is_backend_available("nccl")
-
-
-def is_mpi_available() -> bool:
-    """Return whether the wire "mpi" can be used on this machine."""
-    return is_backend_available("mpi")
-
-
-def is_ucc_available() -> bool:
-    """Return whether the wire "ucc" can be used on this machine."""
-    return is_backend_available("ucc")
-
-
-def is_xccl_available() -> bool:
-    """Return whether the wire "xccl" can be used on this machine."""
-    return is_backend_available("xccl")
-
-
-def is_torchelastic_launched() -> bool:
-    """Return whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-# -- inside -------------------------------------------------------------------------------------
 
 
 def _available(backends: dict[str, str]) -> dict[str, str]:
@@ -432,8 +322,11 @@ def _meet_in_torch_world(terms: Terms) -> Rendezvous:
                 fix=f"leave {name} out, or call torch.distributed.destroy_process_group() before",
             )
     store = distributed_c10d._get_default_store()
-    known = Terms(None, *real, store, terms.group_name, terms.timeout)
-    return meet(known, origin="the world of torch.distributed")
+    known = dataclasses.replace(
+        terms, init_method=None, rank=real[0], world_size=real[1], store=store
+    )
+    joined = meet(known, origin="the world of torch.distributed")
+    return dataclasses.replace(joined, leave=lambda: None)  # torch's store is torch's to end
 
 
 def _make_world(
@@ -473,7 +366,3 @@ def _leave(world: World, leave: Callable[[], None]) -> None:
     world.handle = world.given_torch_store = None
     world.store = PrefixStore("closed", HashStore())
     leave()
-
-
-def _is_outsider(group: object) -> bool:
-    return isinstance(group, int) and group == NON_GROUP_MEMBER
