@@ -1,12 +1,14 @@
 """The public names, and the home of each: what the front door loads, and type checkers read."""
 
 from . import (
+    checkpoint as checkpoint,
     distributed as distributed,
     errors as errors,
     experts as experts,
     lax as lax,
     tensor_parallel as tensor_parallel,
 )
+from .checkpoint.preemption import preempted as preempted, restart_count as restart_count
 from .ddp.accumulation import accumulate_gradients as accumulate_gradients
 from .ddp.data_parallel import DDP as DDP
 from .ddp.grad_norm import clip_grad_norm_ as clip_grad_norm_
@@ -45,7 +47,6 @@ from .mesh.layout import Layout as Layout
 from .mesh.making import make_mesh as make_mesh
 from .mesh.partition_spec import P as P
 from .mesh.spec import NamedSharding as NamedSharding
-from .sharding.descriptions import ArrayMetadata as ArrayMetadata
 from .sharding.einsums import einsum as einsum
 from .sharding.making_arrays import (
     empty as empty,
@@ -78,6 +79,7 @@ from .errors import (
     AgreementError as AgreementError,
     AxisError as AxisError,
     AxisTypeError as AxisTypeError,
+    CheckpointError as CheckpointError,
     CollectiveTimeoutError as CollectiveTimeoutError,
     DeadlockError as DeadlockError,
     DtypeError as DtypeError,

@@ -18,7 +18,7 @@ _NAMES = {
     "ProcessGroupMPI ProcessGroupNCCL ProcessGroupUCC ProcessGroupXCCL RankType ReduceOptions "
     "ReduceScatterOptions Reducer ScatterOptions _make_nccl_premul_sum default_pg_timeout "
     "get_pg_count record_comm shrink_group supports_complex",
-    "checkpoint": "FileSystemReader FileSystemWriter async_save load save",
+    "checkpoint": "FileSystemReader FileSystemWriter",
     "elastic.utils.data": "ElasticDistributedSampler",
     "fsdp": "BackwardPrefetch CPUOffload CPUOffloadPolicy DataParallelMeshDims FSDP FSDPModule "
     "FullOptimStateDictConfig FullStateDictConfig FullyShardedDataParallel "
@@ -39,7 +39,7 @@ _NAMES = {
     "PrepareModuleOutput RowwiseParallel SequenceParallel loss_parallel parallelize_module",
 }
 _MODULES = (
-    "algorithms argparse_util autograd c10d_logger checkpoint collective_utils config constants "
+    "algorithms argparse_util autograd c10d_logger collective_utils config constants "
     "device_mesh distributed_c10d elastic flight_recorder fsdp launcher logging_handlers nn optim "
     "pipelining remote_device rpc run tensor utils"
 )
@@ -95,13 +95,14 @@ _INSTEAD = {
     "meshdist.DDP": "DataParallel",
     "the wrapper's own: with ddp_model.no_sync():": "no_sync",
     "meshdist.reshard": "with_sharding_constraint",
+    "meshdist.checkpoint.{}": "load save",
+    "meshdist.checkpoint.save_async": "async_save",
     "typing_extensions.deprecated": "deprecated",
 }
 _PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
 # Torch's own that communicate in a world of torch's, which our wires can serve.
 _IN_A_WORLD = [
     "algorithms",
-    "checkpoint",
     "device_mesh",
     "fsdp",
     "nn",

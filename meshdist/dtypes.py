@@ -28,6 +28,7 @@ class DtypeFacts:
         mpi: the name of MPI's datatype that computes in it; "" where MPI only moves it.
         is_in_c10d: whether all of c10d's classes know it; what they do not know moves as bytes.
         is_in_numpy: whether NumPy and CuPy have it, under the same name.
+        in_files: the name in files of safetensors; "" where they lack it.
     """
 
     dtype: torch.dtype
@@ -37,6 +38,7 @@ class DtypeFacts:
     mpi: str = ""
     is_in_c10d: bool = False
     is_in_numpy: bool = True
+    in_files: str = ""
 
     @property
     def name(self) -> str:
@@ -50,25 +52,34 @@ class DtypeFacts:
 
 
 _TABLE = (
-    DtypeFacts(torch.float64, "floating", mpi="DOUBLE", is_in_c10d=True),
-    DtypeFacts(torch.float32, "floating", mpi="FLOAT", is_in_c10d=True),
-    DtypeFacts(torch.float16, "floating", torch.float32, is_in_c10d=True),
-    DtypeFacts(torch.bfloat16, "floating", torch.float32, is_in_c10d=True, is_in_numpy=False),
-    DtypeFacts(torch.int64, "integers", mpi="INT64_T", is_in_c10d=True),
-    DtypeFacts(torch.int32, "integers", mpi="INT32_T", is_in_c10d=True),
-    DtypeFacts(torch.int16, "integers", torch.int32, mpi="INT16_T"),
-    DtypeFacts(torch.int8, "integers", torch.int32, mpi="INT8_T", is_in_c10d=True),
-    DtypeFacts(torch.uint64, "unsigned", None, torch.int64, "UINT64_T"),
-    DtypeFacts(torch.uint32, "unsigned", torch.int64, torch.int32, "UINT32_T"),
-    DtypeFacts(torch.uint16, "unsigned", torch.int32, torch.int16, "UINT16_T"),
-    DtypeFacts(torch.uint8, "unsigned", torch.int32, mpi="UINT8_T", is_in_c10d=True),
-    DtypeFacts(torch.bool, "bool", mpi="UINT8_T", is_in_c10d=True),  # the byte that it lies in
+    DtypeFacts(torch.float64, "floating", mpi="DOUBLE", is_in_c10d=True, in_files="F64"),
+    DtypeFacts(torch.float32, "floating", mpi="FLOAT", is_in_c10d=True, in_files="F32"),
+    DtypeFacts(torch.float16, "floating", torch.float32, is_in_c10d=True, in_files="F16"),
+    DtypeFacts(
+        torch.bfloat16,
+        "floating",
+        torch.float32,
+        is_in_c10d=True,
+        is_in_numpy=False,
+        in_files="BF16",
+    ),
+    DtypeFacts(torch.int64, "integers", mpi="INT64_T", is_in_c10d=True, in_files="I64"),
+    DtypeFacts(torch.int32, "integers", mpi="INT32_T", is_in_c10d=True, in_files="I32"),
+    DtypeFacts(torch.int16, "integers", torch.int32, mpi="INT16_T", in_files="I16"),
+    DtypeFacts(torch.int8, "integers", torch.int32, mpi="INT8_T", is_in_c10d=True, in_files="I8"),
+    DtypeFacts(torch.uint64, "unsigned", None, torch.int64, "UINT64_T", in_files="U64"),
+    DtypeFacts(torch.uint32, "unsigned", torch.int64, torch.int32, "UINT32_T", in_files="U32"),
+    DtypeFacts(torch.uint16, "unsigned", torch.int32, torch.int16, "UINT16_T", in_files="U16"),
+    DtypeFacts(torch.uint8, "unsigned", torch.int32, mpi="UINT8_T", is_in_c10d=True, in_files="U8"),
+    DtypeFacts(
+        torch.bool, "bool", mpi="UINT8_T", is_in_c10d=True, in_files="BOOL"
+    ),  # the byte that it lies in
     DtypeFacts(torch.complex128, "complex", None, torch.float64, "C_DOUBLE_COMPLEX"),
-    DtypeFacts(torch.complex64, "complex", None, torch.float32, "C_FLOAT_COMPLEX"),
+    DtypeFacts(torch.complex64, "complex", None, torch.float32, "C_FLOAT_COMPLEX", in_files="C64"),
     DtypeFacts(torch.complex32, "complex", torch.complex64, torch.float16, is_in_numpy=False),
-    DtypeFacts(torch.float8_e4m3fn, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e4m3fn, "float8", torch.float32, is_in_numpy=False, in_files="F8_E4M3"),
     DtypeFacts(torch.float8_e4m3fnuz, "float8", torch.float32, is_in_numpy=False),
-    DtypeFacts(torch.float8_e5m2, "float8", torch.float32, is_in_numpy=False),
+    DtypeFacts(torch.float8_e5m2, "float8", torch.float32, is_in_numpy=False, in_files="F8_E5M2"),
     DtypeFacts(torch.float8_e5m2fnuz, "float8", torch.float32, is_in_numpy=False),
     DtypeFacts(torch.float8_e8m0fnu, "float8", torch.float32, is_in_numpy=False),
 )

@@ -32,6 +32,7 @@ __all__ = [
     "AxisError",
     "AxisTypeError",
     "BackendError",
+    "CheckpointError",
     "CollectiveTimeoutError",
     "DeadlockError",
     "DistBackendError",
@@ -217,6 +218,10 @@ class GradientError(MeshdistError, RuntimeError):
 
 class UnequalError(MeshdistError, AssertionError):
     """Values that should be equal along an axis are not; every rank along it raises."""
+
+
+class CheckpointError(MeshdistError, OSError):
+    """A checkpoint cannot be written or read; all ranks raise it, and the files are as before."""
 
 
 class AxisTypeError(MeshdistError, TypeError):

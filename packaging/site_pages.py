@@ -36,6 +36,7 @@ _TITLES = {
     "experts": "experts",
     "typed_contexts": "Types",
     "sharding": "Sharded arrays",
+    "checkpoint": "Checkpoints",
     "tensor_parallel": "Tensor parallelism",
     "ddp": "Data parallelism",
     "errors": "Errors",
@@ -47,7 +48,7 @@ _ELSEWHERE = {
     "lax": "typed_contexts",
     "reduce_ops": "collectives",
 }
-_MODULES = ("distributed", "errors", "experts", "lax", "tensor_parallel")
+_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
 _OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 

@@ -37,6 +37,7 @@ CAUGHT_BY = {
     "RendezvousError": (dist.DistNetworkError, ValueError),
     "ShapeError": (ValueError, RuntimeError, IndexError),
     "StoreError": (dist.DistStoreError,),
+    "CheckpointError": (OSError,),
     "UnequalError": (AssertionError,),
     "WorldError": (ValueError, RuntimeError),
 }

@@ -373,3 +373,14 @@ def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
         f"mpiexec -n 4 python {script}",
         f"srun -n 4 python {script}",
     ]
+
+
+def find_restart_count(environment: Mapping[str, str]) -> int:
+    """Return how often torchrun, or Slurm by a requeue, has started this job again.
+
+    Example:
+        >>> find_restart_count({"TORCHELASTIC_RESTART_COUNT": "2"}), find_restart_count({})
+        (2, 0)
+    """
+    names = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
+    return max(find_whole_number(environment.get(name, "")) or 0 for name in names)

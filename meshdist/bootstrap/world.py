@@ -139,6 +139,8 @@ class World:
     """This rank's communicators (``groups.communicators``), made at first use."""
     group: Closable | None = field(default=None, init=False, repr=False)
     """The group of all ranks (``groups.process_group``), made at first use."""
+    saves: Closable | None = field(default=None, init=False, repr=False)
+    """The checkpoints that threads of this rank write (``checkpoint.staging``)."""
     _num_forks: int = field(default_factory=num_forks, init=False, repr=False)
     _counts: Counter[Hashable] = field(default_factory=Counter, init=False, repr=False)
     _counting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)

@@ -6,12 +6,10 @@ that do not fit, on every rank where its arguments, or results, are the same.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-import numpy as np
 import optree
 import torch
 
@@ -32,13 +30,13 @@ from ..functional.axis_types import KINDS, kinds_in
 from ..lax.reducing import pcast
 from ..mesh.current_mesh import with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.partition_spec import P, axes_of
+from ..mesh.partition_spec import P
 from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Placement
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.carried_specs import checked_spec
 from ..typed_contexts.refusals import tensor_text, type_of
-from .requests import on_mesh, whole_shape
+from .requests import on_mesh, sized_by_shards, whole_shape
 from .resharding import kinds_of
 from .sharded_array import ShardedArray
 from .shardings import mesh_text
@@ -296,35 +294,13 @@ def with_common_shapes(
     found = []
     for place, array in enumerate(arrays):
         shapes = {rank: each[place] for rank, each in zip(group.ranks, of_all, strict=True)}
-        sized = array if is_even else _sized(array, shapes)
-        sharding, shape = sized.sharding, sized.shape
+        sharding, shape = (
+            (array.sharding, array.shape) if is_even else sized_by_shards(array.sharding, shapes)
+        )
         if any(sharding.shard_shape(shape, rank) != shapes[rank] for rank in shapes):
             raise _no_whole(name, array, shapes, is_even=is_even)
-        found.append(sized)
+        found.append(replace(array, sharding=sharding, shape=shape))
     return found
-
-
-def _sized(array: MappedArray, shapes: Mapping[int, tuple[int, ...]]) -> MappedArray:
-    """Return a result with the sizes of its dims' parts, from the shapes of the ranks' shards.
-
-    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1; the
-    shapes of ranks 0 and 2 tell the sizes, those of ranks 1 and 3 must be the same.
-    """
-    sharding = array.sharding
-    layout, spec = sharding.layout, sharding.spec
-    sizes = dict(sharding.shard_sizes)
-    for dim, entry in enumerate(spec.partitions):
-        axes = layout.axis_indices(axes_of(entry)) if entry else ()
-        if axes and dim not in sizes:
-            count = math.prod(layout.sizes[axis] for axis in axes)
-            ranks = np.moveaxis(layout.ranks(), axes, range(len(axes))).reshape(count, -1)
-            sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
-    sharding = NamedSharding(sharding.mesh, spec, shard_sizes=sizes)
-    shape = whole_shape(sharding, tuple(array.value.shape))
-    dims = sharding.placement(shape).dims
-    sizes = {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes}
-    sharding = NamedSharding(sharding.mesh, spec, shard_sizes=sizes)  # a balanced cut says none
-    return replace(array, sharding=sharding, shape=shape)
 
 
 def _no_whole(

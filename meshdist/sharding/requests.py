@@ -422,6 +422,32 @@ def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[in
     return tuple(whole)
 
 
+def sized_by_shards(
+    sharding: NamedSharding, shapes: Mapping[int, Sequence[int]]
+) -> tuple[NamedSharding, tuple[int, ...]]:
+    """Return a sharding with the sizes of its dims' parts, and the shape of the whole.
+
+    Args:
+        shapes: of the ranks' shards, by rank.
+
+    Example: along 'i' of a mesh (i=2, j=2) ranks 0 and 1 hold part 0, ranks 2 and 3 part 1; the
+    shapes of ranks 0 and 2 tell the sizes, those of ranks 1 and 3 must be the same.
+    """
+    layout, mesh, spec = sharding.layout, sharding.mesh, sharding.spec
+    sizes = dict(sharding.shard_sizes)
+    for dim, entry in enumerate(spec.partitions):
+        axes = layout.axis_indices(axes_of(entry)) if entry else ()
+        if axes and dim not in sizes:
+            count = math.prod(layout.sizes[axis] for axis in axes)
+            ranks = np.moveaxis(layout.ranks(), axes, range(len(axes))).reshape(count, -1)
+            sizes[dim] = tuple([shapes[rank][dim] for rank in ranks[:, 0].tolist()])
+    sized = NamedSharding(mesh, spec, shard_sizes=sizes)
+    shape = whole_shape(sized, next(iter(shapes.values())))
+    dims = sized.placement(shape).dims
+    sizes = {dim: split.cell_sizes for dim, split in enumerate(dims) if split.cell_sizes}
+    return NamedSharding(mesh, spec, shard_sizes=sizes), shape  # a balanced cut says none
+
+
 def check_shard(
     verb: str,
     mesh: DeviceMesh,

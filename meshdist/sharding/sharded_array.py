@@ -23,7 +23,7 @@ from ..mesh.pattern_sizes import size_side
 from ..mesh.placement import Box, box_text, index_of, shape_of
 from ..mesh.spec import NamedSharding
 from ..typed_contexts.carried_specs import mark_spec
-from .descriptions import Drawing, SvgDrawing, describe_array, draw_sharding, draw_sharding_svg
+from .descriptions import Drawing, SvgDrawing, draw_sharding, draw_sharding_svg
 from .elementwise import ElementwiseArray
 from .requests import on_mesh, whole_shape
 from .shardings import (
@@ -178,15 +178,6 @@ class ShardedArray(ElementwiseArray):
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
         return self.visualize(svg=True)
-
-    def metadata(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to load the array elsewhere, as JSON; nothing is sent.
-
-        Shape, dtype, spec, the mesh's names and ranks, and for each part of the whole its box and
-        the ranks that hold it, first the rank that saves it. Equal on every rank.
-        ``ArrayMetadata.from_json`` reads it.
-        """
-        return describe_array(self.shape, self.dtype, self.sharding)
 
     # ------------------------------------------------------------------ elsewhere: communicates
 

@@ -114,6 +114,14 @@ def seed(
     seed_notes()[generator] = _Seeding(number, axes, layout)
 
 
+def find_seeded_axes() -> tuple[str, ...] | None:
+    """Return the axes along which ``md.seed`` made torch's generator differ, None if it did not."""
+    seeding = seed_notes().get(torch.default_generator)
+    if seeding is None or seeding.number != torch.initial_seed() % _WORD:
+        return None
+    return tuple(seeding.axes)
+
+
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
     """Return the mesh that has the axes, None without axes, and the axes in the mesh's order."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over

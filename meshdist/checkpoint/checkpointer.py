@@ -1,0 +1,120 @@
+"""``md.checkpoint.Checkpointer``: the last few steps of a run, under one folder."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from ..arguments import get_whole_number
+from ..errors import CheckpointError
+from ..mesh.device_mesh import DeviceMesh
+from . import files
+from .loading import load
+from .members import Members
+from .saving import checked_path, save, save_async
+from .staging import PendingSave
+
+__all__ = ["Checkpointer"]
+
+
+class Checkpointer:
+    """Saves steps as ``root/step-10``, keeps the newest, and loads the newest whole step.
+
+    Args:
+        root: the folder of the run. One run saves there at a time.
+        keep: how many steps stay; None keeps all.
+        mesh: as for ``save``.
+
+    Example:
+        >>> import tempfile, torch, meshdist as md
+        >>> state = md.checkpoint.State(model=torch.nn.Linear(2, 2), step=0)
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     checkpoints = md.checkpoint.Checkpointer(root, keep=2)
+        ...     first = checkpoints.load(state)
+        ...     for state.step in range(10, 50, 10):
+        ...         checkpoints.save(state, state.step)
+        ...     first, checkpoints.steps(), checkpoints.load(state)
+        (None, [30, 40], 40)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        keep: int | None = 3,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self._root = checked_path("Checkpointer", root)
+        self._keep = None if keep is None else get_whole_number(keep, "Checkpointer: keep", 1)
+        self._mesh = mesh
+        self._has_lock = False
+
+    def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
+        """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
+
+        Collective, as ``md.checkpoint.save``.
+
+        Args:
+            wait: False returns a pending save, as ``md.checkpoint.save_async``.
+
+        Raises:
+            CheckpointError: as ``save``; another run saves under this root.
+        """
+        step = get_whole_number(step, "Checkpointer.save: step", 0)
+        path = os.path.join(self._root, f"step-{step}")
+        members = Members(self._mesh, "Checkpointer.save")
+        members.first_does(self._begin)
+        if not wait:
+            return save_async(state, path, mesh=self._mesh)
+        save(state, path, mesh=self._mesh)
+        members.first_does(self._remove_old)
+        return None
+
+    def load(
+        self,
+        state: Any,
+        *,
+        only: str | Sequence[str] | None = None,
+        missing: str = "error",
+        verify: bool = False,
+    ) -> int | None:
+        """Load the newest whole step into a state; return its number, None where there is none.
+
+        Collective; arguments as for ``md.checkpoint.load``.
+        """
+        step = Members(self._mesh, "Checkpointer.load").first_does(self.latest)
+        if step is None:
+            return None
+        path = os.path.join(self._root, f"step-{step}")
+        load(state, path, mesh=self._mesh, only=only, missing=missing, verify=verify)
+        return int(step)
+
+    def latest(self) -> int | None:
+        """The number of the newest whole step here, None where there is none; nothing is sent."""
+        return next(iter(self.steps()[::-1]), None)
+
+    def steps(self) -> list[int]:
+        """The numbers of all steps here, the newest last; nothing is sent."""
+        return sorted(files.find_steps(self._root))
+
+    def _begin(self) -> None:
+        """Take the root's lock, at the first save, and remove what an earlier save left over."""
+        if not self._has_lock:
+            lock = files.lock_folder(self._root)
+            if lock is None:
+                raise CheckpointError(
+                    "Checkpointer: another run, or another Checkpointer, saves under this root",
+                    where=self._root,
+                    expected="one Checkpointer that saves under a root, as long as it lives",
+                    fix="end the other run, drop the other object, or give each its own root",
+                )
+            weakref.finalize(self, os.close, lock)
+            self._has_lock = True
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        if self._keep is not None:
+            for step in self.steps()[: -self._keep]:
+                files.remove_checkpoint(os.path.join(self._root, f"step-{step}"))

@@ -1,0 +1,300 @@
+"""Every operation on files and folders that checkpoints need, each safe against a crash.
+
+A checkpoint NAME is written in the folder ``.NAME.<number>``, and renamed when all is on disk: a
+folder that bears its own name is whole. Beside the folder lies ``.NAME.<number>.lock``, which the
+process that writes keeps locked. The kernel drops the lock when that process ends, by whatever
+end: then the folder is unfinished for good, and the next save removes it. What is removed is
+renamed first, so that no part of it is left under its own name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import CheckpointError
+from ..mesh.placement import shape_of
+from .manifest import DTYPES_IN_FILES, NAME, SUFFIX, Piece, damaged, name_in_files
+
+FAILURES = (OSError, SafetensorError)
+"""The exceptions of a disk, a file system, or the library of files."""
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}")
+_OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageReader finds the pieces
+
+
+class UnfinishedFolder:
+    """The folder in which a checkpoint is written, locked by this process; beside its final place.
+
+    Raises:
+        CheckpointError: the final place is taken.
+    """
+
+    def __init__(self, final: str) -> None:
+        self.final = final
+        parent, name = os.path.split(final)
+        _make_folders(parent)
+        check_is_free(final)
+        self.path, self._lock = _new_hidden_path(parent, name)
+        os.mkdir(self.path)
+
+    def commit(self, manifest: str) -> None:
+        """Write the manifest, and give the folder its name; afterwards it survives a crash."""
+        sync_folder(self.path)
+        path = os.path.join(self.path, NAME)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(manifest)
+        _sync(path)
+        sync_folder(self.path)
+        check_is_free(self.final)
+        # Onto a folder with files, or a file, this fails as well, should one come meanwhile.
+        os.rename(self.path, self.final)
+        sync_folder(os.path.dirname(self.final))
+        self._unlock()
+
+    def drop(self) -> None:
+        """Remove the folder, as far as the disk lets it."""
+        with suppress(OSError):
+            shutil.rmtree(self.path)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        _unlock(self.path, self._lock)
+
+
+def check_is_free(path: str) -> None:
+    """Raise CheckpointError where there is a file or folder of this path."""
+    if os.path.lexists(path):
+        raise CheckpointError(
+            "save writes no checkpoint over another file or folder",
+            where=path,
+            expected="a path at which nothing is yet",
+            found="a folder" if os.path.isdir(path) else "a file",
+            fix="save under a name of its own for each step, as md.checkpoint.Checkpointer does",
+        )
+
+
+def remove_leftovers(parent: str) -> None:
+    """Remove the unfinished folders of processes that have ended, as far as the disk lets it."""
+    with suppress(OSError):
+        for entry in sorted(os.listdir(parent)):
+            path = os.path.join(parent, entry.removesuffix(".lock"))
+            if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
+                lock = lock_file(f"{path}.lock")
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    _unlock(path, lock)
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove a checkpoint; if this process ends midway, the next save removes the rest."""
+    parent, name = os.path.split(path)
+    hidden, lock = _new_hidden_path(parent, name)
+    try:
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+    finally:
+        _unlock(hidden, lock)
+
+
+def write_arrays(
+    path: str,
+    arrays: Mapping[str, torch.Tensor],
+    offsets: Mapping[str, list[int]],
+    *,
+    sums_beside: bool,
+) -> tuple[int, dict[str, int]]:
+    """Write arrays on the CPU to a file, and to the disk; return its size and their CRC-32s.
+
+    Args:
+        offsets: where each begins in the whole array of its name.
+        sums_beside: whether a thread may sum meanwhile.
+    """
+
+    def add_up() -> dict[str, int]:
+        return {name: crc32(array) for name, array in arrays.items()}
+
+    told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
+    with ExitStack() as stack:
+        if sums_beside:  # both leave the interpreter to others as they run
+            get_sums = stack.enter_context(ThreadPoolExecutor(1)).submit(add_up).result
+        else:
+            get_sums = partial(dict, add_up())
+        save_file(dict(arrays), path, metadata)
+        _sync(path)
+        return os.stat(path).st_size, get_sums()
+
+
+def crc32(array: torch.Tensor) -> int:
+    """Return the CRC-32 of a contiguous array's bytes."""
+    return zlib.crc32(array.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def sync_folder(path: str) -> None:
+    """Let the names in a folder survive a crash."""
+    _sync(path)
+
+
+class OpenFiles:
+    """The files of a checkpoint that are open to read, by name."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+
+    def get(self, file: str) -> Any:
+        """Return the file of a name, opened; its arrays are views of the mapped file."""
+        found = self._open.get(file)
+        if found is None:
+            try:
+                found = safe_open(os.path.join(self._folder, file), framework="pt")
+            except SafetensorError as error:
+                raise damaged(self._folder, f"{file}: {error}") from None
+            self._open[file] = found
+        return found
+
+    def check(self, piece: Piece, name: str, dtype: str) -> None:
+        """Raise CheckpointError unless a file has a piece as it is said to have it."""
+        try:
+            part = self.get(piece.file).get_slice(name)
+        except SafetensorError as error:
+            raise damaged(self._folder, f"{piece.file}: {error}") from None
+        found = part.get_dtype(), tuple(part.get_shape())
+        wanted = name_in_files(DTYPES_IN_FILES[dtype]), shape_of(piece.box)
+        if found != wanted:
+            raise damaged(
+                self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"
+            )
+
+    def header(self, file: str) -> dict[str, tuple[str, list[int], list[int]]]:
+        """Return the dtype's name, the shape and the offsets of each array in a file."""
+        found = self.get(file)
+        told = json.loads((found.metadata() or {}).get(_OFFSETS, "{}"))
+        header = {}
+        for name in list(found.keys()):
+            part = found.get_slice(name)
+            shape = part.get_shape()
+            offsets = told.get(name, {}).get("saved_offsets", [0] * len(shape))
+            header[name] = part.get_dtype(), shape, offsets
+        return header
+
+
+def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
+    """Return the folder of a checkpoint, its files with their sizes, the text of its manifest.
+
+    Args:
+        path: of a folder, or of a file of safetensors.
+    """
+    if os.path.isfile(path) and path.endswith(SUFFIX):
+        folder, file = os.path.split(path)
+        return folder, {file: os.stat(path).st_size}, None
+    sizes = {}
+    if os.path.isdir(path):
+        for entry in os.scandir(path):
+            if entry.name.endswith(SUFFIX):
+                sizes[entry.name] = entry.stat().st_size
+        manifest = os.path.join(path, NAME)
+        if os.path.isfile(manifest):
+            with open(manifest, "rb") as opened:
+                return path, sizes, _decoded(opened.read(), path)
+    if not sizes:
+        raise CheckpointError(
+            "no checkpoint is here",
+            where=path,
+            expected=f"a folder with {NAME}, or with files of safetensors; or such a file",
+            found="a folder without these"
+            if os.path.isdir(path)
+            else "another file"
+            if os.path.lexists(path)
+            else "nothing of this name",
+        )
+    return path, sizes, None
+
+
+def _decoded(data: bytes, path: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise damaged(path, f"{NAME}: {error}") from None
+
+
+def find_steps(root: str) -> Iterator[int]:
+    """The numbers of the checkpoints ``step-<number>`` in a folder."""
+    for name in os.listdir(root) if os.path.isdir(root) else ():
+        match = re.fullmatch(r"step-(0|[1-9]\d*)", name)
+        if match and os.path.isfile(os.path.join(root, name, NAME)):
+            yield int(match[1])
+
+
+def lock_folder(path: str) -> int | None:
+    """Return a lock on a folder, which is made if need be; None if another process has it."""
+    _make_folders(path)
+    lock = os.path.join(path, ".lock")
+    with suppress(FileExistsError):
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL, 0o666))
+    return lock_file(lock)
+
+
+def _make_folders(path: str) -> None:
+    """Make a folder and those above it; each survives a crash."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_folders(parent)
+    with suppress(FileExistsError):  # by another process meanwhile
+        os.mkdir(path)
+    sync_folder(parent)
+
+
+def _sync(path: str) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
+    """Return a hidden path for a name, of which nothing is there, and the lock beside it."""
+    while True:
+        path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
+        lock = lock_file(f"{path}.lock", is_new=True)
+        if lock is not None:  # else another save took it for that of a process that has ended
+            return path, lock
+
+
+def _unlock(path: str, lock: int) -> None:
+    with suppress(OSError):
+        os.unlink(f"{path}.lock")
+    os.close(lock)
+
+
+def lock_file(path: str, *, is_new: bool = False) -> int | None:
+    """Return a file that this process has locked until it closes it, None if another has."""
+    # On a file system without locks a new file is returned all the same, others count as locked.
+    opened = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o666)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = os.fstat(opened).st_ino == os.stat(path).st_ino
+    except (BlockingIOError, FileNotFoundError):
+        is_mine = False
+    except OSError:
+        is_mine = is_new
+    if is_mine:
+        return opened
+    os.close(opened)
+    return None

@@ -1,0 +1,218 @@
+"""The manifest: which arrays and leaves a checkpoint has, and which file holds which piece.
+
+``manifest.json`` is the last file that a save writes. Its text may come from anywhere: what is read
+is checked whole before it is used, and an array's pieces make the whole.
+
+    {"format": "meshdist", "version": 1,
+     "leaves": {"step": 5}, "tree": {"step": 0, "model": {"up.weight": 1}},
+     "arrays": {"model.up.weight": {"dtype": "float32", "shape": [4, 6]}},
+     "files": {"rank-0.safetensors": {"bytes": 288, "pieces": {"model.up.weight":
+         {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..dtypes import DTYPES, dtype_name
+from ..errors import CheckpointError
+from ..mesh.placement import Box, shape_of, volume
+from .pieces import find_fault
+
+NAME = "manifest.json"
+SUFFIX = ".safetensors"
+_FORMAT = "meshdist"
+_VERSION = 1
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
+_MOST = 1 << 62
+
+DTYPES_IN_FILES = {facts.name: facts.dtype for facts in DTYPES.values() if facts.in_files}
+"""The dtypes that files can have, by name."""
+_BY_FILE_NAME = {facts.in_files: facts.name for facts in DTYPES.values() if facts.in_files}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an array in a file, where it has the array's name; a checksum of its bytes."""
+
+    file: str
+    box: Box
+    crc32: int | None = None
+
+
+@dataclass
+class SavedArray:
+    """An array of a checkpoint: the name of its dtype, its shape, and its pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's class."""
+        return DTYPES_IN_FILES[self.dtype]
+
+
+@dataclass
+class Manifest:
+    """The contents of a checkpoint.
+
+    Args:
+        arrays: by name.
+        leaves: all that is no array, by name, as JSON.
+        tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
+        file_bytes: the size of each file.
+    """
+
+    arrays: dict[str, SavedArray]
+    leaves: dict[str, Any]
+    tree: dict[str, Any]
+    file_bytes: dict[str, int]
+
+    def to_json(self) -> str:
+        """Return the text of the manifest, which ``from_json`` reads."""
+        files: dict[str, Any] = {
+            name: {"bytes": size, "pieces": {}} for name, size in sorted(self.file_bytes.items())
+        }
+        for name, array in self.arrays.items():
+            for piece in array.pieces:
+                files[piece.file]["pieces"][name] = {
+                    "offsets": [start for start, _ in piece.box],
+                    "shape": list(shape_of(piece.box)),
+                    "crc32": piece.crc32,
+                }
+        arrays = {
+            name: {"dtype": array.dtype, "shape": list(array.shape)}
+            for name, array in self.arrays.items()
+        }
+        found = {"format": _FORMAT, "version": _VERSION, "leaves": self.leaves, "tree": self.tree}
+        return json.dumps({**found, "arrays": arrays, "files": files})
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Manifest:
+        """Return the manifest of a text; raise CheckpointError where it is none, or contradicts.
+
+        Args:
+            where: the path of the checkpoint, for messages.
+        """
+        try:
+            found = json.loads(text)
+            if found["format"] != _FORMAT or found["version"] != _VERSION:
+                raise CheckpointError(
+                    "this version of meshdist cannot read the checkpoint",
+                    where=where,
+                    expected=f"format {_FORMAT!r}, version {_VERSION}",
+                    found=f"format {found['format']!r}, version {found['version']!r}",
+                )
+            arrays = {
+                name: SavedArray(str(facts["dtype"]), _sizes(facts["shape"]))
+                for name, facts in found["arrays"].items()
+            }
+            file_bytes = {}
+            for file, facts in found["files"].items():
+                if not _FILE_NAME.fullmatch(file):
+                    raise ValueError(f"{file!r} is no name of a file in the folder")
+                (file_bytes[file],) = _sizes([facts["bytes"]])
+                for name, piece in facts["pieces"].items():
+                    starts, shape = _sizes(piece["offsets"]), _sizes(piece["shape"])
+                    stops = [a + b for a, b in zip(starts, shape, strict=True)]
+                    box = tuple(zip(starts, stops, strict=True))
+                    crc = piece["crc32"]
+                    arrays[name].pieces.append(Piece(file, box, None if crc is None else int(crc)))
+            manifest = cls(arrays, dict(found["leaves"]), dict(found["tree"]), file_bytes)
+            manifest.check()
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise damaged(where, f"{NAME}: {error!r}") from error
+        return manifest
+
+    def check(self) -> None:
+        """Raise ValueError unless the pieces of each array make it, and fit into their files."""
+        bytes_in = dict.fromkeys(self.file_bytes, 0)
+        for name, array in self.arrays.items():
+            if array.dtype not in DTYPES_IN_FILES:
+                raise ValueError(f"{name}: no dtype {array.dtype!r} in files")
+            boxes = [piece.box for piece in array.pieces]
+            if any(len(box) != len(array.shape) for box in boxes):
+                raise ValueError(f"{name}: a piece has another number of dims than {array.shape}")
+            if fault := find_fault(array.shape, boxes):
+                raise ValueError(f"{name}: {fault}")
+            for piece in array.pieces:
+                bytes_in[piece.file] += volume(piece.box) * array.torch_dtype.itemsize
+        for file, size in self.file_bytes.items():
+            if bytes_in[file] > size:
+                raise ValueError(f"{file} has {size} bytes, its pieces {bytes_in[file]}")
+
+    def names(self) -> Iterator[str]:
+        """The names of arrays, then those of leaves."""
+        yield from self.arrays
+        yield from self.leaves
+
+
+def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
+    """Return sizes that a text had, or raise ValueError."""
+    if not isinstance(given, list) or any(type(size) is not int for size in given):
+        raise ValueError(f"{given!r} is no list of whole numbers")
+    if any(not 0 <= size < _MOST for size in given) or math.prod(given) >= _MOST:
+        raise ValueError(f"{given!r} is too large, or below 0")
+    return tuple(given)
+
+
+def headers_as_manifest(
+    headers: Mapping[str, Mapping[str, tuple[str, Sequence[int], Sequence[int]]]],
+    file_bytes: Mapping[str, int],
+    where: str,
+) -> Manifest:
+    """Return the manifest of files that have none: those of torch, Hugging Face or others.
+
+    Args:
+        headers: by file and array: the dtype's name in files, the shape, the offsets.
+    """
+    arrays: dict[str, SavedArray] = {}
+    for file, header in headers.items():
+        for name, (dtype, shape, offsets) in header.items():
+            box = tuple((at, at + size) for at, size in zip(offsets, shape, strict=True))
+            known = SavedArray(_BY_FILE_NAME.get(dtype, dtype), tuple(shape))
+            array = arrays.setdefault(name, known)
+            if array.dtype != known.dtype or len(array.shape) != len(box):
+                raise damaged(where, f"{name} has other dtypes or dims in two files")
+            array.pieces.append(Piece(file, box))
+            ends = [stop for _, stop in box]
+            array.shape = tuple(map(max, array.shape, ends)) if ends else ()
+    manifest = Manifest(arrays, {}, dict.fromkeys(arrays, 1), dict(file_bytes))
+    try:
+        manifest.check()
+    except ValueError as error:
+        raise damaged(where, str(error)) from None
+    return manifest
+
+
+def name_in_files(dtype: object) -> str:
+    """Return the name that files have for a dtype, "" where they lack it."""
+    facts = DTYPES.get(dtype)  # type: ignore[call-overload]
+    return facts.in_files if facts is not None else ""
+
+
+def damaged(where: str, found: str) -> CheckpointError:
+    """Return the error of a checkpoint whose files contradict each other or themselves."""
+    return CheckpointError(
+        "the checkpoint is damaged, or was not written by a save",
+        where=where,
+        expected="files as a save leaves them",
+        found=found,
+        fix="load an older checkpoint",
+    )
+
+
+def dtype_texts() -> str:
+    """Return the names of the dtypes that files can have."""
+    return ", ".join(map(dtype_name, DTYPES_IN_FILES))

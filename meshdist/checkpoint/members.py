@@ -1,0 +1,244 @@
+"""The ranks that save or load together: what they tell each other, and how all raise one error."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+
+from .. import errors
+from ..bootstrap.bounded_store import await_key, read_json
+from ..bootstrap.world import World, find_unjoined_place, find_world
+from ..collectives.objects import all_gather_object, broadcast_object_list, gather_object
+from ..collectives.prepare import run_titled
+from ..error_text import fields_among, first_line, ranks_by_text, ranks_text
+from ..errors import AgreementError, CheckpointError, MeshdistError, StoreError
+from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.signals import Endings
+from ..mesh.device_mesh import DeviceMesh, coordinate_in
+from ..reduce_ops import ReduceOp
+from ..runtime.deadlines import Deadline
+from .files import FAILURES
+
+_LOOK_S = 1.0
+_LONGEST = 300
+
+
+class Messages(Protocol):
+    """The ways in which members end a save: through their group, or through the store."""
+
+    def gather(self, told: Any) -> list[Any] | None:
+        """Return the JSON values of all members, in order, on the first; None on the others."""
+
+    def share(self, told: Any) -> Any:
+        """Return the JSON value of the first member."""
+
+
+class Members:
+    """The ranks of a mesh, those of the world where there is none, or this process alone."""
+
+    def __init__(self, mesh: DeviceMesh | None, call: str) -> None:
+        self.call = call
+        self.mesh = mesh
+        self.group: ProcessGroup | None = None
+        if mesh is not None:
+            coordinate_in(mesh, call)
+            self.group = mesh.open_group()
+        elif find_world() is not None or find_unjoined_place() is not None:
+            self.group = resolve_group(None)
+        self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
+        self.rank = 0 if self.group is None else self.group.world.rank
+        self.is_first = self.rank == self.ranks[0]
+
+    @property
+    def world(self) -> World | None:
+        """The world, None for a process alone."""
+        return None if self.group is None else self.group.world
+
+    def any_mesh(self) -> DeviceMesh | None:
+        """Return a mesh of the members, made of their group where none is named; None if alone."""
+        if self.mesh is None and self.group is not None:
+            self.mesh = DeviceMesh.from_group(self.group, self.group.first_device_type())
+        return self.mesh
+
+    def all_do(self, step: Callable[[], Any], facts: Sequence[str] = ()) -> Any:
+        """Return what ``step`` returns here; raise on all members what it raises on any.
+
+        Args:
+            facts: texts that must be equal on all members, else AgreementError.
+        """
+        result, error = None, None
+        try:
+            result = step()
+        except Exception as raised:  # whatever an object of the state raises
+            error = raised
+        self.agree(error, facts)
+        return result
+
+    def agree(self, error: Exception | None, facts: Sequence[str] = ()) -> None:
+        """Raise on all members the error that a member has, or where their facts differ."""
+        if self.group is None:
+            if error is not None:
+                raise as_ours(error, self.call)
+            return
+        # One message of 40 bytes: where the largest number and the smallest are equal, all are.
+        digest = hashlib.sha256("\n".join(facts).encode()).digest()
+        first, second = (int.from_bytes(digest[at : at + 7], "big") for at in (0, 7))
+        numbers = [error is not None, first, -first, second, -second]
+        told = torch.tensor(numbers, dtype=torch.int64, device=self.group.first_device_type())
+        run_titled("all_reduce", self.group, self.call, told, ReduceOp.MAX)
+        has_failed, *ends = told.tolist()
+        if has_failed:
+            self._raise_first(error)
+        if ends[0] != -ends[1] or ends[2] != -ends[3]:
+            self._raise_difference(facts)
+
+    def gather(self, told: Any) -> list[Any] | None:
+        """Return the JSON values of all members, in order, on the first; None on the others."""
+        if self.group is None:
+            return [told]
+        of_all: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
+        gather_object(told, of_all, group=self.group, group_dst=0)
+        return of_all
+
+    def share(self, told: Any) -> Any:
+        """Return the value of the first member."""
+        if self.group is None:
+            return told
+        box = [told]
+        broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
+    def first_does(self, step: Callable[[], Any]) -> Any:
+        """Return on all members what ``step`` returns on the first; raise what it raises there."""
+        told: tuple[Any, Any] | None = None
+        if self.is_first:
+            try:
+                told = step(), None
+            except Exception as error:
+                told = None, told_error(error, self.call)
+        result, failure = self.share(told)
+        if failure is not None:
+            raise told_again([(self.ranks[0], failure)], self.ranks)
+        return result
+
+    def _raise_first(self, error: Exception | None) -> None:
+        assert self.group is not None
+        of_all: list[Any] = [None] * len(self.ranks)
+        told = None if error is None else told_error(error, self.call)
+        all_gather_object(of_all, told, self.group)
+        failures = [(rank, each) for rank, each in zip(self.ranks, of_all, strict=True) if each]
+        raise told_again(failures, self.ranks) from error
+
+    def _raise_difference(self, facts: Sequence[str]) -> None:
+        theirs = self.share(list(facts))
+        pairs = zip_longest(facts, theirs, fillvalue="nothing more")
+        mine, first = next(((a, b) for a, b in pairs if a != b), ("as on the first rank", ""))
+        of_all: list[Any] = [None] * len(self.ranks)
+        all_gather_object(of_all, (mine[:_LONGEST], first[:_LONGEST]), self.group)
+        shown = {rank: each[0] for rank, each in zip(self.ranks, of_all, strict=True) if each[1]}
+        firsts = next(each[1] for each in of_all if each[1])
+        texts = ranks_by_text([(self.ranks[0], firsts), *shown.items()])
+        raise AgreementError(
+            f"{self.call}: ranks have other names, arrays or values",
+            where=f"rank {self.rank}",
+            expected="the same on every rank",
+            found="; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()),
+        )
+
+
+class MembersInStore:
+    """The same members in a thread beside the program, which may not use the program's groups."""
+
+    def __init__(self, world: World, members: Members, name: str) -> None:
+        self._world, self._members, self._name = world, members, name
+        self._endings = Endings(world)
+
+    def gather(self, told: Any) -> list[Any] | None:
+        """Return the JSON values of all members, in order, on the first; None on the others."""
+        members = self._members
+        if not members.is_first:
+            self._world.store.set(self._key(members.rank), json.dumps(told))
+            return None
+        return [told, *map(self._take, members.ranks[1:])]
+
+    def share(self, told: Any) -> Any:
+        """Return the JSON value of the first member."""
+        members = self._members
+        if not members.is_first:
+            return self._read(members.ranks[0])
+        self._world.store.set(self._key(members.rank), json.dumps(told))
+        return told
+
+    def forget(self) -> None:
+        """Take the first member's value back, which all members have read by now."""
+        if self._members.is_first:
+            with suppress(StoreError):
+                self._world.store.delete_key(self._key(self._members.rank))
+
+    def _take(self, rank: int) -> Any:
+        told = self._read(rank)
+        self._world.store.delete_key(self._key(rank))
+        return told
+
+    def _read(self, rank: int) -> Any:
+        store, key = self._world.store, self._key(rank)
+        while not await_key(store, key, Deadline(_LOOK_S)):
+            if how := self._endings.find(rank):
+                raise CheckpointError(
+                    f"{self._members.call}: rank {rank} {how} before the checkpoint was whole",
+                    expected="all ranks, until the save has ended",
+                    fix="load an older checkpoint",
+                )
+        return read_json(store, key, lambda value: value)
+
+    def _key(self, rank: int) -> str:
+        return f"checkpoint/{self._name}/{rank}"
+
+
+def as_ours(error: Exception, call: str) -> Exception:
+    """Return an error of a disk as a CheckpointError, every other as it is."""
+    if isinstance(error, MeshdistError) or not isinstance(error, FAILURES):
+        return error
+    path = getattr(error, "filename", None)
+    found = CheckpointError(
+        f"{call}: the disk or the file system failed",
+        where=None if path is None else str(path),
+        found=f"{type(error).__name__}: {first_line(error)}",
+    )
+    found.__cause__ = error
+    return found
+
+
+def told_error(error: Exception, call: str) -> dict[str, Any]:
+    """Return an error as JSON, which ``told_again`` reads."""
+    ours = as_ours(error, call)
+    if not isinstance(ours, MeshdistError):
+        summary = f"{call}: {type(error).__name__}: {first_line(error)}"
+        return {"kind": "CheckpointError", "fields": {"summary": summary}}
+    return {
+        "kind": type(ours).__name__,
+        "fields": {"summary": ours.summary, **fields_among(vars(ours))},
+    }
+
+
+def told_again(
+    failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
+) -> MeshdistError:
+    """Return the error of the first failure, by rank, which also names others that met the same.
+
+    Args:
+        ranks: all members.
+    """
+    _, told = failures[0]
+    fields = dict(told["fields"])
+    if len(ranks) > 1:
+        same = [rank for rank, each in failures if each["fields"]["summary"] == fields["summary"]]
+        fields["where"] = ", ".join(filter(None, [ranks_text(same), fields.get("where")]))
+    error: MeshdistError = getattr(errors, told["kind"], CheckpointError)(**fields)
+    return error

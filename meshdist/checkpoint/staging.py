@@ -1,0 +1,168 @@
+"""Saves that do not wait: the program goes on as soon as its values are copied.
+
+Two slots of host memory are kept: values are copied to the free slot while the other is written. A
+thread writes, and commits through the store, so that the program's groups stay the program's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+
+from ..bootstrap.world import World
+from .members import Members, MembersInStore, Messages
+
+
+class Job(Protocol):
+    """A save whose folder is there."""
+
+    members: Members
+    final: str
+    path: str
+    pieces: dict[str, torch.Tensor]
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Return what this rank saves, in the memory of the state."""
+
+    def finish(self, messages: Messages) -> None:
+        """Write, and commit on the first rank; raise on all ranks what fails on any."""
+
+    def drop(self) -> None:
+        """Give the save up: remove its folder."""
+
+
+class PendingSave:
+    """A save that may still be under way: what ``save_async`` returns."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        """The folder that will be there."""
+        self._has_ended = threading.Event()
+        self._error: BaseException | None = None
+        self.was_raised = False
+        """Whether ``wait`` has raised its failure."""
+
+    @property
+    def done(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._has_ended.is_set()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is whole and on disk.
+
+        Raises:
+            CheckpointError: it failed, on every rank, whichever rank's disk it was.
+        """
+        while not self._has_ended.wait(0.5):  # in slices, for interruptions
+            pass
+        if self._error is not None:
+            self.was_raised = True
+            raise self._error
+
+    def run(self, job: Job, messages: Messages) -> None:
+        """Carry out the rest of a save, and keep its error for those who wait."""
+        try:
+            job.finish(messages)
+        except BaseException as error:
+            self._error = error
+        self._has_ended.set()
+
+    def report(self) -> None:
+        """Write an error that nothing has raised to stderr, as the interpreter ends."""
+        self._has_ended.wait()
+        if self._error is not None and not self.was_raised:
+            sys.excepthook(type(self._error), self._error, self._error.__traceback__)
+
+
+class _Slot:
+    """Host memory that is kept, by the name of an array."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies of tensors in this slot's memory."""
+        before, self._kept = self._kept, {}
+        streams = []
+        for name, view in views.items():
+            kept = before.get(name)
+            if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
+                kept = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+            self._kept[name] = kept
+            if view.is_cuda:
+                # On a stream of its own, so that kernels of the program run meanwhile.
+                stream = torch.cuda.Stream(view.device)
+                stream.wait_stream(torch.cuda.current_stream(view.device))
+                with torch.cuda.stream(stream):
+                    kept.copy_(view, non_blocking=True)
+                streams.append(stream)
+            else:
+                kept.copy_(view)
+        for stream in streams:
+            stream.synchronize()
+        return self._kept
+
+
+class Staging:
+    """The saves of one world, or of a process without a world, that do not wait."""
+
+    def __init__(self) -> None:
+        self._slots = [_Slot(), _Slot()]
+        self._pending: PendingSave | None = None
+        self._messages: MembersInStore | None = None
+
+    def close(self) -> None:
+        """Wait for the last save, and raise its failure unless that has been raised."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        atexit.unregister(pending.report)
+        try:
+            if not pending.was_raised:
+                pending.wait()
+        finally:
+            if self._messages is not None:
+                self._messages.forget()
+
+    def start(self, job: Job, world: World | None) -> PendingSave:
+        """Copy what this rank saves, wait for the save before, and let a thread write the copy."""
+        try:
+            job.pieces = self._slots[0].take(job.views())
+            self._slots.reverse()
+            self.close()
+        except BaseException:
+            job.drop()
+            raise
+        pending = PendingSave(job.final)
+        self._messages = None
+        if world is None or not world.has_processes:
+            pending.run(job, job.members)  # simulated ranks have no threads beside them
+        else:
+            self._messages = MembersInStore(world, job.members, os.path.basename(job.path))
+            run = partial(pending.run, job, self._messages)
+            threading.Thread(target=run, name="meshdist-checkpoint").start()
+        self._pending = pending
+        atexit.register(pending.report)
+        return pending
+
+
+def staging_of(world: World | None) -> Staging:
+    """Return the saves of a world that do not wait; those of the process where it has none."""
+    if world is None:
+        return _staging_alone()
+    if world.saves is None:
+        world.saves = Staging()
+        world.closers.append(world.saves.close)
+    assert isinstance(world.saves, Staging)
+    return world.saves
+
+
+@cache
+def _staging_alone() -> Staging:
+    return Staging()

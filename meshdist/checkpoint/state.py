@@ -1,0 +1,267 @@
+"""``md.checkpoint.State``: a training program's whole state, by names that outlive its wrappers."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from ..errors import KindError
+from ..typed_contexts.carried_specs import find_spec, mark_spec
+from ..typed_contexts.random_draws import find_seeded_axes, seed
+from .loading import LoadedState, read_part
+from .manifest import Manifest
+from .trees import EachRanks, FirstRanks, is_array
+
+__all__ = ["State"]
+
+_WRAPPERS = ("module", "_orig_mod")
+_PYTHON = struct.Struct("<625I?d")
+_NUMPY = struct.Struct("<624Ii?d")
+
+
+class State:
+    """The state of a training program, for ``save``, ``load`` and ``Checkpointer``.
+
+    Parameters and optimizer states bear the names of the bare model, whatever wraps it; states of
+    the shape of their parameter lie as it does. Buffers are the first rank's, as those of ``DDP``
+    are. Each rank's random generators return bit for bit on as many ranks; on other numbers they
+    are seeded anew, from the first rank's, and differ along the axes over which ``md.seed`` or the
+    saved generators made them differ.
+
+    Args:
+        model: a module, in ``DDP``, ``torch.compile`` or bare.
+        optimizer: one of torch's, or a list of them; their parameters are the model's.
+        sampler: has ``state_dict`` and ``load_state_dict``, as ``DistributedSampler``: the same
+            samples follow on any number of ranks.
+        rng: whether the generators of torch, NumPy and ``random`` belong to it.
+        **leaves: all else: JSON values, arrays, dicts of these, and objects that have
+            ``state_dict`` and ``load_state_dict``, such as schedulers. They are attributes:
+            ``state.step = 5``.
+
+    Example:
+        >>> import tempfile, torch, meshdist as md
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> state = md.checkpoint.State(model=model, optimizer=optimizer, step=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     state.step = 5
+        ...     md.checkpoint.save(state, f"{folder}/five")
+        ...     state.step = 0
+        ...     md.checkpoint.load(state, f"{folder}/five").step
+        5
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        sampler: Any = None,
+        rng: bool = True,
+        **leaves: Any,
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise KindError("State takes a module as model", found=f"a {type(model).__name__}")
+        optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.__dict__.update(
+            _model=model,
+            _optimizers=[each for each in optimizers if each is not None],
+            _rng=rng,
+            _leaves={**leaves, **({} if sampler is None else {"sampler": sampler})},
+            _written_back=[],
+        )
+        for each in self._optimizers:
+            if not isinstance(each, torch.optim.Optimizer):
+                raise KindError(
+                    "State takes an optimizer of torch, or a list",
+                    found=f"a {type(each).__name__}",
+                    fix="give other objects that have a state_dict by a name of your own",
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_leaves"][name]
+        except KeyError:
+            raise AttributeError(f"the state has no leaf {name!r}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("model", "optimizer", "rng") or name.startswith("_"):
+            raise AttributeError(f"{name!r} is given to State(...), and stays")
+        self._leaves[name] = value
+
+    def to_tree(self, saved: Manifest | None) -> dict[str, Any]:
+        """Return the state as nested dicts, to be saved; or to be filled from what was saved."""
+        tree: dict[str, Any] = {}
+        self._written_back.clear()
+        if self._model is not None:
+            tree["model"] = _model_tree(self._model)
+        if self._optimizers:
+            tree["optimizer"] = self._optimizer_tree(saved)
+        if self._rng:
+            tree["rng"] = _generators()
+        for name, leaf in self._leaves.items():
+            tree[name] = dict(leaf.state_dict()) if _has_state(leaf) else leaf
+        self._written_back.append((self._leaves, tree))
+        return tree
+
+    def was_loaded(self, loaded: LoadedState) -> None:
+        """Give objects and generators what has been loaded."""
+        names = [*loaded.tree.arrays, *loaded.tree.leaves]
+        for name, leaf in self._leaves.items():
+            if _has_state(leaf) and any(each.startswith(f"{name}.") for each in names):
+                leaf.load_state_dict(self._written_back[-1][1][name])
+        for owner, tree in self._written_back:
+            for key in tree:
+                if key in owner and not (is_array(tree[key]) or _has_state(owner[key])):
+                    owner[key] = tree[key]
+        if self._rng and any(name.startswith("rng.") for name in names):
+            _restore_generators(self._written_back[-1][1]["rng"], loaded)
+
+    def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
+        names: dict[int, str] = {}
+        if self._model is not None:
+            named = _unwrapped(self._model).named_parameters(remove_duplicate=False)
+            for name, parameter in named:
+                names.setdefault(id(parameter), name)
+        states: dict[str, Any] = {}
+        groups: dict[str, Any] = {}
+        for optimizer in self._optimizers:
+            if saved is not None and not optimizer.state:
+                _make_states(self._model, optimizer)
+            for group in optimizer.param_groups:
+                told = {key: value for key, value in group.items() if key != "params"}
+                self._written_back.append((group, told))
+                groups[str(len(groups))] = told
+                for parameter in group["params"]:
+                    name = names.get(id(parameter), str(len(states)))
+                    if names and id(parameter) not in names:
+                        raise KindError(
+                            "State: a parameter of the optimizer is not the model's",
+                            found=f"shape {tuple(parameter.shape)}",
+                            fix="give the model that the optimizer trains; for several models, a "
+                            "module that holds them",
+                        )
+                    state = optimizer.state.get(parameter, {})
+                    if saved is not None and not _has_any(saved, f"optimizer.state.{name}."):
+                        optimizer.state.pop(parameter, None)  # as it was when it was saved
+                        continue
+                    states[name] = {k: _as_parameter(x, parameter) for k, x in state.items()}
+                    self._written_back.append((state, states[name]))
+        return {"state": states, "param_groups": groups}
+
+
+def _has_state(leaf: Any) -> bool:
+    return hasattr(leaf, "state_dict") and hasattr(leaf, "load_state_dict")
+
+
+def _has_any(saved: Manifest, prefix: str) -> bool:
+    """Return whether a name that was saved begins with a prefix."""
+    return any(name.startswith(prefix) for name in saved.names())
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, whose names it would prefix."""
+    while True:
+        inner = next(
+            (getattr(model, name, None) for name in _WRAPPERS if hasattr(model, name)), None
+        )
+        if not isinstance(inner, nn.Module) or len(list(model.children())) != 1:
+            return model
+        model = inner
+
+
+def _model_tree(model: nn.Module) -> dict[str, Any]:
+    """Return a model's state dict, of the tensors themselves, with their marks."""
+    bare = _unwrapped(model)
+    buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
+    tree = dict(bare.state_dict(keep_vars=True))
+    for name in buffers & tree.keys():
+        if type(tree[name]) is torch.Tensor and find_spec(tree[name]) is None:
+            tree[name] = FirstRanks(tree[name])
+    return tree
+
+
+def _make_states(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that has made no step make its states, to be filled."""
+    if model is not None:
+        get_optimizer_state_dict(model, optimizer)
+
+
+def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
+    """Return a state of an optimizer, marked as its parameter is where it has the same shape."""
+    spec = find_spec(parameter)
+    if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
+        return x
+    return mark_spec(x.detach(), spec)
+
+
+def _generators() -> dict[str, Any]:
+    """Return the states of this rank's generators as bytes, and how they were seeded."""
+    version, words, pair = random.getstate()
+    drawn = np.random.get_state(legacy=False)
+    if version != 3 or not isinstance(drawn, dict) or drawn["bit_generator"] != "MT19937":
+        raise KindError(
+            "State cannot save NumPy's global generator",
+            expected="its own MT19937",
+            found=str(drawn["bit_generator"] if isinstance(drawn, dict) else drawn[0]),
+            fix="rng=False, and save its state as a leaf",
+        )
+    place = drawn["state"]
+    python = _PYTHON.pack(*words, pair is not None, pair or 0.0)
+    numpy = _NUMPY.pack(
+        *place["key"].tolist(), place["pos"], bool(drawn["has_gauss"]), drawn["gauss"]
+    )
+    axes = find_seeded_axes()
+    tree = {
+        "torch": EachRanks(torch.get_rng_state()),
+        "python": EachRanks(torch.tensor(list(python), dtype=torch.uint8)),
+        "numpy": EachRanks(torch.tensor(list(numpy), dtype=torch.uint8)),
+        "differ_over": None if axes is None else list(axes),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tree["cuda"] = EachRanks(torch.cuda.get_rng_state())
+    return tree
+
+
+def _restore_generators(tree: Mapping[str, Any], loaded: LoadedState) -> None:
+    """Set this rank's generators to what was saved, or seed them from it on other sizes."""
+    if "rng.torch" not in loaded.tree.arrays:
+        _seed_anew(tree["differ_over"], loaded)
+        return
+    torch.set_rng_state(tree["torch"].array)
+    words = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
+    random.setstate((3, words[:625], words[626] if words[625] else None))
+    key, (pos, has_gauss, gauss) = (
+        (drawn := _NUMPY.unpack(bytes(tree["numpy"].array.tolist())))[:624],
+        drawn[624:],
+    )
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, int(has_gauss), gauss))
+    if "cuda" in tree:
+        torch.cuda.set_rng_state(tree["cuda"].array)
+
+
+def _seed_anew(differ_over: Sequence[str] | None, loaded: LoadedState) -> None:
+    """Seed the generators from the first saved rank's: alike, or along the axes that differed."""
+    saved = loaded.manifest.arrays.get("rng.torch")
+    if saved is None:
+        return
+    box = ((0, 1), *((0, size) for size in saved.shape[1:]))
+    first = read_part(loaded.opened, saved, "rng.torch", box).numpy().tobytes()
+    number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
+    members = loaded.members
+    mesh = members.mesh
+    if differ_over is None and len({piece.crc32 for piece in saved.pieces}) > 1:
+        if mesh is None or not mesh.axis_names:
+            seed(number + members.ranks.index(members.rank))
+            return
+        differ_over = mesh.axis_names
+    axes = tuple(axis for axis in differ_over or () if mesh and axis in mesh.axis_names)
+    seed(number, differ_over=axes, mesh=mesh)

@@ -1,0 +1,421 @@
+"""A state's arrays and leaves by name, and how each array lies on the members' mesh.
+
+A state is nested dicts. The keys that lead to a leaf, joined by dots, are its name. Arrays are
+torch's, NumPy's, CuPy's, ShardedArrays and DTensors; all else must be JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..arrays import as_tensor
+from ..collectives.prepare import run_titled
+from ..dtypes import dtype_name
+from ..errors import (
+    ArgumentError,
+    AxisTypeError,
+    CheckpointError,
+    DtypeError,
+    KindError,
+    MeshError,
+)
+from ..functional.axis_types import kinds_in
+from ..functional.value_checks import host_checksum, is_compared
+from ..mesh.current_mesh import find_current_mesh
+from ..mesh.device_mesh import DeviceMesh
+from ..mesh.partition_spec import PartitionSpec, axes_of
+from ..mesh.placement import Box
+from ..mesh.spec import NamedSharding
+from ..sharding.dtensors import from_dtensor
+from ..sharding.requests import sized_by_shards
+from ..sharding.sharded_array import ShardedArray
+from ..sharding.shardings import array_type
+from ..typed_contexts.carried_specs import find_spec
+from ..typed_contexts.refusals import type_of
+from .manifest import dtype_texts, name_in_files
+from .members import Members
+
+_SAMPLED = 64
+"""The elements of a large array that ranks compare."""
+
+
+@dataclass(frozen=True)
+class FirstRanks:
+    """An array of a state that may differ between ranks: the first rank's is saved."""
+
+    array: Any
+
+
+@dataclass(frozen=True)
+class EachRanks:
+    """An array of a state that each rank has for itself: theirs are saved as rows."""
+
+    array: Any
+
+
+@dataclass
+class Entry:
+    """An array of a state.
+
+    Args:
+        tensor: this rank's part, in the memory of the state.
+        sharding: how it lies on the members' mesh; None: every member has the whole.
+        shape: of the whole; of this rank's part as long as ``sizes_are_known`` is False.
+        whose: "all" where members that hold the same part hold the same values, "first" where the
+            first member's are meant, "each" where the part is a row of each member's own.
+        row: this member's row.
+    """
+
+    tensor: torch.Tensor
+    sharding: NamedSharding | None
+    shape: tuple[int, ...]
+    sizes_are_known: bool = True
+    whose: str = "all"
+    row: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return dtype_name(self.tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole."""
+        return math.prod(self.shape) * self.tensor.dtype.itemsize
+
+    def box(self, rank: int) -> Box:
+        """Return the part of the whole that a rank holds."""
+        if self.sharding is not None:
+            return self.sharding.box(rank, self.shape)
+        whole = tuple((0, size) for size in self.shape)
+        return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
+
+    def fact(self, name: str) -> str:
+        """Return a text of it that is equal on all ranks that call alike."""
+        if self.sharding is None:
+            return f"{name}: {self.dtype}{list(self.shape)}"
+        if not self.sizes_are_known:
+            return f"{name}: {self.dtype} of {self.tensor.dim()} dims, {self.sharding.spec!r}"
+        text = array_type(self.dtype, self.shape, self.sharding)
+        sizes = self.sharding.shard_sizes
+        return f"{name}: {text}" + (f", shard_sizes={sizes}" if sizes else "")
+
+
+@dataclass
+class Leaf:
+    """A JSON value of a state, and the dict and the key at which it stands there."""
+
+    value: Any
+    owner: Any
+    key: Any
+
+    @property
+    def json(self) -> Any:
+        """The value as JSON has it."""
+        return self.value.item() if isinstance(self.value, np.generic) else self.value
+
+    def put(self, value: Any) -> None:
+        """Put a value of a checkpoint in its place."""
+        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if isinstance(self.value, tuple) and isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(self.value, np.generic) and is_number and isinstance(value, (int, float)):
+            value = type(self.value)(value)
+        self.owner[self.key] = value
+
+
+@dataclass
+class Tree:
+    """A state, taken apart."""
+
+    arrays: dict[str, Any]
+    leaves: dict[str, Leaf]
+    shape: dict[str, Any]
+    """Nested dicts of the state's keys; a leaf is 0, an array 1."""
+
+    @classmethod
+    def of(cls, state: Any, call: str) -> Tree:
+        """Return a state's arrays and leaves; raise where it cannot be saved."""
+        tree = cls({}, {}, {})
+        tree._add(state, (), tree.shape, call)
+        return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)
+
+    def _add(self, state: Any, path: tuple[str, ...], shape: dict[str, Any], call: str) -> None:
+        if not isinstance(state, MutableMapping):
+            raise _no_state(state, path, call)
+        for key, given in state.items():
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise _wrong(call, (*path, repr(key)), "a key", "a text or a whole number", key)
+            here = (*path, str(key))
+            name = ".".join(here)
+            if name in self.arrays or name in self.leaves or str(key) in shape:
+                raise CheckpointError(
+                    f"{call}: two leaves of the state have the name {name!r}",
+                    expected="keys that lead, joined by dots, to different names",
+                    fix="give one of them another key",
+                )
+            if isinstance(given, MutableMapping):
+                shape[str(key)] = {}
+                self._add(given, here, shape[str(key)], call)
+            elif is_array(given):
+                self.arrays[name] = given
+                shape[str(key)] = 1
+            else:
+                self.leaves[name] = Leaf(_checked_leaf(given, here, call), state, key)
+                shape[str(key)] = 0
+
+
+def is_array(given: Any) -> bool:
+    """Return whether a leaf of a state is an array."""
+    if isinstance(given, (torch.Tensor, np.ndarray, ShardedArray, FirstRanks, EachRanks)):
+        return True
+    return type(given).__module__.partition(".")[0] == "cupy" and hasattr(given, "__dlpack__")
+
+
+def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
+    """Return the mesh in force, or else that of the first ShardedArray, whole."""
+    mesh = find_current_mesh()
+    if mesh is None:
+        mesh = next((x.mesh.root for x in arrays if isinstance(x, ShardedArray)), None)
+    return mesh
+
+
+def entries_of(
+    arrays: Mapping[str, Any], members: Members, *, writable: bool = False
+) -> dict[str, Entry]:
+    """Return the entries of a state's arrays; raise where one cannot be saved, or written to."""
+    return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
+
+
+def facts_of(
+    entries: Mapping[str, Entry], members: Members, *, has_values: bool = False
+) -> list[str]:
+    """Return texts of the entries that must be equal on all members."""
+    # On simulated ranks and at DETAIL all elements are compared.
+    is_thorough = members.mesh is not None and is_compared(members.mesh)
+    facts = []
+    for name, entry in entries.items():
+        fact = entry.fact(name)
+        if has_values and entry.sharding is None and entry.whose == "all":
+            fact += f", values {_checksum(entry.tensor, is_whole=is_thorough):08x}"
+        facts.append(fact)
+    return facts
+
+
+def facts_of_leaves(leaves: Mapping[str, Leaf]) -> list[str]:
+    """Return texts of the leaves that must be equal on all members."""
+    return [f"{name} = {json.dumps(leaf.json)}" for name, leaf in leaves.items()]
+
+
+def find_sizes(entries: Mapping[str, Entry], members: Members) -> None:
+    """Set the wholes of marked tensors, which know their local sizes alone; collective."""
+    # A message along each set of axes that cuts tensors tells the sizes of their parts.
+    by_axes: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries.values():
+        if not entry.sizes_are_known and entry.sharding is not None:
+            cut = {axis for part in entry.sharding.spec.partitions for axis in axes_of(part)}
+            names = entry.sharding.layout.names or ()
+            by_axes.setdefault(tuple(axis for axis in names if axis in cut), []).append(entry)
+    for axes in sorted(by_axes):
+        assert members.mesh is not None
+        _tell_sizes(by_axes[axes], members.mesh, axes, members.call)
+
+
+def _tell_sizes(
+    entries: Sequence[Entry], mesh: DeviceMesh, axes: tuple[str, ...], call: str
+) -> None:
+    part = mesh[axes]
+    group = part.open_group()
+    sizes = [size for entry in entries for size in entry.tensor.shape]
+    device = torch.device(group.first_device_type())
+    mine = torch.tensor(sizes, dtype=torch.int64, device=device)
+    told = torch.empty(len(group.ranks) * len(sizes), dtype=torch.int64, device=device)
+    run_titled("all_gather_into_tensor", group, f"{call}: sizes of parts", told, mine)
+    rows = told.view(len(group.ranks), -1).tolist()
+    at = 0
+    for entry in entries:
+        ndim, sharding = entry.tensor.dim(), entry.sharding
+        assert sharding is not None
+        shapes = {
+            rank: tuple(row[at : at + ndim]) for rank, row in zip(group.ranks, rows, strict=True)
+        }
+        at += ndim
+        found, entry.shape = sized_by_shards(NamedSharding(part, sharding.spec), shapes)
+        sizes_of_shards = found.shard_sizes
+        entry.sharding = NamedSharding(mesh, sharding.spec, shard_sizes=sizes_of_shards)
+        entry.sizes_are_known = True
+
+
+def check_wholes(entries: Mapping[str, Entry], members: Members) -> None:
+    """Raise where this rank's part of an array is not what its spec says."""
+    for name, entry in entries.items():
+        if entry.sharding is not None:
+            wanted = entry.sharding.shard_shape(entry.shape, members.rank)
+            if wanted != tuple(entry.tensor.shape):
+                raise CheckpointError(
+                    f"{members.call}: the parts of {name} make no whole",
+                    expected=f"{wanted} of {entry.shape} by {entry.sharding.spec!r}",
+                    found=f"shape {tuple(entry.tensor.shape)}",
+                    fix="mark it as it lies: md.annotate(x, spec)",
+                )
+
+
+def _entry(name: str, x: Any, members: Members, *, writable: bool) -> Entry:
+    whose = {FirstRanks: "first", EachRanks: "each"}.get(type(x), "all")
+    if whose != "all":
+        x = x.array
+    if isinstance(x, DTensor):
+        detached: Any = x.detach()
+        x = from_dtensor(detached, _of_same_ranks(members.mesh, x))
+    if isinstance(x, ShardedArray):
+        sharding = _on_mesh_of(members, x.sharding, name)
+        if sharding.spec.unreduced:
+            raise _summands(name, repr(sharding.spec), members.call)
+        tensor = as_tensor(x.local, argument=name, verb=members.call, writable=writable)
+        entry = Entry(tensor.detach(), sharding, x.shape)
+    else:
+        tensor = as_tensor(x, argument=name, verb=members.call, writable=writable)
+        spec, types = _spec_and_types(x)
+        if "U" in types.values() or (spec is not None and spec.unreduced):
+            raise _summands(name, str(types), members.call)
+        if "V" in types.values() and spec is None:
+            raise AxisTypeError(
+                f"{members.call}: {name} varies, and nothing says how its parts lie",
+                found=str({axis: kind for axis, kind in types.items() if kind == "V"}),
+                fix="md.annotate(x, spec), or reduce it first",
+            )
+        entry = Entry(tensor.detach(), None, tuple(tensor.shape), whose=whose)
+        if whose == "each":
+            entry.tensor = entry.tensor[None]
+            entry.shape = (len(members.ranks), *entry.shape)
+            entry.row = members.ranks.index(members.rank)
+        if spec is not None and any(map(axes_of, spec.partitions)):
+            if members.mesh is None:
+                raise MeshError(
+                    f"{members.call}: {name} is cut by {spec!r}, and no mesh is in force",
+                    expected="the mesh that has these axes",
+                    fix=f"{members.call}(..., mesh=mesh), or call it inside `with mesh:`",
+                )
+            entry.sharding = NamedSharding(members.mesh, PartitionSpec(*spec.partitions))
+            entry.sizes_are_known = False
+    if tensor.is_meta:
+        raise KindError(
+            f"{members.call}: {name} lies on the meta device, and has no values",
+            fix="model.to_empty(device=...) first",
+        )
+    if writable and any(
+        k > 1 and not stride for k, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ArgumentError(
+            f"{members.call}: several elements of {name} lie at one place in memory",
+            found=f"shape {tuple(tensor.shape)}, stride {tensor.stride()}",
+            fix="x.clone(), or x.contiguous()",
+        )
+    if not name_in_files(tensor.dtype):
+        raise DtypeError(
+            f"{members.call}: files of safetensors lack {dtype_name(tensor.dtype)}",
+            where=name,
+            expected=dtype_texts(),
+            fix="torch.view_as_real(x)" if tensor.dtype.is_complex else "convert it first",
+        )
+    return entry
+
+
+def _spec_and_types(x: Any) -> tuple[PartitionSpec | None, dict[str, str]]:
+    if not isinstance(x, torch.Tensor):
+        return None, {}
+    return find_spec(x), dict(kinds_in(type_of(x)))
+
+
+def _of_same_ranks(mesh: DeviceMesh | None, x: DTensor) -> DeviceMesh | None:
+    """Return the mesh if it is also that of a DTensor."""
+    if mesh is None or tuple(mesh.shape) != tuple(x.device_mesh.shape):
+        return None
+    return mesh if mesh.mesh.tolist() == x.device_mesh.mesh.tolist() else None
+
+
+def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
+    """Return a sharding as it is where its mesh has all members, else on the members' mesh."""
+    own, mesh = sharding.mesh, members.mesh
+    assert mesh is not None
+    if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
+        return sharding
+    names = own.axis_names
+    if set(names) <= set(mesh.axis_names) and mesh[names].layout == own.layout:
+        return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
+    raise MeshError(
+        f"{members.call}: {name} lies on other ranks than those that take part",
+        expected=f"a mesh of {len(members.ranks)} ranks, or axes of ({mesh.layout.axis_text()})",
+        found=f"({own.layout.axis_text()}) of {own.size()} ranks",
+        fix="name the mesh that has all of them: mesh=mesh",
+    )
+
+
+def _summands(name: str, found: str, call: str) -> AxisTypeError:
+    return AxisTypeError(
+        f"{call}: {name} is unreduced, each rank holds a summand",
+        expected="arrays that are whole, or cut",
+        found=found,
+        fix="reduce it first: x.reshard(P()), or lax.psum",
+    )
+
+
+def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
+    """Return a checksum of a tensor's values, of some elements where it is large."""
+    count = x.numel()
+    if count <= _SAMPLED or is_whole:
+        return host_checksum(x)
+    bits = x.view(torch.int16) if x.dtype.itemsize == 2 else x
+    bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else bits
+    return host_checksum(bits.take(_places(count, x.device)))
+
+
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(_SAMPLED, device=device) * (count - 1) // (_SAMPLED - 1)
+
+
+def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:
+    """Return a leaf's value; raise where JSON lacks it."""
+    value = given.item() if isinstance(given, np.generic) else given
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        if isinstance(given, nn.Module) or hasattr(given, "state_dict"):
+            raise _no_state(given, path, call) from None
+        expected = "an array, or what JSON has: None, bool, numbers, texts, lists, dicts"
+        raise _wrong(call, path, "a leaf", expected, given) from None
+    return given
+
+
+def _wrong(call: str, path: Sequence[str], what: str, expected: str, given: Any) -> KindError:
+    return KindError(
+        f"{call} cannot take {what} of the state",
+        where=".".join(path),
+        expected=expected,
+        found=f"{str(given)[:80]!r}, a {type(given).__name__}",
+        fix="arrays stand in dicts; nothing is pickled: say it in numbers and texts",
+    )
+
+
+def _no_state(given: Any, path: Sequence[str], call: str) -> KindError:
+    if isinstance(given, nn.Module):
+        fix = "md.checkpoint.State(model=model)"
+    elif hasattr(given, "state_dict"):
+        fix = "md.checkpoint.State(name=object), or its state_dict()"
+    else:
+        fix = '{"x": x}'
+    return KindError(
+        f"{call} takes a dict of arrays and JSON values, or a State",
+        where=".".join(path) or None,
+        found=f"a {type(given).__name__}",
+        fix=fix,
+    )
