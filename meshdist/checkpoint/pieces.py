@@ -23,12 +23,57 @@ Drawn case: two replicas save w of 6 rows, 60 bytes, and b of 20 bytes, which is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ..mesh.placement import Box, box_text, shape_of, volume
+from ..mesh.spec import NamedSharding
 
 SMALL = 64 << 10
 """Arrays of fewer bytes are saved and read whole."""
+
+
+class Holding(NamedTuple):
+    """This rank's part of an array, and the replicas that hold the same part.
+
+    Args:
+        box: None where this rank saves nothing of it.
+        replicas: which ranks these are, equal for arrays whose replicas are the same ranks.
+    """
+
+    box: Box | None
+    itemsize: int
+    replicas: Hashable = None
+    replica: int = 0
+    num_replicas: int = 1
+
+
+def holding_of(
+    sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
+) -> Holding:
+    """Return a rank's holding of an array that lies on a mesh."""
+    free = sharding.placement(shape).free_axes
+    count = math.prod(sharding.layout.sizes[axis] for axis in free)
+    replicas = sharding.layout, free
+    return Holding(sharding.box(rank, shape), itemsize, replicas, sharding.replica(rank), count)
+
+
+def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
+    """Return which part of each array this rank saves."""
+    alike: dict[Hashable, list[str]] = {}
+    for name, holding in holdings.items():
+        if holding.box is not None:
+            alike.setdefault((holding.replicas, holding.num_replicas), []).append(name)
+    parts = {}
+    for names in alike.values():
+        of_names = [holdings[name] for name in names]
+        boxes = [(each.box, each.itemsize) for each in of_names if each.box is not None]
+        first = of_names[0]
+        own = own_parts(boxes, first.replica, first.num_replicas)
+        parts.update(
+            (name, part) for name, part in zip(names, own, strict=True) if part is not None
+        )
+    return {name: parts[name] for name in holdings if name in parts}
 
 
 def own_parts(

@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, Manifest, Piece, SavedArray
 from .members import Members, Messages, told_again, told_error
-from .pieces import own_parts, within
+from .pieces import Holding, holding_of, parts_of, within
 from .staging import PendingSave, staging_of
 from .trees import (
     Entry,
@@ -321,35 +320,21 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}{SUFFIX}"
 
 
-def _parts_of(entries: dict[str, Entry], members: Members) -> dict[str, Box]:
+def _parts_of(entries: Mapping[str, Entry], members: Members) -> dict[str, Box]:
     """Return which part of each array this rank saves: replicas share what they hold."""
-    classes: dict[Hashable, tuple[int, int, list[str]]] = {}
-    for name, entry in entries.items():
-        key, replica, count = _replicas(entry, members)
-        classes.setdefault(key, (replica, count, []))[2].append(name)
-    parts = {}
-    for replica, count, names in classes.values():
-        boxes = [
-            (entries[name].box(members.rank), entries[name].tensor.dtype.itemsize) for name in names
-        ]
-        for name, part in zip(names, own_parts(boxes, replica, count), strict=True):
-            if part is not None:
-                parts[name] = part
-    return {name: parts[name] for name in entries if name in parts}
+    return parts_of({name: _holding(entry, members) for name, entry in entries.items()})
 
 
-def _replicas(entry: Entry, members: Members) -> tuple[Hashable, int, int]:
-    """Return which ranks hold the same of an array, as a key; this rank's place, their number."""
-    if entry.whose == "first":
-        return "first", 0 if members.is_first else 1, 1
+def _holding(entry: Entry, members: Members) -> Holding:
+    rank, itemsize = members.rank, entry.tensor.dtype.itemsize
+    if entry.sharding is not None:
+        return holding_of(entry.sharding, entry.shape, itemsize, rank)
+    box = entry.box(rank)
     if entry.whose == "each":
-        return "each", 0, 1
-    if entry.sharding is None:
-        return "all", members.ranks.index(members.rank), len(members.ranks)
-    sharding = entry.sharding
-    free = sharding.placement(entry.shape).free_axes
-    count = math.prod(sharding.layout.sizes[axis] for axis in free)
-    return (sharding.layout, free), sharding.replica(members.rank), count
+        return Holding(box, itemsize)
+    if entry.whose == "first":
+        return Holding(box if members.is_first else None, itemsize)
+    return Holding(box, itemsize, "all", members.ranks.index(rank), len(members.ranks))
 
 
 def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

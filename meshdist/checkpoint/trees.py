@@ -125,10 +125,9 @@ class Leaf:
 
     def put(self, value: Any) -> None:
         """Put a value of a checkpoint in its place."""
-        is_number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
         if isinstance(self.value, tuple) and isinstance(value, list):
             value = tuple(value)
-        elif isinstance(self.value, np.generic) and is_number and isinstance(value, (int, float)):
+        elif isinstance(self.value, np.generic) and isinstance(value, (int, float)):
             value = type(self.value)(value)
         self.owner[self.key] = value
 
@@ -182,10 +181,15 @@ def is_array(given: Any) -> bool:
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
-    """Return the mesh in force, or else that of the first ShardedArray, whole."""
+    """Return the mesh in force; else that of the first ShardedArray, or the DTensors' largest."""
     mesh = find_current_mesh()
-    if mesh is None:
-        mesh = next((x.mesh.root for x in arrays if isinstance(x, ShardedArray)), None)
+    if mesh is not None:
+        return mesh
+    arrays = list(arrays)
+    mesh = next((x.mesh.root for x in arrays if isinstance(x, ShardedArray)), None)
+    meshes = [x.device_mesh for x in arrays if isinstance(x, DTensor)]
+    if mesh is None and meshes:
+        mesh = DeviceMesh.from_torch(max(meshes, key=lambda each: each.size()))
     return mesh
 
 
@@ -275,7 +279,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> Entry:
         x = x.array
     if isinstance(x, DTensor):
         detached: Any = x.detach()
-        x = from_dtensor(detached, _of_same_ranks(members.mesh, x))
+        x = from_dtensor(detached, _mesh_of(x, members))
     if isinstance(x, ShardedArray):
         sharding = _on_mesh_of(members, x.sharding, name)
         if sharding.spec.unreduced:
@@ -336,19 +340,23 @@ def _spec_and_types(x: Any) -> tuple[PartitionSpec | None, dict[str, str]]:
     return find_spec(x), dict(kinds_in(type_of(x)))
 
 
-def _of_same_ranks(mesh: DeviceMesh | None, x: DTensor) -> DeviceMesh | None:
-    """Return the mesh if it is also that of a DTensor."""
-    if mesh is None or tuple(mesh.shape) != tuple(x.device_mesh.shape):
+def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
+    """Return the members' mesh, or the part of it, that has the ranks of a DTensor's mesh."""
+    mesh, theirs = members.mesh, x.device_mesh
+    names = theirs.mesh_dim_names
+    if mesh is not None and names and set(names) <= set(mesh.axis_names):
+        mesh = mesh[tuple(names)]
+    if mesh is None or mesh.mesh.tolist() != theirs.mesh.tolist():
         return None
-    return mesh if mesh.mesh.tolist() == x.device_mesh.mesh.tolist() else None
+    return mesh
 
 
 def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
     """Return a sharding as it is where its mesh has all members, else on the members' mesh."""
     own, mesh = sharding.mesh, members.mesh
-    assert mesh is not None
     if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
         return sharding
+    assert mesh is not None  # a ShardedArray's own, where no other is named
     names = own.axis_names
     if set(names) <= set(mesh.axis_names) and mesh[names].layout == own.layout:
         return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)
