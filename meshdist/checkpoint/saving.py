@@ -168,8 +168,11 @@ class SaveJob:
         try:
             of_all = messages.gather(told)
             failures = None if of_all is None else self._commit(of_all)
-        except BaseException:
+        except BaseException as error:
             self.drop()
+            if self.folder is not None and isinstance(error, CheckpointError):
+                # A rank has ended: those that wait for this rank are told.
+                messages.share([(self.members.rank, told_error(error, self.members.call))])
             raise
         if failures := messages.share(failures):
             raise told_again(failures, self.members.ranks)

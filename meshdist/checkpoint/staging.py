@@ -115,23 +115,21 @@ class Staging:
     def __init__(self) -> None:
         self._slots = [_Slot(), _Slot()]
         self._pending: PendingSave | None = None
-        self._messages: MembersInStore | None = None
+        self._messages: list[MembersInStore] = []
 
     def close(self) -> None:
         """Wait for the last save, and raise its failure unless that has been raised."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        atexit.unregister(pending.report)
-        try:
+        if pending is not None:
+            atexit.unregister(pending.report)
             if not pending.was_raised:
                 pending.wait()
-        finally:
-            if self._messages is not None:
-                self._messages.forget()
 
     def start(self, job: Job, world: World | None) -> PendingSave:
         """Copy what this rank saves, wait for the save before, and let a thread write the copy."""
+        # All ranks are here, so that they have read how the save before the last has ended.
+        while len(self._messages) > 1:
+            self._messages.pop(0).forget()
         try:
             job.pieces = self._slots[0].take(job.views())
             self._slots.reverse()
@@ -140,12 +138,12 @@ class Staging:
             job.drop()
             raise
         pending = PendingSave(job.final)
-        self._messages = None
         if world is None or not world.has_processes:
             pending.run(job, job.members)  # simulated ranks have no threads beside them
         else:
-            self._messages = MembersInStore(world, job.members, os.path.basename(job.path))
-            run = partial(pending.run, job, self._messages)
+            messages = MembersInStore(world, job.members, os.path.basename(job.path))
+            self._messages.append(messages)
+            run = partial(pending.run, job, messages)
             threading.Thread(target=run, name="meshdist-checkpoint").start()
         self._pending = pending
         atexit.register(pending.report)

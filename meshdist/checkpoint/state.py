@@ -78,6 +78,11 @@ class State:
             _leaves={**leaves, **({} if sampler is None else {"sampler": sampler})},
             _written_back=[],
         )
+        if self._optimizers and model is None:
+            raise KindError(
+                "State takes an optimizer with the model whose parameters it has",
+                fix="State(model=model, optimizer=optimizer)",
+            )
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
                 raise KindError(
@@ -127,10 +132,8 @@ class State:
 
     def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
         names: dict[int, str] = {}
-        if self._model is not None:
-            named = _unwrapped(self._model).named_parameters(remove_duplicate=False)
-            for name, parameter in named:
-                names.setdefault(id(parameter), name)
+        for name, parameter in _unwrapped(self._model).named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), name)
         states: dict[str, Any] = {}
         groups: dict[str, Any] = {}
         for optimizer in self._optimizers:
@@ -141,8 +144,7 @@ class State:
                 self._written_back.append((group, told))
                 groups[str(len(groups))] = told
                 for parameter in group["params"]:
-                    name = names.get(id(parameter), str(len(states)))
-                    if names and id(parameter) not in names:
+                    if (name := names.get(id(parameter))) is None:
                         raise KindError(
                             "State: a parameter of the optimizer is not the model's",
                             found=f"shape {tuple(parameter.shape)}",
@@ -189,10 +191,16 @@ def _model_tree(model: nn.Module) -> dict[str, Any]:
     return tree
 
 
-def _make_states(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
+def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer that has made no step make its states, to be filled."""
-    if model is not None:
-        get_optimizer_state_dict(model, optimizer)
+    # torch lets it step on gradients of 0, and only where there are no others.
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    get_optimizer_state_dict(model, optimizer)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:

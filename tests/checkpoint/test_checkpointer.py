@@ -1,0 +1,115 @@
+"""The last few steps of a run."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshdist as md
+from meshdist.errors import CheckpointError
+from tests.pool import Pool
+
+
+def program(root: str, steps: list[int], keep: int | None, wait: bool) -> tuple[Any, Any]:
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = md.zeros((4,), sharding=md.NamedSharding(mesh, md.P("dp")))
+    checkpoints = md.checkpoint.Checkpointer(root, keep=keep)
+    state = {"x": x, "step": 0}
+    before = checkpoints.load(state)
+    assert before in (None, state["step"])
+    for step in steps:
+        x.local.fill_(step)
+        state["step"] = step
+        checkpoints.save(state, step, wait=wait)
+    if not wait:
+        state["step"] = 1000
+        checkpoints.save(state, 1000)
+    x.local.zero_()
+    after = checkpoints.load(state)
+    assert after == state["step"] == checkpoints.latest()
+    return before, (after, x.local.tolist())
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "simulated"])
+def test_the_newest_stay(pool: Pool, backend: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "runs" / "first")
+    if backend == "simulated":
+        found = md.simulate(program, 2, args=(root, [1, 2, 10, 9], 3, True))
+    else:
+        found = pool.run(program, 2, root, [1, 2, 10, 9], 3, True, backend=backend)
+    assert found == [(None, (10, [10.0, 10.0]))] * 2
+    names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
+    assert names == {".lock", "step-2", "step-9", "step-10"}
+    again = md.simulate(program, 2, args=(root, [11], 1, True))
+    assert again == [(10, (11, [11.0, 11.0]))] * 2
+    assert md.checkpoint.Checkpointer(root).steps() == [11]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_without_waiting(pool: Pool, backend: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    found = pool.run(program, 2, root, [1, 2, 3, 4], 2, False, backend=backend)
+    assert found == [(None, (1000, [4.0, 4.0]))] * 2
+    assert md.checkpoint.Checkpointer(root).steps() == [4, 1000]
+
+
+def test_all_stay(tmp_path: Path) -> None:
+    checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=None)
+    for step in range(5):
+        checkpoints.save({"x": torch.ones(1)}, step)
+    assert checkpoints.steps() == [0, 1, 2, 3, 4]
+
+
+def test_foreign_names_and_folders_without_a_manifest_are_left_alone(tmp_path: Path) -> None:
+    for name in ("step-7", "step-x", "step-08", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-9").write_text("a file")
+    checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=1)
+    assert checkpoints.latest() is None and checkpoints.load({"x": torch.ones(1)}) is None
+    checkpoints.save({"x": torch.ones(1)}, 1)
+    checkpoints.save({"x": torch.ones(1)}, 2)
+    assert checkpoints.steps() == [2]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {".lock", "step-2", "step-7", "step-9", "step-x", "step-08", "other"}
+
+
+def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
+    checkpoints = md.checkpoint.Checkpointer(tmp_path)
+    checkpoints.save({"x": torch.ones(1)}, 1)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.save({"x": torch.zeros(1)}, 1)
+    assert caught.value.summary == "save writes no checkpoint over another file or folder"
+    assert md.checkpoint.open(tmp_path / "step-1").read("x").tolist() == [1]
+
+
+def test_two_that_save_under_a_root(tmp_path: Path) -> None:
+    first, second = (md.checkpoint.Checkpointer(tmp_path) for _ in range(2))
+    first.save({"x": torch.ones(1)}, 1)
+    target = {"x": torch.zeros(1)}
+    assert second.load(target) == 1 and target["x"] == 1
+    with pytest.raises(CheckpointError) as caught:
+        second.save({"x": torch.ones(1)}, 2)
+    assert caught.value.summary == (
+        "Checkpointer: another run, or another Checkpointer, saves under this root"
+    )
+    assert caught.value.fix == (
+        "end the other run, drop the other object, or give each its own root"
+    )
+    del first
+    gc.collect()
+    second.save({"x": torch.ones(1)}, 2)
+    assert second.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"), [((0,), "keep"), ((True,), "keep"), (("x",), "keep")]
+)
+def test_wrong_numbers(arguments: tuple[Any, ...], text: str, tmp_path: Path) -> None:
+    with pytest.raises(md.ArgumentError, match=text):
+        md.checkpoint.Checkpointer(tmp_path, *arguments)
+    with pytest.raises(md.ArgumentError, match="step"):
+        md.checkpoint.Checkpointer(tmp_path).save({}, -1)
