@@ -38,6 +38,7 @@ _TITLES = {
     "sharding": "Sharded arrays",
     "checkpoint": "Checkpoints",
     "tensor_parallel": "Tensor parallelism",
+    "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
     "errors": "Errors",
     "distributed": "distributed: torch's names",
@@ -48,7 +49,7 @@ _ELSEWHERE = {
     "lax": "typed_contexts",
     "reduce_ops": "collectives",
 }
-_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
+_MODULES = ("checkpoint", "checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
 _OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 

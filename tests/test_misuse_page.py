@@ -35,10 +35,11 @@ def names_in(cell: str) -> list[str]:
 def public_names() -> set[str]:
     """Return the names of all doors, with ``lax.psum`` and its like, and DeviceMesh's methods."""
     found = {*dir(md), *dir(md.distributed), *md.errors.__all__, "PartitionSpec"}
-    found -= {"__version__", "distributed", "experts", "lax"}
+    found -= {"__version__", "checkpoint", "distributed", "experts", "lax"}
     for kind in (md.DeviceMesh,):
         public = (name for name in vars(kind) if not name.startswith("_"))
         found |= {f"{kind.__name__}.{name}" for name in public if callable(getattr(kind, name))}
+    found |= {f"checkpoint.{name}" for name in dir(md.checkpoint)}
     found |= {f"experts.{name}" for name in md.experts.__all__}
     return found | {f"lax.{name}" for name in md.lax.__all__}
 

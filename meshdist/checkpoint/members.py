@@ -149,6 +149,8 @@ class Members:
             where=f"rank {self.rank}",
             expected="the same on every rank",
             found="; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()),
+            fix="a part of a whole carries a spec: md.checkpoint.State(model=model), or "
+            "md.annotate(x, spec)",
         )
 
 

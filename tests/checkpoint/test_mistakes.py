@@ -1,0 +1,209 @@
+"""What a user forgets or mistakes: an error on every rank, and nothing is written or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import meshdist as md
+from meshdist.errors import (
+    AgreementError,
+    AxisTypeError,
+    CheckpointError,
+    DtypeError,
+    KindError,
+    MeshError,
+    ShapeError,
+)
+from tests.pool import Pool
+
+
+def mesh_of(size: int = 2) -> md.DeviceMesh:
+    return md.init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def error_of(program: Callable[..., Any], kind: type[Exception], size: int = 2) -> Any:
+    """The error that every simulated rank raises, equal on all."""
+
+    def caught() -> Any:
+        with pytest.raises(kind) as found:
+            program()
+        return found.value
+
+    found = md.simulate(caught, size)
+    assert len({(str(error), type(error)) for error in found}) == 1
+    return found[0]
+
+
+def test_the_state_dict_of_a_split_model_has_lost_its_marks(tmp_path: Path) -> None:
+    def program() -> None:
+        with mesh_of() as mesh:
+            md.seed(0)
+            model = nn.Sequential(nn.Linear(4, 6))
+            md.parallelize(model, mesh["tp"], {"0": "column_whole"})
+            md.checkpoint.save({"model": model.state_dict()}, tmp_path / "one")
+
+    error = error_of(program, AgreementError)
+    assert error.summary == "checkpoint.save: ranks have other names, arrays or values"
+    assert error.found.startswith("rank 0: model.0.bias: float32[3], values ")
+    assert error.fix == (
+        "a part of a whole carries a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_values_that_differ(pool: Pool, backend: str, tmp_path: Path) -> None:
+    def program(path: str) -> list[str]:
+        texts = []
+        for state in ({"x": torch.full((500, 400), 1.0 + md.get_rank())}, {"n": md.get_rank()}):
+            try:
+                md.checkpoint.save(state, path)
+            except AgreementError as error:
+                texts.append(error.found)
+        return texts
+
+    found = pool.run(program, 3, str(tmp_path / "one"), backend=backend)
+    assert found[0][1] == "rank 0: n = 0; rank 1: n = 1; rank 2: n = 2"
+    assert found[0] == found[1] == found[2] and len(found[0]) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_names_and_paths(tmp_path: Path) -> None:
+    def names() -> None:
+        md.checkpoint.save({f"x{md.get_rank()}": 1}, tmp_path / "one")
+
+    def paths() -> None:
+        md.checkpoint.save({"x": 1}, tmp_path / str(md.get_rank()))
+
+    assert error_of(names, AgreementError).found == "rank 0: x0 = 1; rank 1: x1 = 1"
+    found = error_of(paths, AgreementError).found
+    assert found == f"rank 0: path {str(tmp_path / '0')!r}; rank 1: path {str(tmp_path / '1')!r}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreduced_array(tmp_path: Path) -> None:
+    def program() -> None:
+        mesh = mesh_of()
+        x = md.zeros((3,), sharding=md.NamedSharding(mesh, md.P(unreduced={"tp"})))
+        md.checkpoint.save({"x": x}, tmp_path / "one")
+
+    error = error_of(program, AxisTypeError)
+    assert error.summary == "checkpoint.save: x is unreduced, each rank holds a summand"
+    assert error.fix == "reduce it first: x.reshard(P()), or lax.psum"
+
+
+def test_a_value_that_varies(tmp_path: Path) -> None:
+    def program() -> None:
+        with mesh_of() as mesh, md.typed(mesh):
+            loss = md.lax.pvary(torch.ones(2), "tp") * 2
+            md.checkpoint.save({"loss": loss}, tmp_path / "one")
+
+    error = error_of(program, AxisTypeError)
+    assert error.summary == ("checkpoint.save: loss varies, and nothing says how its parts lie")
+
+
+def test_specs_without_a_mesh(tmp_path: Path) -> None:
+    def program() -> None:
+        x = md.shard(torch.ones(4), "d@tp", mesh_of())
+        md.checkpoint.save({"x": x}, tmp_path / "one")
+
+    error = error_of(program, MeshError)
+    assert error.summary == "checkpoint.save: x is cut by P('tp'), and no mesh is in force"
+    assert error.fix == "checkpoint.save(..., mesh=mesh), or call it inside `with mesh:`"
+
+
+def saved(path: Path) -> None:
+    state = {"a": {"weight": torch.ones(3, 2), "bias": torch.ones(3)}, "n": 1}
+    md.checkpoint.save(state, path)
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "summary", "field", "text"),
+    [
+        (
+            {"a": {"weight": torch.zeros(2, 2)}},
+            ShapeError,
+            "checkpoint.load: a.weight has another shape in the checkpoint",
+            "found",
+            "shape (3, 2), in the checkpoint",
+        ),
+        (
+            {"a": {"weight": torch.zeros(3, 2).double()}},
+            DtypeError,
+            "checkpoint.load: a.weight has another dtype in the checkpoint",
+            "expected",
+            "float64, of the state",
+        ),
+        (
+            {"a": {"weigth": torch.zeros(3, 2)}},
+            CheckpointError,
+            "checkpoint.load: the checkpoint lacks 1 names of the state",
+            "found",
+            "'a.weight' is nearest to 'a.weigth'",
+        ),
+        (
+            {"n": torch.zeros(3, 2)},
+            CheckpointError,
+            "checkpoint.load: n is a leaf in the checkpoint",
+            "fix",
+            "load it as a leaf, or leave it out",
+        ),
+        (
+            {"a": {"bias": 3}},
+            CheckpointError,
+            "checkpoint.load: a.bias is an array in the checkpoint",
+            "fix",
+            "load it as an array, or leave it out",
+        ),
+        (
+            nn.Linear(2, 2),
+            KindError,
+            "checkpoint.load takes a dict of arrays and JSON values, or a State",
+            "fix",
+            "md.checkpoint.State(model=model)",
+        ),
+    ],
+)
+def test_another_state_is_refused_before_anything_changes(
+    state: Any, kind: type[Exception], summary: str, field: str, text: str, tmp_path: Path
+) -> None:
+    saved(tmp_path / "one")
+    kept = torch.zeros(3)
+    if isinstance(state, dict) and "bias" not in state.get("a", {}):
+        state = {**state, "a": {**state.get("a", {}), "bias": kept}}
+    error = error_of(lambda: md.checkpoint.load(state, tmp_path / "one"), kind)
+    assert (error.summary, getattr(error, field)) == (summary, text)
+    assert kept.tolist() == [0, 0, 0]
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, found in (("none", "nothing of this name"), ("empty", "a folder without these")):
+        error = error_of(lambda path=tmp_path / name: md.checkpoint.load({}, path), CheckpointError)
+        assert (error.summary, error.found) == ("no checkpoint is here", found)
+
+
+@pytest.mark.parametrize("argument", [{"missing": "ignore"}, {"only": "b.*"}])
+def test_wrong_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
+    saved(tmp_path / "one")
+    state = {"a": {"bias": torch.zeros(3)}}
+    with pytest.raises(md.ArgumentError) as caught:
+        md.checkpoint.load(state, tmp_path / "one", **argument)
+    assert str(next(iter(argument.values()))) in caught.value.summary
+
+
+def test_a_name_that_open_does_not_have(tmp_path: Path) -> None:
+    saved(tmp_path / "one")
+    found = md.checkpoint.open(tmp_path / "one")
+    with pytest.raises(CheckpointError) as caught:
+        found.read("a.weihgt")
+    assert caught.value.fix == "write 'a.weight'"
+    with pytest.raises(CheckpointError) as caught:
+        found.shape("n")
+    assert caught.value.found == "a leaf of this name: .leaves"
