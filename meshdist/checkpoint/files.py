@@ -28,7 +28,17 @@ from safetensors.torch import save_file
 
 from ..errors import CheckpointError
 from ..mesh.placement import shape_of
-from .manifest import DTYPES_IN_FILES, NAME, SUFFIX, Piece, damaged, name_in_files
+from .manifest import (
+    DTYPES_IN_FILES,
+    MALFORMED,
+    NAME,
+    SUFFIX,
+    Manifest,
+    Piece,
+    damaged,
+    name_in_files,
+    sizes_in,
+)
 
 FAILURES = (OSError, SafetensorError)
 """The exceptions of a disk, a file system, or the library of files."""
@@ -49,7 +59,11 @@ class UnfinishedFolder:
         _make_folders(parent)
         check_is_free(final)
         self.path, self._lock = _new_hidden_path(parent, name)
-        os.mkdir(self.path)
+        try:
+            os.mkdir(self.path)
+        except BaseException:
+            self._unlock()
+            raise
 
     def commit(self, manifest: str) -> None:
         """Write the manifest, and give the folder its name; afterwards it survives a crash."""
@@ -60,9 +74,17 @@ class UnfinishedFolder:
         _sync(path)
         sync_folder(self.path)
         check_is_free(self.final)
-        # Onto a folder with files, or a file, this fails as well, should one come meanwhile.
-        os.rename(self.path, self.final)
-        sync_folder(os.path.dirname(self.final))
+        try:
+            os.rename(self.path, self.final)
+        except OSError:  # onto a folder with files, or a file, if another save was faster
+            check_is_free(self.final)
+            raise
+        try:
+            sync_folder(os.path.dirname(self.final))
+        except BaseException:  # a crash might take the name back: so the save has failed
+            with suppress(OSError):
+                os.rename(self.final, self.path)
+            raise
         self._unlock()
 
     def drop(self) -> None:
@@ -89,10 +111,10 @@ def check_is_free(path: str) -> None:
 
 def remove_leftovers(parent: str) -> None:
     """Remove the unfinished folders of processes that have ended, as far as the disk lets it."""
-    with suppress(OSError):
-        for entry in sorted(os.listdir(parent)):
-            path = os.path.join(parent, entry.removesuffix(".lock"))
-            if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
+    for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
+        path = os.path.join(parent, entry.removesuffix(".lock"))
+        if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
+            with suppress(OSError):
                 lock = lock_file(f"{path}.lock")
                 if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
@@ -105,6 +127,7 @@ def remove_checkpoint(path: str) -> None:
     hidden, lock = _new_hidden_path(parent, name)
     try:
         os.rename(path, hidden)
+        sync_folder(parent)  # a crash might else bring the name back, of a folder with less files
         shutil.rmtree(hidden)
     finally:
         _unlock(hidden, lock)
@@ -155,6 +178,7 @@ class OpenFiles:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._open: dict[str, Any] = {}
+        self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def get(self, file: str) -> Any:
         """Return the file of a name, opened; its arrays are views of the mapped file."""
@@ -173,24 +197,39 @@ class OpenFiles:
             part = self.get(piece.file).get_slice(name)
         except SafetensorError as error:
             raise damaged(self._folder, f"{piece.file}: {error}") from None
-        found = part.get_dtype(), tuple(part.get_shape())
-        wanted = name_in_files(DTYPES_IN_FILES[dtype]), shape_of(piece.box)
+        shape = tuple(part.get_shape())
+        found = part.get_dtype(), shape, self._offsets_of(piece.file, name, len(shape))
+        starts = tuple(start for start, _ in piece.box)
+        wanted = name_in_files(DTYPES_IN_FILES[dtype]), shape_of(piece.box), starts
         if found != wanted:
             raise damaged(
                 self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"
             )
 
-    def header(self, file: str) -> dict[str, tuple[str, list[int], list[int]]]:
+    def header(self, file: str) -> dict[str, tuple[str, list[int], tuple[int, ...]]]:
         """Return the dtype's name, the shape and the offsets of each array in a file."""
         found = self.get(file)
-        told = json.loads((found.metadata() or {}).get(_OFFSETS, "{}"))
         header = {}
         for name in list(found.keys()):
             part = found.get_slice(name)
             shape = part.get_shape()
-            offsets = told.get(name, {}).get("saved_offsets", [0] * len(shape))
-            header[name] = part.get_dtype(), shape, offsets
+            header[name] = part.get_dtype(), shape, self._offsets_of(file, name, len(shape))
         return header
+
+    def _offsets_of(self, file: str, name: str, ndim: int) -> tuple[int, ...]:
+        """Return where an array of a file begins in its whole, as the file's header says."""
+        if file not in self._offsets:
+            try:
+                told = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
+                self._offsets[file] = {
+                    each: sizes_in(facts["saved_offsets"]) for each, facts in told.items()
+                }
+            except MALFORMED as error:
+                raise damaged(self._folder, f"{file}: {_OFFSETS}: {error!r}") from error
+        offsets = self._offsets[file].get(name, (0,) * ndim)
+        if len(offsets) != ndim:
+            raise damaged(self._folder, f"{file}: {name} has {ndim} dims and offsets {offsets}")
+        return offsets
 
 
 def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
@@ -204,9 +243,10 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
         return folder, {file: os.stat(path).st_size}, None
     sizes = {}
     if os.path.isdir(path):
-        for entry in os.scandir(path):
-            if entry.name.endswith(SUFFIX):
-                sizes[entry.name] = entry.stat().st_size
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX) and entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
         manifest = os.path.join(path, NAME)
         if os.path.isfile(manifest):
             with open(manifest, "rb") as opened:
@@ -223,6 +263,23 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
             else "nothing of this name",
         )
     return path, sizes, None
+
+
+def check_manifest(folder: str, manifest: Manifest) -> None:
+    """Raise CheckpointError unless a folder has, for this rank too, the manifest that was read."""
+    wanted = manifest.ending.encode()
+    if not wanted:
+        return
+    with open(os.path.join(folder, NAME), "rb") as file:
+        file.seek(-len(wanted), os.SEEK_END)
+        found = file.read()
+    if found != wanted:
+        raise CheckpointError(
+            "this rank sees another checkpoint at this path than the first rank",
+            where=folder,
+            expected="one folder that all ranks see, or copies of it",
+            fix="load from a shared file system, or copy the checkpoint to each host",
+        )
 
 
 def _decoded(data: bytes, path: str) -> str:
@@ -278,8 +335,10 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
 
 
 def _unlock(path: str, lock: int) -> None:
-    with suppress(OSError):
-        os.unlink(f"{path}.lock")
+    """Close the lock of a folder; if the folder could not be removed, the next save finds both."""
+    if not os.path.lexists(path):
+        with suppress(OSError):
+            os.unlink(f"{path}.lock")
     os.close(lock)
 
 

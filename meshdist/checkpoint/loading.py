@@ -20,7 +20,7 @@ import torch
 from ..collectives.prepare import run_titled
 from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
-from ..errors import ArgumentError, CheckpointError, DtypeError, ShapeError
+from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.placement import Box, index_of, shape_of, volume
 from ..mesh.spec import NamedSharding
@@ -103,7 +103,10 @@ def load(
         _match(tree, manifest, missing, folder, call)
         return entries_of(tree.arrays, members, writable=True)
 
-    about = f"path {folder!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
+    def about() -> str:
+        where = checked_path(call, path)
+        return f"path {where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
+
     entries = agreed_entries(members, read, tree, about, is_load=True)
     opened = files.OpenFiles(folder)
     reader = _Reader(members, manifest, opened, entries, folder)
@@ -181,6 +184,7 @@ class _Reader:
 
     def check(self) -> None:
         """Raise where the files do not have what this rank will read, or other shapes or dtypes."""
+        files.check_manifest(self._folder, self._manifest)
         for name, entry in self._entries.items():
             saved = self._manifest.arrays[name]
             if saved.shape != entry.shape:
@@ -379,7 +383,13 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
     """Leave out of a state what the patterns do not name."""
     if only is None:
         return
-    patterns = [only] if isinstance(only, str) else list(only)
+    patterns = [only] if isinstance(only, str) else only
+    if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+        raise KindError(
+            f"{call}: only= names what is loaded",
+            expected='a pattern of names, such as "model.*", or a list of patterns',
+            found=f"{only!r}, a {type(only).__name__}",
+        )
     names = [*tree.arrays, *tree.leaves]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -7,7 +7,10 @@ is checked whole before it is used, and an array's pieces make the whole.
      "leaves": {"step": 5}, "tree": {"step": 0, "model": {"up.weight": 1}},
      "arrays": {"model.up.weight": {"dtype": "float32", "shape": [4, 6]}},
      "files": {"rank-0.safetensors": {"bytes": 288, "pieces": {"model.up.weight":
-         {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}}}
+         {"offsets": [0, 0], "shape": [4, 6], "crc32": 1234}}}},
+     "crc32": 5678}
+
+The last number is the CRC-32 of the text before it, since leaves stand nowhere else.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +36,10 @@ _FORMAT = "meshdist"
 _VERSION = 1
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 _MOST = 1 << 62
+_SUM = ', "crc32": '
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""The exceptions that reading a text meets where it is not what a save writes."""
+_LONGEST = 300
 
 DTYPES_IN_FILES = {facts.name: facts.dtype for facts in DTYPES.values() if facts.in_files}
 """The dtypes that files can have, by name."""
@@ -70,12 +78,14 @@ class Manifest:
         leaves: all that is no array, by name, as JSON.
         tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
         file_bytes: the size of each file.
+        ending: the end of the text that it was read from, with the checksum; "" of files alone.
     """
 
     arrays: dict[str, SavedArray]
     leaves: dict[str, Any]
     tree: dict[str, Any]
     file_bytes: dict[str, int]
+    ending: str = ""
 
     def to_json(self) -> str:
         """Return the text of the manifest, which ``from_json`` reads."""
@@ -94,7 +104,8 @@ class Manifest:
             for name, array in self.arrays.items()
         }
         found = {"format": _FORMAT, "version": _VERSION, "leaves": self.leaves, "tree": self.tree}
-        return json.dumps({**found, "arrays": arrays, "files": files})
+        text = json.dumps({**found, "arrays": arrays, "files": files})[:-1]
+        return f"{text}{_SUM}{_sum_of(text)}}}"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -104,34 +115,39 @@ class Manifest:
             where: the path of the checkpoint, for messages.
         """
         try:
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
                 raise CheckpointError(
                     "this version of meshdist cannot read the checkpoint",
                     where=where,
                     expected=f"format {_FORMAT!r}, version {_VERSION}",
-                    found=f"format {found['format']!r}, version {found['version']!r}",
+                    found=_shortened(f"format {found['format']!r}, version {found['version']!r}"),
                 )
+            summed, _, told = text.rpartition(_SUM)
+            if told != f"{_sum_of(summed)}}}":
+                raise ValueError("its text has another checksum, it has changed")
             arrays = {
-                name: SavedArray(str(facts["dtype"]), _sizes(facts["shape"]))
+                name: SavedArray(str(facts["dtype"]), sizes_in(facts["shape"]))
                 for name, facts in found["arrays"].items()
             }
             file_bytes = {}
             for file, facts in found["files"].items():
                 if not _FILE_NAME.fullmatch(file):
                     raise ValueError(f"{file!r} is no name of a file in the folder")
-                (file_bytes[file],) = _sizes([facts["bytes"]])
+                (file_bytes[file],) = sizes_in([facts["bytes"]])
                 for name, piece in facts["pieces"].items():
-                    starts, shape = _sizes(piece["offsets"]), _sizes(piece["shape"])
+                    starts, shape = sizes_in(piece["offsets"]), sizes_in(piece["shape"])
                     stops = [a + b for a, b in zip(starts, shape, strict=True)]
                     box = tuple(zip(starts, stops, strict=True))
                     crc = piece["crc32"]
-                    arrays[name].pieces.append(Piece(file, box, None if crc is None else int(crc)))
-            manifest = cls(arrays, dict(found["leaves"]), dict(found["tree"]), file_bytes)
+                    known = None if crc is None else sizes_in([crc])[0]
+                    arrays[name].pieces.append(Piece(file, box, known))
+            leaves, tree = dict(found["leaves"]), dict(found["tree"])
+            manifest = cls(arrays, leaves, tree, file_bytes, _SUM + told)
             manifest.check()
         except CheckpointError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except MALFORMED as error:
             raise damaged(where, f"{NAME}: {error!r}") from error
         return manifest
 
@@ -158,7 +174,7 @@ class Manifest:
         yield from self.leaves
 
 
-def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
+def sizes_in(given: Any) -> tuple[int, ...]:
     """Return sizes that a text had, or raise ValueError."""
     if not isinstance(given, list) or any(type(size) is not int for size in given):
         raise ValueError(f"{given!r} is no list of whole numbers")
@@ -208,9 +224,26 @@ def damaged(where: str, found: str) -> CheckpointError:
         "the checkpoint is damaged, or was not written by a save",
         where=where,
         expected="files as a save leaves them",
-        found=found,
+        found=_shortened(found),
         fix="load an older checkpoint",
     )
+
+
+def _shortened(text: str) -> str:
+    """Return a text for a message, cut where it is long: it comes from anywhere."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of JSON; raise ValueError where a name stands in it twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"names that stand twice among {_shortened(str([*found]))}")
+    return found
+
+
+def _sum_of(text: str) -> int:
+    return zlib.crc32(text.encode())
 
 
 def dtype_texts() -> str:

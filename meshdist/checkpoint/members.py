@@ -191,7 +191,8 @@ class MembersInStore:
     def _read(self, rank: int) -> Any:
         store, key = self._world.store, self._key(rank)
         while not await_key(store, key, Deadline(_LOOK_S)):
-            if how := self._endings.find(rank):
+            how = self._endings.find(rank)
+            if how and not store.check([key]):  # it may have written, and ended, since we looked
                 raise CheckpointError(
                     f"{self._members.call}: rank {rank} {how} before the checkpoint was whole",
                     expected="all ranks, until the save has ended",

@@ -81,7 +81,6 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
     job = _prepare("checkpoint.save", state, path, mesh)
     try:
         staging_of(job.members.world).close()  # raises where the save before has failed
-        job.take_pieces()
     except BaseException:
         job.drop()
         raise
@@ -144,6 +143,8 @@ class SaveJob:
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)
     is_beside: bool = False
     """Whether a thread finishes it, which cannot start threads as the interpreter ends."""
+    error: Exception | None = None
+    """The error with which copying this rank's pieces has failed, for all ranks."""
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves, in the memory of the state."""
@@ -153,10 +154,6 @@ class SaveJob:
             local = within(box, entry.box(self.members.rank))
             found[name] = entry.tensor[index_of(local)].resolve_conj().resolve_neg()
         return found
-
-    def take_pieces(self) -> None:
-        """Take what this rank saves as contiguous arrays on the CPU, copied where they are not."""
-        self.pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
 
     def finish(self, messages: Messages) -> None:
         """Write, and commit on the first rank; raise on all ranks what fails on any."""
@@ -184,6 +181,10 @@ class SaveJob:
 
     def _write(self) -> tuple[int, dict[str, Any]]:
         """Write this rank's file; return its size, and by name offsets, shape and CRC-32."""
+        if self.error is not None:
+            raise self.error
+        if not self.is_beside:
+            self.pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
         if not self.pieces:
             return 0, {}
         offsets = {name: [start for start, _ in self.parts[name]] for name in self.pieces}
@@ -231,14 +232,14 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     tree, error = read_state(call, state)
     mesh = mesh or find_mesh(tree.arrays.values())
     members = Members(mesh, call)
-    final = checked_path(call, path)
 
     def read() -> dict[str, Entry]:
         if error is not None:
             raise error
         return entries_of(tree.arrays, members)
 
-    entries = agreed_entries(members, read, tree, f"path {final!r}")
+    entries = agreed_entries(members, read, tree, lambda: f"path {checked_path(call, path)!r}")
+    final = checked_path(call, path)
     folder: files.UnfinishedFolder | None = None
 
     def make_folder() -> str:
@@ -246,8 +247,6 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
         files.remove_leftovers(os.path.dirname(final))
         folder = files.UnfinishedFolder(final)
         return folder.path
-
-    path = members.first_does(make_folder)
 
     def look() -> None:
         if not os.path.isdir(path):
@@ -259,6 +258,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
             )
 
     try:
+        path = members.first_does(make_folder)
         members.all_do(look)
     except BaseException:
         if folder is not None:
@@ -297,14 +297,15 @@ def agreed_entries(
     members: Members,
     read: Callable[[], dict[str, Entry]],
     tree: Tree,
-    about: str,
+    about: Callable[[], str],
     *,
     is_load: bool = False,
 ) -> dict[str, Entry]:
     """Return the entries that all members have alike, with the sizes of wholes; collective."""
     entries, error = {}, None
-    facts = [about]
+    facts: list[str] = []
     try:
+        facts.append(about())
         entries = read()
         facts += [*map(str, tree.leaves)] if is_load else facts_of_leaves(tree.leaves)
         facts += facts_of(entries, members, has_values=not is_load)

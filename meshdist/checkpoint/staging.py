@@ -26,6 +26,7 @@ class Job(Protocol):
     final: str
     path: str
     pieces: dict[str, torch.Tensor]
+    error: Exception | None
 
     def views(self) -> dict[str, torch.Tensor]:
         """Return what this rank saves, in the memory of the state."""
@@ -132,6 +133,9 @@ class Staging:
             self._messages.pop(0).forget()
         try:
             job.pieces = self._slots[0].take(job.views())
+        except Exception as error:  # such as a lack of memory, on this rank: all will raise it
+            job.error = error
+        try:
             self._slots.reverse()
             self.close()
         except BaseException:

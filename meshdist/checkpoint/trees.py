@@ -46,6 +46,8 @@ from .members import Members
 
 _SAMPLED = 64
 """The elements of a large array that ranks compare."""
+_KEPT_NAME = "__metadata__"
+"""The name that files of safetensors keep for themselves."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Tree:
         if not isinstance(state, MutableMapping):
             raise _no_state(state, path, call)
         for key, given in state.items():
-            if isinstance(key, bool) or not isinstance(key, (str, int)):
+            if isinstance(key, bool) or not isinstance(key, (str, int)) or not _is_utf8(str(key)):
                 raise _wrong(call, (*path, repr(key)), "a key", "a text or a whole number", key)
             here = (*path, str(key))
             name = ".".join(here)
@@ -166,6 +168,8 @@ class Tree:
                 shape[str(key)] = {}
                 self._add(given, here, shape[str(key)], call)
             elif is_array(given):
+                if name == _KEPT_NAME:
+                    raise _wrong(call, here, "the name of an array", "another name", name)
                 self.arrays[name] = given
                 shape[str(key)] = 1
             else:
@@ -396,12 +400,29 @@ def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:
     value = given.item() if isinstance(given, np.generic) else given
     try:
         json.dumps(value)
+        if not _has_texts_as_keys(value):
+            raise TypeError("JSON would make texts of other keys")
     except (TypeError, ValueError, RecursionError):
         if isinstance(given, nn.Module) or hasattr(given, "state_dict"):
             raise _no_state(given, path, call) from None
         expected = "an array, or what JSON has: None, bool, numbers, texts, lists, dicts"
         raise _wrong(call, path, "a leaf", expected, given) from None
     return given
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _has_texts_as_keys(value: Any) -> bool:
+    """Return whether all dicts in a JSON value have texts as keys, as they have in JSON."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _has_texts_as_keys([*value.values()])
+    return not isinstance(value, (list, tuple)) or all(map(_has_texts_as_keys, value))
 
 
 def _wrong(call: str, path: Sequence[str], what: str, expected: str, given: Any) -> KindError:
