@@ -37,6 +37,8 @@ _VERSION = 1
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 _MOST = 1 << 62
 _SUM = ', "crc32": '
+MOST_LEVELS = 100
+"""How deep dicts and lists of a state lie in each other at most; some readers take few more."""
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 """The exceptions that reading a text meets where it is not what a save writes."""
 _LONGEST = 300
@@ -137,12 +139,16 @@ class Manifest:
                 (file_bytes[file],) = sizes_in([facts["bytes"]])
                 for name, piece in facts["pieces"].items():
                     starts, shape = sizes_in(piece["offsets"]), sizes_in(piece["shape"])
+                    if len(starts) != len(shape):
+                        raise ValueError(f"{file}: {name} has shape {shape} at {starts}")
                     stops = [a + b for a, b in zip(starts, shape, strict=True)]
                     box = tuple(zip(starts, stops, strict=True))
                     crc = piece["crc32"]
                     known = None if crc is None else sizes_in([crc])[0]
                     arrays[name].pieces.append(Piece(file, box, known))
             leaves, tree = dict(found["leaves"]), dict(found["tree"])
+            if not is_plain([leaves, tree], MOST_LEVELS + 2):
+                raise ValueError("leaves are nested too deep")
             manifest = cls(arrays, leaves, tree, file_bytes, _SUM + told)
             manifest.check()
         except CheckpointError:
@@ -210,6 +216,15 @@ def headers_as_manifest(
     except ValueError as error:
         raise damaged(where, str(error)) from None
     return manifest
+
+
+def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """Return whether JSON gives a value back: texts as keys, not too many levels."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and is_plain([*value.values()], levels)
+    if isinstance(value, (list, tuple)):
+        return levels > 0 and all(is_plain(each, levels - 1) for each in value)
+    return True
 
 
 def name_in_files(dtype: object) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -202,6 +202,15 @@ class MembersInStore:
 
     def _key(self, rank: int) -> str:
         return f"checkpoint/{self._name}/{rank}"
+
+
+@contextmanager
+def errors_as_ours(call: str) -> Iterator[None]:
+    """Raise errors of a disk as CheckpointErrors, where no other rank takes part."""
+    try:
+        yield
+    except FAILURES as error:
+        raise as_ours(error, call) from error
 
 
 def as_ours(error: Exception, call: str) -> Exception:

@@ -17,6 +17,7 @@ from ..sharding.shardings import checked_sharding
 from . import files
 from .loading import read_manifest, read_part
 from .manifest import SavedArray
+from .members import errors_as_ours
 from .pieces import whole_box
 from .saving import checked_path
 
@@ -28,7 +29,8 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checked_path("checkpoint.open", path)
-        folder, self._manifest = read_manifest(self._path)
+        with errors_as_ours("checkpoint.open"):
+            folder, self._manifest = read_manifest(self._path)
         self._files = files.OpenFiles(folder)
 
     @property
@@ -59,10 +61,12 @@ class Checkpoint:
         """
         saved = self._array(name)
         if sharding is None:
-            return read_part(self._files, saved, name, whole_box(saved.shape))
+            with errors_as_ours("checkpoint.read"):
+                return read_part(self._files, saved, name, whole_box(saved.shape))
         where = checked_sharding(sharding, "checkpoint.read")
         mesh: DeviceMesh = where.mesh
-        part = read_part(self._files, saved, name, where.box(mesh.get_rank(), saved.shape))
+        with errors_as_ours("checkpoint.read"):
+            part = read_part(self._files, saved, name, where.box(mesh.get_rank(), saved.shape))
         return ShardedArray(part.to(mesh.device_type), where, saved.shape)
 
     def __repr__(self) -> str:

@@ -41,7 +41,7 @@ from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import array_type
 from ..typed_contexts.carried_specs import find_spec
 from ..typed_contexts.refusals import type_of
-from .manifest import dtype_texts, name_in_files
+from .manifest import MOST_LEVELS, dtype_texts, is_plain, name_in_files
 from .members import Members
 
 _SAMPLED = 64
@@ -153,6 +153,13 @@ class Tree:
     def _add(self, state: Any, path: tuple[str, ...], shape: dict[str, Any], call: str) -> None:
         if not isinstance(state, MutableMapping):
             raise _no_state(state, path, call)
+        if len(path) == MOST_LEVELS:
+            raise KindError(
+                f"{call}: dicts of the state are nested too deep, or hold each other",
+                where=".".join(path[:3]),
+                expected=f"at most {MOST_LEVELS} dicts inside each other",
+                fix="leave out the reference to what is outside",
+            )
         for key, given in state.items():
             if isinstance(key, bool) or not isinstance(key, (str, int)) or not _is_utf8(str(key)):
                 raise _wrong(call, (*path, repr(key)), "a key", "a text or a whole number", key)
@@ -400,8 +407,8 @@ def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:
     value = given.item() if isinstance(given, np.generic) else given
     try:
         json.dumps(value)
-        if not _has_texts_as_keys(value):
-            raise TypeError("JSON would make texts of other keys")
+        if not is_plain(value, MOST_LEVELS - len(path)):
+            raise TypeError("JSON would make texts of other keys; or it is too deep")
     except (TypeError, ValueError, RecursionError):
         if isinstance(given, nn.Module) or hasattr(given, "state_dict"):
             raise _no_state(given, path, call) from None
@@ -416,13 +423,6 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _has_texts_as_keys(value: Any) -> bool:
-    """Return whether all dicts in a JSON value have texts as keys, as they have in JSON."""
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and _has_texts_as_keys([*value.values()])
-    return not isinstance(value, (list, tuple)) or all(map(_has_texts_as_keys, value))
 
 
 def _wrong(call: str, path: Sequence[str], what: str, expected: str, given: Any) -> KindError:
