@@ -1,9 +1,9 @@
 """Train with checkpoints, lose a rank, and end as if nothing had happened; on any number of ranks.
 
-    torchrun --nproc-per-node 3 --max-restarts 2 examples/resume.py --root /tmp/a --kill 1:12 --check
-    meshdist run -n 4 examples/resume.py --root /tmp/b --tp 2 --steps 10     # some steps,
-    meshdist run -n 3 examples/resume.py --root /tmp/b --check               # the rest elsewhere
-    python examples/resume.py --root /tmp/c --simulate 4 --check             # in one process
+    torchrun --nproc-per-node 3 --max-restarts 2 examples/resume.py --root a --kill 1:12 --check
+    meshdist run -n 4 examples/resume.py --root b --tp 2 --steps 10     # some steps,
+    meshdist run -n 3 examples/resume.py --root b --check               # the rest elsewhere
+    python examples/resume.py --root c --simulate 4 --check             # in one process
 
 The newest whole step is loaded as the program begins; a signal (SIGTERM, SIGUSR1) lets all ranks
 save and leave after the same step. ``--kill RANK:STEP`` lets a rank end by SIGKILL in its first

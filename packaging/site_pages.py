@@ -36,7 +36,6 @@ _TITLES = {
     "experts": "experts",
     "typed_contexts": "Types",
     "sharding": "Sharded arrays",
-    "checkpoint": "Checkpoints",
     "tensor_parallel": "Tensor parallelism",
     "checkpoint": "Checkpoints",
     "ddp": "Data parallelism",
@@ -49,7 +48,7 @@ _ELSEWHERE = {
     "lax": "typed_contexts",
     "reduce_ops": "collectives",
 }
-_MODULES = ("checkpoint", "checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
+_MODULES = ("checkpoint", "distributed", "errors", "experts", "lax", "tensor_parallel")
 _OF_VERBS = ("experts", "lax")  # modules whose names are written with theirs
 _FIELDS = ("where", "expected", "found", "fix")
 

@@ -146,7 +146,6 @@ class Members:
         texts = ranks_by_text([(self.ranks[0], firsts), *shown.items()])
         raise AgreementError(
             f"{self.call}: ranks have other names, arrays or values",
-            where=f"rank {self.rank}",
             expected="the same on every rank",
             found="; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()),
             fix="a part of a whole carries a spec: md.checkpoint.State(model=model), or "

@@ -34,7 +34,7 @@ SMALL = 64 << 10
 
 
 class Holding(NamedTuple):
-    """This rank's part of an array, and the replicas that hold the same part.
+    """Part of an array that this rank has, and the replicas that hold the same part.
 
     Args:
         box: None where this rank saves nothing of it.
@@ -64,7 +64,7 @@ def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
     for name, holding in holdings.items():
         if holding.box is not None:
             alike.setdefault((holding.replicas, holding.num_replicas), []).append(name)
-    parts = {}
+    parts: dict[str, Box] = {}
     for names in alike.values():
         of_names = [holdings[name] for name in names]
         boxes = [(each.box, each.itemsize) for each in of_names if each.box is not None]

@@ -144,7 +144,8 @@ class State:
                 self._written_back.append((group, told))
                 groups[str(len(groups))] = told
                 for parameter in group["params"]:
-                    if (name := names.get(id(parameter))) is None:
+                    own = names.get(id(parameter))
+                    if own is None:
                         raise KindError(
                             "State: a parameter of the optimizer is not the model's",
                             found=f"shape {tuple(parameter.shape)}",
@@ -152,11 +153,11 @@ class State:
                             "module that holds them",
                         )
                     state = optimizer.state.get(parameter, {})
-                    if saved is not None and not _has_any(saved, f"optimizer.state.{name}."):
+                    if saved is not None and not _has_any(saved, f"optimizer.state.{own}."):
                         optimizer.state.pop(parameter, None)  # as it was when it was saved
                         continue
-                    states[name] = {k: _as_parameter(x, parameter) for k, x in state.items()}
-                    self._written_back.append((state, states[name]))
+                    states[own] = {k: _as_parameter(x, parameter) for k, x in state.items()}
+                    self._written_back.append((state, states[own]))
         return {"state": states, "param_groups": groups}
 
 

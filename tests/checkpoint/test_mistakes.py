@@ -52,7 +52,8 @@ def test_the_state_dict_of_a_split_model_has_lost_its_marks(tmp_path: Path) -> N
     assert error.summary == "checkpoint.save: ranks have other names, arrays or values"
     assert error.found.startswith("rank 0: model.0.bias: float32[3], values ")
     assert error.fix == (
-        "a part of a whole carries a spec: md.checkpoint.State(model=model), or md.annotate(x, spec)"
+        "a part of a whole carries a spec: md.checkpoint.State(model=model), or "
+        "md.annotate(x, spec)"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -114,7 +115,7 @@ def test_specs_without_a_mesh(tmp_path: Path) -> None:
         md.checkpoint.save({"x": x}, tmp_path / "one")
 
     error = error_of(program, MeshError)
-    assert error.summary == "checkpoint.save: x is cut by P('tp'), and no mesh is in force"
+    assert error.summary == "checkpoint.save: x is cut by P('tp',), and no mesh is in force"
     assert error.fix == "checkpoint.save(..., mesh=mesh), or call it inside `with mesh:`"
 
 
