@@ -21,6 +21,7 @@ from benchmarks import (
     _planning,
     _transitions,
     axis_types,
+    checkpoint,
     ddp,
     reshard,
     structure,
@@ -334,6 +335,53 @@ def test_the_benchmark_of_resharding_runs(tmp_path: Path) -> None:
         "reshard",
     }
     assert "an array of 1 MiB" in told["notes"]
+
+
+def test_matrices_of_checkpoints_can_be_cut_by_four_both_ways() -> None:
+    for num_bytes in (2048, 300_000, 16 << 20):
+        shape = checkpoint.shape_of(num_bytes)
+        assert all(size % 4 == 0 for size in shape)
+        assert 0.9 * num_bytes < 4 * shape[0] * shape[1] <= num_bytes
+
+
+def test_checkpoints_are_compared_in_each_round() -> None:
+    ours = [Sample(cpu=cpu, wall=1.0) for cpu in (2.0, 20.0, 2.0)]
+    dcps = [Sample(cpu=10.0, wall=wall) for wall in (4.0, 2.0, 2.0)]
+    name = "small, save of rows, 2 ranks: shm / DCP"
+    row = checkpoint.compared(name, "small, save of rows", ours, dcps, by_cpu=True)
+    assert row["what"] == name
+    assert (row["quotient"], row["verdict"]) == (0.2, "met (at most 0.3)")
+    row = checkpoint.compared("x", "load columns from rows", ours, dcps, by_cpu=False)
+    assert (row["quotient"], row["quartiles"]) == (0.5, "0.38-0.50")
+    assert row["verdict"] == "met (at most 0.5)"
+
+
+@pytest.mark.soak
+def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
+    report, disk = tmp_path / "report.json", tmp_path / "disk"
+    disk.mkdir()
+    command = [sys.executable, "benchmarks/checkpoint.py", str(report), "--quick"]
+    command += ["--ranks", "2,1", "--disk", str(disk)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(disk.iterdir())
+    told = json.loads(report.read_text())
+    alone = {"torch.save", "safetensors"}
+    for ranks, others in ((2, set()), (1, alone)):
+        sides: dict[str, set[str]] = {}
+        for found in told["rows"]:
+            if found["ranks"] == ranks:
+                sides.setdefault(found["what"], set()).add(found["side"])
+        assert len(sides) == 1 + 3 + 1 + 2 * 2
+        for what, names in sides.items():
+            assert names - others == {"DCP", "shm", "gloo"}
+            assert alone <= names or ranks == 2 or what.startswith("save_async")
+    assert all(0 < row["min ms"] <= row["ms"] for row in told["rows"])
+    targets = [row["what"] for row in told["targets"]]
+    assert len(targets) == len(set(targets)) == 2 * 2 * 9
+    assert "2 MiB in large arrays" in told["notes"]
 
 
 def test_the_structure_is_counted_as_in_drawn_files() -> None:

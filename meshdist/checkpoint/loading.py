@@ -2,7 +2,8 @@
 
 1. The first rank reads the manifest, or the headers of files that lack it, and tells the others.
 2. All ranks check names, shapes, dtypes and files; nothing has changed yet if they differ.
-3. Arrays come in batches: each rank reads its target's part, cut further where replicas share it,
+3. Arrays come in batches: each rank reads its target's part. Processes of one host copy it from the
+   mapped files, whose pages they share. Between hosts it is cut further where replicas share it,
    and a plan brings the parts together. Small arrays come in one message for all.
 """
 
@@ -69,8 +70,10 @@ def load(
 
     Returns: ``state``.
 
-    Cost: each byte leaves the disk once. Whole arrays are gathered: (p - 1) / p of their bytes are
-        received by each rank; small arrays, of less than 64 KiB, are summed in batches.
+    Cost: each byte leaves the disk once for each host, as long as memory keeps it for the other
+        ranks there. Where replicas span hosts, it leaves the disk once for all: they gather whole
+        arrays, and receive (p - 1) / p of their bytes. Small arrays, of less than 64 KiB, are
+        summed in batches.
 
     Raises:
         CheckpointError: no checkpoint, or it is damaged; names that it lacks; a disk that fails:
@@ -160,6 +163,11 @@ class _Reader:
         self._members, self._manifest, self._opened = members, manifest, opened
         self._entries, self._folder = entries, folder
         self._place = members.ranks.index(members.rank)
+        world = members.world
+        # Simulated ranks read as those of several hosts do, so that one process tries their plans.
+        self._has_plans = world is not None and (
+            world.is_simulated or world.spans_hosts(tuple(members.ranks))
+        )
         self._small = {
             name: entry
             for name, entry in entries.items()
@@ -326,8 +334,8 @@ class _Reader:
         return entry.sharding or whole_sharding(mesh)
 
     def _reading(self, entry: Entry) -> NamedSharding | None:
-        """Return how ranks read a large array: replicas share the work; None if alone."""
-        if len(self._members.ranks) == 1:
+        """Return how ranks read a large array where replicas share the work; None if each reads."""
+        if not self._has_plans:
             return None
         target = self._target(entry)
         sizes = target.layout.sizes
