@@ -182,9 +182,9 @@ class Manifest:
 
 def sizes_in(given: Any) -> tuple[int, ...]:
     """Return sizes that a text had, or raise ValueError."""
-    if not isinstance(given, list) or any(type(size) is not int for size in given):
+    if not isinstance(given, list) or {*map(type, given)} - {int}:
         raise ValueError(f"{given!r} is no list of whole numbers")
-    if any(not 0 <= size < _MOST for size in given) or math.prod(given) >= _MOST:
+    if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
         raise ValueError(f"{given!r} is too large, or below 0")
     return tuple(given)
 

@@ -46,6 +46,8 @@ from .members import Members
 
 _SAMPLED = 64
 """The elements of a large array that ranks compare."""
+_LARGE_BYTES = 16 << 10
+"""Arrays of up to as many bytes are compared whole, which takes less than to pick elements."""
 _KEPT_NAME = "__metadata__"
 """The name that files of safetensors keep for themselves."""
 
@@ -390,16 +392,12 @@ def _summands(name: str, found: str, call: str) -> AxisTypeError:
 
 def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
     """Return a checksum of a tensor's values, of some elements where it is large."""
-    count = x.numel()
-    if count <= _SAMPLED or is_whole:
+    if x.nbytes <= _LARGE_BYTES or is_whole:
         return host_checksum(x)
     bits = x.view(torch.int16) if x.dtype.itemsize == 2 else x
     bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else bits
-    return host_checksum(bits.take(_places(count, x.device)))
-
-
-def _places(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(_SAMPLED, device=device) * (count - 1) // (_SAMPLED - 1)
+    places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
+    return host_checksum(bits.take(places))
 
 
 def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from meshdist.checkpoint import pieces
 from meshdist.checkpoint.pieces import (
     Holding,
     find_fault,
@@ -131,3 +133,13 @@ def test_a_fault_is_found_just_where_cells_are_missing_or_met_twice(boxes: list[
 )
 def test_faults_are_told(boxes: list[Box], text: str) -> None:
     assert find_fault((6,), boxes) == text
+
+
+def test_columns_of_a_thousand_ranks_are_compared_with_their_neighbours_alone() -> None:
+    columns = [((0, 8), (column, column + 2)) for column in range(0, 2000, 2)]
+    with mock.patch.object(pieces, "intersect", side_effect=intersect) as compared:
+        assert find_fault((8, 2000), columns[::-1]) == ""
+        assert compared.call_count == 0
+        assert find_fault((8, 2000), [*columns, ((2, 4), (6, 7))]) == (
+            "pieces [2:4, 6:7] and [0:8, 6:8] overlap"
+        )
