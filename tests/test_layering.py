@@ -299,7 +299,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "files",
             "members",
             "trees",
-            "staging",
+            "pending_saves",
             "saving",
             "loading",
             "opened",

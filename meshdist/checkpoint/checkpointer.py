@@ -13,8 +13,8 @@ from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
 from .members import Members
+from .pending_saves import PendingSave
 from .saving import checked_path, save, save_async
-from .staging import PendingSave
 
 __all__ = ["Checkpointer"]
 

@@ -33,7 +33,7 @@ from .manifest import Manifest, Piece, SavedArray, damaged, headers_as_manifest
 from .members import Members
 from .pieces import SMALL, intersect, own_parts, whole_box, within
 from .saving import agreed_entries, checked_path, read_state
-from .trees import EachRanks, Entry, Tree, entries_of, find_mesh
+from .trees import EachRanks, StateArray, Tree, entries_of, find_mesh
 
 __all__ = ["load"]
 
@@ -98,7 +98,7 @@ def load(
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, manifest)
 
-    def read() -> dict[str, Entry]:
+    def read() -> dict[str, StateArray]:
         if error is not None:
             raise error
         _select(tree, only, call)
@@ -112,7 +112,7 @@ def load(
 
     entries = agreed_entries(members, read, tree, about, is_load=True)
     opened = files.OpenFiles(folder)
-    reader = _Reader(members, manifest, opened, entries, folder)
+    reader = _ArrayReader(members, manifest, opened, entries, folder)
     members.all_do(reader.check)
     if verify:
         members.all_do(reader.verify)
@@ -149,7 +149,7 @@ def read_manifest(path: str) -> tuple[str, Manifest]:
     return folder, manifest
 
 
-class _Reader:
+class _ArrayReader:
     """The arrays of a state on their way from files."""
 
     def __init__(
@@ -157,7 +157,7 @@ class _Reader:
         members: Members,
         manifest: Manifest,
         opened: files.OpenFiles,
-        entries: dict[str, Entry],
+        entries: dict[str, StateArray],
         folder: str,
     ) -> None:
         self._members, self._manifest, self._opened = members, manifest, opened
@@ -245,7 +245,7 @@ class _Reader:
         for batch in _batches(large):
             self._load_large(batch)
 
-    def _load_small(self, batch: dict[str, Entry]) -> None:
+    def _load_small(self, batch: dict[str, StateArray]) -> None:
         """Fill small arrays: each rank reads some of them, and a sum brings all to all."""
         places, total = {}, 0
         for name, entry in batch.items():
@@ -272,7 +272,7 @@ class _Reader:
             index = index_of(entry.box(self._members.rank))
             entry.tensor.copy_(part(name, line)[index])
 
-    def _load_large(self, batch: dict[str, Entry]) -> None:
+    def _load_large(self, batch: dict[str, StateArray]) -> None:
         read: dict[str, torch.Tensor] = {}
 
         def read_parts() -> None:
@@ -328,12 +328,12 @@ class _Reader:
             return entry.box(self._members.rank)
         return source.box(self._members.rank, entry.shape)
 
-    def _target(self, entry: Entry) -> NamedSharding:
+    def _target(self, entry: StateArray) -> NamedSharding:
         mesh = self._members.any_mesh()
         assert mesh is not None
         return entry.sharding or whole_sharding(mesh)
 
-    def _reading(self, entry: Entry) -> NamedSharding | None:
+    def _reading(self, entry: StateArray) -> NamedSharding | None:
         """Return how ranks read a large array where replicas share the work; None if each reads."""
         if not self._has_plans:
             return None
@@ -373,9 +373,9 @@ def _pieces_in(saved: SavedArray, box: Box) -> Iterator[tuple[Piece, Box]]:
             yield piece, common
 
 
-def _batches(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray]]:
     """Some of the entries after the other, of about 64 MiB."""
-    batch: dict[str, Entry] = {}
+    batch: dict[str, StateArray] = {}
     size = 0
     for name, entry in entries.items():
         batch[name] = entry

@@ -22,10 +22,10 @@ from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, Manifest, Piece, SavedArray
 from .members import Members, Messages, told_again, told_error
+from .pending_saves import PendingSave, staging_of
 from .pieces import Holding, holding_of, parts_of, within
-from .staging import PendingSave, staging_of
 from .trees import (
-    Entry,
+    StateArray,
     Tree,
     check_wholes,
     entries_of,
@@ -139,7 +139,7 @@ class SaveJob:
     path: str
     folder: files.UnfinishedFolder | None
     tree: Tree
-    entries: dict[str, Entry]
+    entries: dict[str, StateArray]
     parts: dict[str, Box]
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)
     is_beside: bool = False
@@ -234,7 +234,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     mesh = mesh or find_mesh(tree.arrays.values())
     members = Members(mesh, call)
 
-    def read() -> dict[str, Entry]:
+    def read() -> dict[str, StateArray]:
         if error is not None:
             raise error
         return entries_of(tree.arrays, members)
@@ -296,12 +296,12 @@ def checked_path(call: str, path: Any) -> str:
 
 def agreed_entries(
     members: Members,
-    read: Callable[[], dict[str, Entry]],
+    read: Callable[[], dict[str, StateArray]],
     tree: Tree,
     about: Callable[[], str],
     *,
     is_load: bool = False,
-) -> dict[str, Entry]:
+) -> dict[str, StateArray]:
     """Return the entries that all members have alike, with the sizes of wholes; collective."""
     entries, error = {}, None
     facts: list[str] = []
@@ -325,12 +325,12 @@ def file_of(rank: int) -> str:
     return f"rank-{rank}{SUFFIX}"
 
 
-def _parts_of(entries: Mapping[str, Entry], members: Members) -> dict[str, Box]:
+def _parts_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, Box]:
     """Return which part of each array this rank saves: replicas share what they hold."""
     return parts_of({name: _holding(entry, members) for name, entry in entries.items()})
 
 
-def _holding(entry: Entry, members: Members) -> Holding:
+def _holding(entry: StateArray, members: Members) -> Holding:
     rank, itemsize = members.rank, entry.tensor.dtype.itemsize
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)

@@ -134,6 +134,7 @@ class State:
         names: dict[int, str] = {}
         for name, parameter in _unwrapped(self._model).named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), name)
+        with_states = set() if saved is None else _prefixes(saved)
         states: dict[str, Any] = {}
         groups: dict[str, Any] = {}
         for optimizer in self._optimizers:
@@ -153,7 +154,7 @@ class State:
                             "module that holds them",
                         )
                     state = optimizer.state.get(parameter, {})
-                    if saved is not None and not _has_any(saved, f"optimizer.state.{own}."):
+                    if saved is not None and f"optimizer.state.{own}" not in with_states:
                         optimizer.state.pop(parameter, None)  # as it was when it was saved
                         continue
                     states[own] = {k: _as_parameter(x, parameter) for k, x in state.items()}
@@ -165,9 +166,14 @@ def _has_state(leaf: Any) -> bool:
     return hasattr(leaf, "state_dict") and hasattr(leaf, "load_state_dict")
 
 
-def _has_any(saved: Manifest, prefix: str) -> bool:
-    """Return whether a name that was saved begins with a prefix."""
-    return any(name.startswith(prefix) for name in saved.names())
+def _prefixes(saved: Manifest) -> set[str]:
+    """Return all that stands before a dot in a name that was saved."""
+    found = set()
+    for name in saved.names():
+        while name and name not in found:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return found
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

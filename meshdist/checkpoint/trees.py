@@ -67,8 +67,8 @@ class EachRanks:
 
 
 @dataclass
-class Entry:
-    """An array of a state.
+class StateArray:
+    """Array of a state, by this rank's part and how the whole lies.
 
     Args:
         tensor: this rank's part, in the memory of the state.
@@ -208,13 +208,13 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
-) -> dict[str, Entry]:
+) -> dict[str, StateArray]:
     """Return the entries of a state's arrays; raise where one cannot be saved, or written to."""
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
 def facts_of(
-    entries: Mapping[str, Entry], members: Members, *, has_values: bool = False
+    entries: Mapping[str, StateArray], members: Members, *, has_values: bool = False
 ) -> list[str]:
     """Return texts of the entries that must be equal on all members."""
     # On simulated ranks and at DETAIL all elements are compared.
@@ -233,10 +233,10 @@ def facts_of_leaves(leaves: Mapping[str, Leaf]) -> list[str]:
     return [f"{name} = {json.dumps(leaf.json)}" for name, leaf in leaves.items()]
 
 
-def find_sizes(entries: Mapping[str, Entry], members: Members) -> None:
+def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
     """Set the wholes of marked tensors, which know their local sizes alone; collective."""
     # A message along each set of axes that cuts tensors tells the sizes of their parts.
-    by_axes: dict[tuple[str, ...], list[Entry]] = {}
+    by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
         if not entry.sizes_are_known and entry.sharding is not None:
             cut = {axis for part in entry.sharding.spec.partitions for axis in axes_of(part)}
@@ -248,7 +248,7 @@ def find_sizes(entries: Mapping[str, Entry], members: Members) -> None:
 
 
 def _tell_sizes(
-    entries: Sequence[Entry], mesh: DeviceMesh, axes: tuple[str, ...], call: str
+    entries: Sequence[StateArray], mesh: DeviceMesh, axes: tuple[str, ...], call: str
 ) -> None:
     part = mesh[axes]
     group = part.open_group()
@@ -272,7 +272,7 @@ def _tell_sizes(
         entry.sizes_are_known = True
 
 
-def check_wholes(entries: Mapping[str, Entry], members: Members) -> None:
+def check_wholes(entries: Mapping[str, StateArray], members: Members) -> None:
     """Raise where this rank's part of an array is not what its spec says."""
     for name, entry in entries.items():
         if entry.sharding is not None:
@@ -286,7 +286,7 @@ def check_wholes(entries: Mapping[str, Entry], members: Members) -> None:
                 )
 
 
-def _entry(name: str, x: Any, members: Members, *, writable: bool) -> Entry:
+def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:
     whose = {FirstRanks: "first", EachRanks: "each"}.get(type(x), "all")
     if whose != "all":
         x = x.array
@@ -298,7 +298,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> Entry:
         if sharding.spec.unreduced:
             raise _summands(name, repr(sharding.spec), members.call)
         tensor = as_tensor(x.local, argument=name, verb=members.call, writable=writable)
-        entry = Entry(tensor.detach(), sharding, x.shape)
+        entry = StateArray(tensor.detach(), sharding, x.shape)
     else:
         tensor = as_tensor(x, argument=name, verb=members.call, writable=writable)
         spec, types = _spec_and_types(x)
@@ -310,7 +310,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> Entry:
                 found=str({axis: kind for axis, kind in types.items() if kind == "V"}),
                 fix="md.annotate(x, spec), or reduce it first",
             )
-        entry = Entry(tensor.detach(), None, tuple(tensor.shape), whose=whose)
+        entry = StateArray(tensor.detach(), None, tuple(tensor.shape), whose=whose)
         if whose == "each":
             entry.tensor = entry.tensor[None]
             entry.shape = (len(members.ranks), *entry.shape)

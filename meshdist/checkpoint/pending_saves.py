@@ -81,7 +81,7 @@ class PendingSave:
             sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
-class _Slot:
+class _HostCopies:
     """Host memory that is kept, by the name of an array."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Staging:
     """The saves of one world, or of a process without a world, that do not wait."""
 
     def __init__(self) -> None:
-        self._slots = [_Slot(), _Slot()]
+        self._slots = [_HostCopies(), _HostCopies()]
         self._pending: PendingSave | None = None
         self._messages: list[MembersInStore] = []
 
