@@ -61,9 +61,9 @@ def as_tensor(x: Array, *, argument: str, verb: str, writable: bool = True) -> t
         return x  # type: ignore[no-any-return]
     if isinstance(x, torch.Tensor):
         return _checked_tensor(x, argument, verb)
-    if _is_of("numpy", x, "ndarray", "generic"):
+    if is_of("numpy", x, "ndarray", "generic"):
         return _from_numpy(x, argument, verb, writable)
-    if _is_of("cupy", x, "ndarray"):
+    if is_of("cupy", x, "ndarray"):
         _check_memory(x, argument, verb)
         with x.device:  # CuPy lets torch wait for its stream on the current device, whatever x's is
             return from_dlpack(x)
@@ -81,10 +81,10 @@ def like(tensor: torch.Tensor, original: Array) -> Array:
     if isinstance(original, torch.Tensor):
         return tensor
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if _is_of("numpy", original, "ndarray", "generic"):
+    if is_of("numpy", original, "ndarray", "generic"):
         array = plain.numpy()
-        return array[()] if _is_of("numpy", original, "generic") else array
-    if _is_of("cupy", original, "ndarray"):
+        return array[()] if is_of("numpy", original, "generic") else array
+    if is_of("cupy", original, "ndarray"):
         if plain.is_cuda:
             _record_cupys_stream(plain)
         return sys.modules["cupy"].from_dlpack(plain)
@@ -100,7 +100,7 @@ def find_hand_back(arrays: Sequence[Array]) -> Callable[[], None] | None:
     # use their memory for another array, while the wire still reads.
     if "cupy" not in sys.modules:  # by far the most frequent
         return None
-    of_cupy = [x for x in arrays if _is_of("cupy", x, "ndarray")]
+    of_cupy = [x for x in arrays if is_of("cupy", x, "ndarray")]
     return partial(_hand_back, of_cupy) if of_cupy else None
 
 
@@ -161,7 +161,7 @@ def describe(x: Array) -> str:
     return f"shape {shape_text(x.shape)}, {dtype_name(x.dtype)}"
 
 
-def _is_of(library: str, x: Any, *names: str) -> bool:
+def is_of(library: str, x: Any, *names: str) -> bool:
     """Return whether ``x`` is of these classes of a library that the program has imported."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))

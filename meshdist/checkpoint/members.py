@@ -17,7 +17,7 @@ from ..bootstrap.world import World, find_unjoined_place, find_world
 from ..collectives.objects import all_gather_object, broadcast_object_list, gather_object
 from ..collectives.prepare import run_titled
 from ..error_text import fields_among, first_line, ranks_by_text, ranks_text
-from ..errors import AgreementError, CheckpointError, MeshdistError, StoreError
+from ..errors import AgreementError, CheckpointError, KindError, MeshdistError, StoreError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.signals import Endings
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -27,6 +27,8 @@ from .files import FAILURES
 
 _LOOK_S = 1.0
 _LONGEST = 300
+_AXIS = "ranks"
+"""The axis of the mesh of all members, where the program has no mesh."""
 
 
 class Messages(Protocol):
@@ -46,11 +48,20 @@ class Members:
         self.call = call
         self.mesh = mesh
         self.group: ProcessGroup | None = None
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise KindError(
+                f"{call}: mesh= is the mesh of the ranks that take part",
+                expected="a DeviceMesh, or None",
+                found=f"{mesh!r}, a {type(mesh).__name__}",
+            )
         if mesh is not None:
             coordinate_in(mesh, call)
-            self.group = mesh.open_group()
-        elif find_world() is not None or find_unjoined_place() is not None:
+        if find_world() is not None or find_unjoined_place() is not None:
+            # A mesh of all ranks is that of the arrays, maybe, which a rank may lack that fails:
+            # it meets the others all the same, in the group of the world.
             self.group = resolve_group(None)
+            if mesh is not None and set(mesh.layout.ranks().flat) != set(self.group.ranks):
+                self.group = mesh.open_group()
         self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
         self.rank = 0 if self.group is None else self.group.world.rank
         self.is_first = self.rank == self.ranks[0]
@@ -63,7 +74,8 @@ class Members:
     def any_mesh(self) -> DeviceMesh | None:
         """Return a mesh of the members, made of their group where none is named; None if alone."""
         if self.mesh is None and self.group is not None:
-            self.mesh = DeviceMesh.from_group(self.group, self.group.first_device_type())
+            device_type = self.group.first_device_type()
+            self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(_AXIS,))
         return self.mesh
 
     def all_do(self, step: Callable[[], Any], facts: Sequence[str] = ()) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..arrays import as_tensor
+from ..arrays import as_tensor, is_of
 from ..collectives.prepare import run_titled
 from ..dtypes import dtype_name
 from ..errors import (
@@ -48,6 +48,7 @@ _SAMPLED = 64
 """The elements of a large array that ranks compare."""
 _LARGE_BYTES = 16 << 10
 """Arrays of up to as many bytes are compared whole, which takes less than to pick elements."""
+_NUMBERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _KEPT_NAME = "__metadata__"
 """The name that files of safetensors keep for themselves."""
 
@@ -188,9 +189,8 @@ class Tree:
 
 def is_array(given: Any) -> bool:
     """Return whether a leaf of a state is an array."""
-    if isinstance(given, (torch.Tensor, np.ndarray, ShardedArray, FirstRanks, EachRanks)):
-        return True
-    return type(given).__module__.partition(".")[0] == "cupy" and hasattr(given, "__dlpack__")
+    kinds = (torch.Tensor, np.ndarray, ShardedArray, FirstRanks, EachRanks)
+    return isinstance(given, kinds) or is_of("cupy", given, "ndarray")
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
@@ -218,7 +218,8 @@ def facts_of(
 ) -> list[str]:
     """Return texts of the entries that must be equal on all members."""
     # On simulated ranks and at DETAIL all elements are compared.
-    is_thorough = members.mesh is not None and is_compared(members.mesh)
+    mesh = members.any_mesh()
+    is_thorough = mesh is not None and is_compared(mesh)
     facts = []
     for name, entry in entries.items():
         fact = entry.fact(name)
@@ -394,8 +395,8 @@ def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
     """Return a checksum of a tensor's values, of some elements where it is large."""
     if x.nbytes <= _LARGE_BYTES or is_whole:
         return host_checksum(x)
-    bits = x.view(torch.int16) if x.dtype.itemsize == 2 else x
-    bits = x.view(torch.uint8) if x.dtype.itemsize == 1 else bits
+    # As whole numbers with a sign, which torch takes of any tensor.
+    bits = x.resolve_conj().resolve_neg().view(_NUMBERS[x.dtype.itemsize])
     places = torch.arange(_SAMPLED, device=x.device) * (x.numel() - 1) // (_SAMPLED - 1)
     return host_checksum(bits.take(places))
 

@@ -1,0 +1,574 @@
+"""States that cannot be saved or loaded: one error on all ranks, no file, and no change."""
+
+from __future__ import annotations
+
+import builtins
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+import meshdist as md
+from meshdist.checkpoint import files
+from tests.stand_in_cupy import StandInCupy
+
+SIZES = [1, 2, 3, 5]
+State = Callable[[md.DeviceMesh], Any]
+
+
+def errors(program: Callable[[md.DeviceMesh], None], size: int) -> tuple[str, str]:
+    """Return the class and the text of the error that all ranks raise, without their numbers."""
+
+    def on_rank() -> tuple[str, str]:
+        mesh = md.init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        with pytest.raises(md.MeshdistError) as caught:
+            program(mesh)
+        kind, text = type(caught.value).__name__, str(caught.value)
+        if kind == "AgreementError":  # which says on which rank it stands
+            text = text.replace(f"\n  where:    rank {md.get_rank()}\n", "\n")
+        return kind, text
+
+    (found,) = set(md.simulate(on_rank, size))
+    return found
+
+
+class Raises:
+    """A state, or an object in it, that raises."""
+
+    def to_tree(self, saved: Any) -> Any:
+        raise ValueError("no state today")
+
+
+def cyclic() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    found["again"] = found
+    return found
+
+
+def deep(levels: int) -> Any:
+    found: Any = 1
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+def sharded(mesh: md.DeviceMesh, spec: md.P) -> md.ShardedArray:
+    return md.ShardedArray(torch.ones(2), md.NamedSharding(mesh, spec))
+
+
+EVERYWHERE: dict[str, tuple[State, str, tuple[str, ...]]] = {
+    "complex128": (
+        lambda _: {"a": torch.ones(2, dtype=torch.complex128)},
+        "DtypeError",
+        ("files of safetensors lack complex128", "bfloat16", "fix:      torch.view_as_real(x)"),
+    ),
+    "complex128 of NumPy": (
+        lambda _: {"a": np.ones(2, dtype=np.complex128)},
+        "DtypeError",
+        ("files of safetensors lack complex128",),
+    ),
+    "a dtype of few": (
+        lambda _: {"a": torch.zeros(2).to(torch.float8_e8m0fnu)},
+        "DtypeError",
+        ("files of safetensors lack float8_e8m0fnu", "fix:      convert it first"),
+    ),
+    "meta": (
+        lambda _: {"a": torch.ones(2, device="meta")},
+        "KindError",
+        ("a lies on the meta device, and has no values", "model.to_empty(device=...) first"),
+    ),
+    "sparse": (
+        lambda _: {"a": torch.eye(2).to_sparse()},
+        "ArgumentError",
+        ("cannot take a sparse tensor as a", "pass a.to_dense()"),
+    ),
+    "the other byte order": (
+        lambda _: {"a": np.ones(2, dtype=">f4")},
+        "DtypeError",
+        ("its bytes are in the other order (>f4)",),
+    ),
+    "objects": (
+        lambda _: {"a": np.array([object()])},
+        "DtypeError",
+        ("torch has no dtype object",),
+    ),
+    "a list of tensors": (
+        lambda _: {"b": {"a": [torch.ones(2)]}},
+        "KindError",
+        ("cannot take a leaf of the state", "b.a", "'[tensor([1., 1.])]', a list", "in dicts"),
+    ),
+    "bytes": (lambda _: {"a": b"12"}, "KindError", ("cannot take a leaf", "a bytes")),
+    "a set": (lambda _: {"a": {1}}, "KindError", ("cannot take a leaf", "'{1}', a set")),
+    "numbers as keys in a list": (
+        lambda _: {"a": [{1: 2}]},
+        "KindError",
+        ("cannot take a leaf", "'[{1: 2}]', a list"),
+    ),
+    "a module": (
+        lambda _: {"a": torch.nn.Linear(2, 2)},
+        "KindError",
+        ("takes a dict of arrays and JSON values, or a State", "State(model=model)", "a Linear"),
+    ),
+    "a module alone": (
+        lambda _: torch.nn.Linear(2, 2),
+        "KindError",
+        ("takes a dict of arrays and JSON values, or a State", "State(model=model)"),
+    ),
+    "an optimizer": (
+        lambda _: {"a": torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)},
+        "KindError",
+        ("takes a dict of arrays", "State(name=object), or its state_dict()"),
+    ),
+    "a tensor alone": (lambda _: torch.ones(2), "KindError", ("a Tensor", 'fix:      {"x": x}')),
+    "a key of another kind": (
+        lambda _: {"b": {0.5: 1}},
+        "KindError",
+        ("cannot take a key of the state", "b.0.5", "a text or a whole number", "a float"),
+    ),
+    "a truth as a key": (lambda _: {True: 1}, "KindError", ("cannot take a key", "a bool")),
+    "a key that is no text": (
+        lambda _: {"\ud800": torch.ones(2)},
+        "KindError",
+        ("cannot take a key of the state", "'\\ud800'"),
+    ),
+    "a name that files keep": (
+        lambda _: {"__metadata__": torch.ones(2)},
+        "KindError",
+        ("cannot take the name of an array", "another name", "__metadata__"),
+    ),
+    "keys with dots that collide": (
+        lambda _: {"a.b": 1, "a": {"b": torch.ones(2)}},
+        "CheckpointError",
+        ("two leaves of the state have the name 'a.b'", "give one of them another key"),
+    ),
+    "a number and a text that collide": (
+        lambda _: {0: 1, "0": 2},
+        "CheckpointError",
+        ("two leaves of the state have the name '0'",),
+    ),
+    "a dict in itself": (
+        lambda _: cyclic(),
+        "KindError",
+        ("dicts of the state are nested too deep, or hold each other", "again.again.again"),
+    ),
+    "dicts without end": (lambda _: deep(5000), "KindError", ("nested too deep", "at most 100")),
+    "an unreduced array": (
+        lambda mesh: {"a": sharded(mesh, md.P(None, unreduced={"dp"}))},
+        "AxisTypeError",
+        ("a is unreduced, each rank holds a summand", "x.reshard(P()), or lax.psum"),
+    ),
+    "a state that raises": (
+        lambda _: Raises(),
+        "CheckpointError",
+        ("ValueError: no state today",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_states_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
+    state, kind, texts = EVERYWHERE[name]
+    for size in SIZES:
+        for save in (md.checkpoint.save, md.checkpoint.save_async):
+
+            def program(mesh: md.DeviceMesh, save: Any = save) -> None:
+                save(state(mesh), tmp_path / "a")
+
+            found, text = errors(program, size)
+            assert found == kind
+            assert all(each in text for each in texts), text
+            assert text.startswith(f"checkpoint.{save.__name__}")
+            assert os.listdir(tmp_path) == []
+
+
+def rows(mesh: md.DeviceMesh) -> dict[str, Any]:
+    x = md.zeros((6, 2), sharding=md.NamedSharding(mesh, md.P("dp")))
+    return {"x": x, "y": torch.ones(3), "step": 1}
+
+
+LAST: dict[str, tuple[State, str, tuple[str, ...]]] = {
+    "raises": (lambda _: Raises(), "CheckpointError", ("ValueError: no state today",)),
+    "nothing": (lambda _: {}, "AgreementError", ("nothing more",)),
+    "another name": (
+        lambda mesh: {**rows(mesh), "z": torch.ones(1)},
+        "AgreementError",
+        ("other names, arrays or values", "nothing more", "z: float32[1]"),
+    ),
+    "another leaf": (
+        lambda mesh: {**rows(mesh), "step": 2},
+        "AgreementError",
+        ("step = 1", "step = 2"),
+    ),
+    "other values": (
+        lambda mesh: {**rows(mesh), "y": torch.zeros(3)},
+        "AgreementError",
+        ("y: float32[3], values ",),
+    ),
+    "another shape": (
+        lambda mesh: {**rows(mesh), "y": torch.ones(4)},
+        "AgreementError",
+        ("y: float32[3]", "y: float32[4]"),
+    ),
+    "another dtype": (
+        lambda mesh: {**rows(mesh), "y": torch.ones(3, dtype=torch.float64)},
+        "AgreementError",
+        ("y: float32[3]", "y: float64[3]"),
+    ),
+    "no spec": (
+        lambda mesh: {**rows(mesh), "x": torch.zeros(6, 2)},
+        "AgreementError",
+        ("x: float32[6@dp, 2]", "x: float32[6, 2]"),
+    ),
+    "what cannot be saved": (
+        lambda mesh: {**rows(mesh), "y": torch.ones(3, device="meta")},
+        "KindError",
+        ("y lies on the meta device",),
+    ),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("name", LAST)
+def test_a_rank_that_saves_otherwise(name: str, size: int, tmp_path: Path) -> None:
+    state, kind, texts = LAST[name]
+    for who in {0, size - 1}:
+
+        def program(mesh: md.DeviceMesh, who: int = who) -> None:
+            mine = state(mesh) if md.get_rank() == who else rows(mesh)
+            md.checkpoint.save(mine, tmp_path / "a")
+
+        found, text = errors(program, size)
+        assert found == kind
+        assert all(each in text for each in texts), text
+        assert f"rank {who}" in text or f"ranks 0-{size - 2}" in text
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("path", "kind", "text"),
+    [
+        (None, "KindError", "takes the path of a folder"),
+        ("other", "AgreementError", "/other'"),
+    ],
+)
+def test_a_rank_with_another_path(
+    path: Any, kind: str, text: str, size: int, tmp_path: Path
+) -> None:
+    whole = tmp_path / "a"
+
+    def program(mesh: md.DeviceMesh) -> None:
+        mine = path if path is None else tmp_path / path
+        md.checkpoint.save(rows(mesh), mine if md.get_rank() else whole)
+
+    found, error = errors(program, size)
+    assert found == kind
+    assert text in error
+    assert os.listdir(tmp_path) == []
+    md.simulate(lambda: md.checkpoint.save({"y": torch.ones(3)}, whole), 2)
+
+    def load(mesh: md.DeviceMesh) -> None:
+        mine = path if path is None else tmp_path / path
+        md.checkpoint.load({"y": torch.ones(3)}, mine if md.get_rank() else whole)
+
+    found, error = errors(load, size)
+    assert found == kind
+    assert text in error
+
+
+LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
+    "another shape": (
+        lambda _: {"y": torch.zeros(4)},
+        {},
+        "ShapeError",
+        ("y has another shape in the checkpoint", "shape (4,), of the state", "shape (3,), in the"),
+    ),
+    "another shape of the whole": (
+        lambda mesh: {"x": md.zeros((7, 2), sharding=md.NamedSharding(mesh, md.P("dp")))},
+        {},
+        "ShapeError",
+        ("shape (7, 2), of the state", "shape (6, 2), in the checkpoint"),
+    ),
+    "another dtype": (
+        lambda _: {"y": torch.zeros(3, dtype=torch.bfloat16)},
+        {},
+        "DtypeError",
+        ("bfloat16, of the state", "float32, in the checkpoint", "load it as float32"),
+    ),
+    "an unknown name": (
+        lambda _: {"yy": torch.zeros(3)},
+        {},
+        "CheckpointError",
+        ("lacks 1 names of the state", "'y' is nearest to 'yy'", 'missing="keep"'),
+    ),
+    "a leaf as an array": (
+        lambda _: {"step": torch.zeros(3)},
+        {},
+        "CheckpointError",
+        ("step is a leaf in the checkpoint", "load it as a leaf, or leave it out"),
+    ),
+    "an array as a leaf": (
+        lambda _: {"y": 1},
+        {},
+        "CheckpointError",
+        ("y is an array in the checkpoint", "load it as an array, or leave it out"),
+    ),
+    "an array that shares memory with itself": (
+        lambda _: {"y": torch.zeros(1).expand(3)},
+        {},
+        "ArgumentError",
+        ("several elements of y lie at one place in memory", "stride (0,)", "x.clone()"),
+    ),
+    "an array that is read-only": (
+        lambda _: {"y": read_only(np.zeros(3, dtype=np.float32))},
+        {},
+        "ArgumentError",
+        ("cannot write into y: the array is read-only",),
+    ),
+    "an array without memory": (
+        lambda _: {"y": torch.zeros(3, device="meta")},
+        {},
+        "KindError",
+        ("y lies on the meta device",),
+    ),
+    "a summand": (
+        lambda mesh: {"y": sharded(mesh, md.P(None, unreduced={"dp"}))},
+        {},
+        "AxisTypeError",
+        ("y is unreduced",),
+    ),
+    "a pattern that fits nothing": (
+        lambda _: {"y": torch.zeros(3)},
+        {"only": "z.*"},
+        "ArgumentError",
+        ("only='z.*' fits no name of the state", "fix:      write 'y'"),
+    ),
+    "a pattern that is a number": (
+        lambda _: {"y": torch.zeros(3)},
+        {"only": 3},
+        "KindError",
+        ("only= names what is loaded", "3, a int"),
+    ),
+    "another word": (
+        lambda _: {"y": torch.zeros(3)},
+        {"missing": "none"},
+        "ArgumentError",
+        ("missing='none'", '"error" or "keep"'),
+    ),
+    "a mesh that is a name": (
+        lambda _: {"y": torch.zeros(3)},
+        {"mesh": "dp"},
+        "KindError",
+        ("mesh= is the mesh of the ranks that take part", "'dp', a str"),
+    ),
+}
+
+
+def read_only(x: Any) -> Any:
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_states_that_cannot_be_loaded(name: str, tmp_path: Path) -> None:
+    state, more, kind, texts = LOADS[name]
+    path = tmp_path / "a"
+
+    def save() -> None:
+        md.checkpoint.save(rows(md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))), path)
+
+    md.simulate(save, 2)
+    for size in SIZES:
+
+        def program(mesh: md.DeviceMesh) -> None:
+            kept = torch.full((3,), 7.0)
+            whole = {"b": {"step": 7}, **state(mesh)}
+            if name != "another word":  # in which case the state may have any names
+                whole = {"step": 7, **state(mesh)}
+            leaves = dict(whole)
+            try:
+                md.checkpoint.load(whole, path, **more)
+            finally:
+                assert torch.equal(kept, torch.full((3,), 7.0))
+                assert whole.keys() == leaves.keys()
+                assert whole.get("step") is leaves.get("step")
+
+        found, text = errors(program, size)
+        assert found == kind
+        assert all(each in text for each in texts), text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_loads_otherwise(size: int, tmp_path: Path) -> None:
+    md.checkpoint.save({"y": torch.ones(3), "z": torch.ones(2), "step": 1}, tmp_path / "a")
+    others: list[tuple[Any, str, str]] = [
+        ({"y": torch.zeros(3)}, "AgreementError", "z: float32[2]"),
+        ({"y": torch.zeros(4), "z": torch.zeros(2)}, "AgreementError", "y: float32[4]"),
+        (Raises(), "CheckpointError", "ValueError: no state today"),
+    ]
+    for other, kind, part in others:
+        for who in {0, size - 1}:
+
+            def program(_: md.DeviceMesh, who: int = who, other: Any = other) -> None:
+                state = {"y": torch.zeros(3), "z": torch.zeros(2)}
+                try:
+                    md.checkpoint.load(other if md.get_rank() == who else state, tmp_path / "a")
+                finally:
+                    assert not any(map(torch.any, state.values()))
+
+            found, text = errors(program, size)
+            assert found == kind
+            assert part in text
+
+
+def test_a_folder_that_each_host_has_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank has a disk of its own, with another checkpoint under the same path, or none."""
+    for host in ("here", "there"):
+        md.checkpoint.save({"y": torch.full((3,), float(len(host)))}, tmp_path / host)
+
+    def seen(path: str) -> str:
+        return path if md.get_rank() < 2 else path.replace("/here", f"/{on_last}")
+
+    def open_seen(path: str, mode: str) -> Any:
+        return builtins.open(seen(path), mode)
+
+    def safe_open_seen(path: str, framework: str) -> Any:
+        return safe_open(seen(path), framework)
+
+    monkeypatch.setattr(files, "open", open_seen, raising=False)
+    monkeypatch.setattr(files, "safe_open", safe_open_seen)
+    for on_last, text in (
+        ("there", "this rank sees another checkpoint at this path than the first rank"),
+        ("nowhere", "the disk or the file system failed"),
+    ):
+        kind, found = errors(
+            lambda _: md.checkpoint.load({"y": torch.zeros(3)}, tmp_path / "here"), 3
+        )
+        assert kind == "CheckpointError"
+        assert text in found
+        assert "where:    rank 2, " in found
+        if on_last == "there":
+            assert "expected: one folder that all ranks see, or copies of it" in found
+            assert "copy the checkpoint to each host" in found
+    on_last = "here"
+    md.simulate(lambda: md.checkpoint.load({"y": torch.zeros(3)}, tmp_path / "here"), 3)
+
+
+# -- what may look bad, and is not ----------------------------------------------------------------
+
+
+def round_trip(state: dict[str, Any], path: Path, size: int = 2) -> dict[str, Any]:
+    """Save on some ranks; return what is read of all names."""
+    md.simulate(lambda: md.checkpoint.save(state, path), size)
+    found = md.checkpoint.open(path)
+    return {name: found.read(name) for name in found.names}
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float8_e4m3fn", "float8_e5m2", "bool", "uint8", "uint64", "complex64", "float16"],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (3, 0, 2), (5, 3), (300, 301)])
+def test_every_dtype_and_shape(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    count = int(np.prod(shape))
+    kind = getattr(torch, dtype)
+    bits = torch.arange(count * kind.itemsize) % (2 if dtype == "bool" else 251)
+    x = bits.to(torch.uint8).view(kind).view(shape)
+    found = round_trip({"x": x}, tmp_path / "a", 3)["x"]
+    assert found.dtype == kind
+    assert found.shape == shape
+    assert torch.equal(found.flatten().view(torch.uint8), x.flatten().view(torch.uint8))
+
+    def load() -> bool:
+        target = torch.zeros_like(x)
+        md.checkpoint.load({"x": target}, tmp_path / "a", verify=True)
+        return torch.equal(target.flatten().view(torch.uint8), x.flatten().view(torch.uint8))
+
+    assert all(md.simulate(load, 2))
+
+
+def test_arrays_that_lie_unusually(tmp_path: Path) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    numbers = np.arange(12.0).reshape(3, 4)
+    state = {
+        "transposed": x.T,
+        "every second": x[:, ::2],
+        "expanded": torch.ones(1, 2).expand(3, 2),
+        "conjugated": torch.complex(x, -x).conj(),
+        "tied": x,
+        "a part": x[1:],
+        "with a gradient": torch.ones(2, requires_grad=True),
+        "a parameter": torch.nn.Parameter(torch.ones(2)),
+        "numpy": numbers,
+        "numpy.T": numbers.T,
+        "read only": read_only(numbers.copy()),
+        7: torch.ones(1),
+        "": torch.ones(2),
+        "a\0b\n": torch.ones(3),
+    }
+    found = round_trip(state, tmp_path / "a")
+    for key, value in state.items():
+        wanted = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        assert torch.equal(found[str(key)], wanted.detach().resolve_conj())
+
+    targets = {
+        "transposed": torch.zeros(3, 4).T,
+        "every second": torch.zeros(3, 4)[:, ::2],
+        "numpy": np.zeros((3, 4)),
+        "numpy.T": np.zeros((3, 4)).T,
+        "a parameter": torch.nn.Parameter(torch.zeros(2)),
+    }
+    md.checkpoint.load(targets, tmp_path / "a")
+    for name, target in targets.items():
+        assert np.array_equal(np.asarray(target.tolist()), np.asarray(found[name].tolist()))
+
+
+def test_arrays_of_cupy(tmp_path: Path) -> None:
+    with StandInCupy().installed() as cupy:
+        md.checkpoint.save({"x": cupy.array([1.0, 2.0])}, tmp_path / "a")
+        target = cupy.array([0.0, 0.0])
+        md.checkpoint.load({"x": target}, tmp_path / "a")
+        md.checkpoint.save({"x": target}, tmp_path / "b")
+        assert md.checkpoint.open(tmp_path / "b").read("x").tolist() == [1.0, 2.0]
+
+
+def test_leaves_come_back_as_they_were(tmp_path: Path) -> None:
+    leaves = {
+        "none": None,
+        "truth": True,
+        "whole": -(2**70),
+        "number": 0.1,
+        "infinite": float("inf"),
+        "text": 'ä\n"\0\ud800',
+        "list": [1, [2, {"a": None}], "x"],
+        "pair": (1, 2),
+        "numpy": np.float32(0.1),
+        "numpys truth": np.bool_(True),
+        "deepest": [[[[1]]]],
+        "empty": [],
+        "dict": {"empty": {}, 3: {"four": 5}},
+    }
+    md.checkpoint.save(leaves, tmp_path / "a")
+    target: dict[str, Any] = {
+        **{name: None for name in leaves if name != "dict"},
+        "pair": (),
+        "numpy": np.float32(0),
+        "dict": {"empty": {}, 3: {"four": 0}},
+    }
+    md.checkpoint.load(target, tmp_path / "a")
+    assert target == leaves
+    assert type(target["numpy"]) is np.float32
+
+
+def test_dicts_as_deep_as_they_may_be(tmp_path: Path) -> None:
+    state = deep(99)
+    md.checkpoint.save({"a": state}, tmp_path / "a")
+    assert list(md.checkpoint.open(tmp_path / "a").leaves.values()) == [1]
+    md.simulate(lambda: md.checkpoint.load({"a": deep(99)}, tmp_path / "a"), 2)
