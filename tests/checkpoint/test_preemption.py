@@ -36,9 +36,10 @@ md.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("wire", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    ("rank", "number"), [(0, signal.SIGTERM), (2, signal.SIGUSR1)], ids=["first", "last"]
+    ("wire", "rank", "number"),
+    [("shm", 0, signal.SIGTERM), ("gloo", 2, signal.SIGUSR1)],
+    ids=["first", "last"],
 )
 def test_all_ranks_stop_at_one_step(pool: Pool, wire: str, rank: int, number: int) -> None:
     step = random.Random(f"{wire}{rank}").randint(2, 50)
