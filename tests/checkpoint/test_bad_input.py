@@ -572,3 +572,17 @@ def test_dicts_as_deep_as_they_may_be(tmp_path: Path) -> None:
     md.checkpoint.save({"a": state}, tmp_path / "a")
     assert list(md.checkpoint.open(tmp_path / "a").leaves.values()) == [1]
     md.simulate(lambda: md.checkpoint.load({"a": deep(99)}, tmp_path / "a"), 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_keep_other_steps(size: int, tmp_path: Path) -> None:
+    checkpoints = md.checkpoint.Checkpointer
+
+    def program(_: md.DeviceMesh) -> None:
+        checkpoints(tmp_path).save({"y": torch.ones(3)}, 4 + (md.get_rank() == size - 1))
+
+    kind, text = errors(program, size)
+    assert kind == "AgreementError"
+    assert "/step-4'" in text
+    assert "/step-5'" in text
+    assert os.listdir(tmp_path) == [".lock"]
