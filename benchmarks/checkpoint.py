@@ -1,14 +1,15 @@
 """Checkpoints beside torch's DCP: saves, loads, the wait of an asynchronous save, CPU an array.
 
     python benchmarks/checkpoint.py [REPORT.json] [--rounds 9] [--quick] [--ranks 2,4,1]
-        [--parts save,load,async,small] [--mib 256] [--disk FOLDER]
+        [--parts save,load,cold,async,small] [--mib 256] [--disk FOLDER]
 
 save: float32 matrices of 16 MiB, cut into rows over all ranks; both sides end with fsync, ours sums
 each byte besides. DCP: ``FileSystemWriter`` with its defaults, over Gloo; ours over shared memory
 and over Gloo. At one rank ``torch.save`` and ``safetensors.torch.save_file`` stand beside them,
 each with an fsync.
-load: of these files into arrays that are there: as saved; columns; whole arrays on every rank.
-What a reader keeps of the disk is in memory, for all sides alike.
+load: of these files into arrays that are there: as saved; columns; whole arrays on every rank. The
+files are in the page cache, for all sides alike.
+cold: the last of these from the disk, and what all ranks read from it, over the bytes of the files.
 async: the time until an asynchronous save returns. The writing is awaited before the next sample.
 small: CPU time of all ranks together, of arrays of 2 KiB: cut into rows, and whole on each rank.
 
@@ -27,7 +28,7 @@ import statistics
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,7 @@ from benchmarks._report import interleaved, parser_of, some_of, start_ranks, wri
 from benchmarks._step_times import Sample, quotient, sample_of, verdict
 
 MIB = 1 << 20
-PARTS = ("save", "load", "async", "small")
+PARTS = ("save", "load", "cold", "async", "small")
 LAYOUTS = {"rows": "as saved", "columns": "columns from rows", "whole": "replicated"}
 LARGE_MIB = 16.0
 SMALL_BYTES = 2048
@@ -186,6 +187,27 @@ def parts_of(count: int, shape: tuple[int, int], layout: str) -> Tensors:
     return {f"layer.{number}.weight": whole + float(number) for number in range(count)}
 
 
+def drop_from_page_cache(path: str) -> None:
+    """Let the next reader of a folder's files wait for the disk; collective."""
+    md.barrier()
+    for entry in os.scandir(path):
+        opened = os.open(entry.path, os.O_RDONLY)
+        os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(opened)
+    md.barrier()
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read from disks, as Linux counts them."""
+    told = Path("/proc/self/io").read_text(encoding="ascii")
+    return int(dict(line.split(": ") for line in told.splitlines())["read_bytes"])
+
+
+def bytes_in(path: str) -> int:
+    """The bytes of a folder's files."""
+    return sum(entry.stat().st_size for entry in os.scandir(path))
+
+
 @contextmanager
 def removed_at_the_end(path: str) -> Any:
     """A path that all ranks write to, and that the first removes, also from the disk's journal."""
@@ -238,20 +260,35 @@ class Measurement:
             md.barrier()
             side.save(side.state(parts, layout, shape), self._kept(name))
 
-    def load(self, what: str, wanted: Tensors, layout: str, shape: tuple[int, int]) -> None:
+    def load(
+        self,
+        what: str,
+        wanted: Tensors,
+        layout: str,
+        shape: tuple[int, int],
+        *,
+        is_cold: bool = False,
+    ) -> None:
         """Loads of what was kept, in some layout; the values must become those of ``wanted``."""
 
         def sample(name: str, state: dict[str, Any]) -> Sample:
+            if is_cold:
+                drop_from_page_cache(self._kept(name))
             return sample_of(partial(self.sides[name].load, state, self._kept(name)), 1)
 
         parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
+        read = {}
         for side_name, side in self.sides.items():
+            before = bytes_read()
             sample(side_name, side.state(parts, layout, shape))
+            told = torch.tensor(bytes_read() - before)
+            md.all_reduce(told)
+            read[side_name] = told.item() / bytes_in(self._kept(side_name))
             for name, part in parts.items():
                 if not torch.equal(part, wanted[name]):
                     raise AssertionError(f"{what} by {side_name}: {name} is wrong")
                 part.zero_()
-        self._measure(what, sample, parts, layout, shape)
+        self._measure(what, sample, parts, layout, shape, read if is_cold else None)
 
     def _kept(self, side: str) -> str:
         return f"{self.folder}/kept-{side}"
@@ -263,6 +300,7 @@ class Measurement:
         parts: Tensors,
         layout: str,
         shape: tuple[int, int],
+        read: Mapping[str, float] | None = None,
     ) -> None:
         calls = {}
         for name, side in self.sides.items():
@@ -295,7 +333,7 @@ def compared(
     ratios = [a / b for a, b in zip(*pair, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
     found = quotient(*pair)
-    most = TARGETS[what.split(" of")[0]]
+    most = TARGETS.get(what.split(" of")[0])
     return {
         "what": name,
         "quotient": found,
@@ -340,10 +378,15 @@ def measure_large(measurement: Measurement, options: argparse.Namespace) -> None
         measurement.save("save", rows, "rows", shape)
     if "async" in options.parts:
         measurement.save_async("save_async until it returns", rows, shape)
-    if "load" in options.parts:
+    if {"load", "cold"} & {*options.parts}:
         measurement.keep(rows, "rows", shape)
+        del rows
+    if "load" in options.parts:
         for layout, text in LAYOUTS.items():
             measurement.load(f"load {text}", parts_of(count, shape, layout), layout, shape)
+    if "cold" in options.parts:
+        wanted = parts_of(count, shape, "whole")
+        measurement.load("cold load replicated", wanted, "whole", shape, is_cold=True)
 
 
 def measure_small(measurement: Measurement, options: argparse.Namespace) -> None:
@@ -377,7 +420,7 @@ def main() -> None:
         rows, targets = json.loads(found.read_text())
     notes = (
         f"one thread a rank, {options.rounds} interleaved rounds, {options.mib:g} MiB in large "
-        f"arrays, {options.arrays} arrays of 2 KiB; files in the page cache as they are loaded; "
+        f"arrays, {options.arrays} arrays of 2 KiB; "
         f"load average before {load}, at the end {os.getloadavg()[0]:.1f}"
     )
     write_report("checkpoint", rows, notes, options.report, targets=targets)

@@ -374,13 +374,13 @@ def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
         for found in told["rows"]:
             if found["ranks"] == ranks:
                 sides.setdefault(found["what"], set()).add(found["side"])
-        assert len(sides) == 1 + 3 + 1 + 2 * 2
+        assert len(sides) == 1 + 3 + 1 + 1 + 2 * 2
         for what, names in sides.items():
             assert names - others == {"DCP", "shm", "gloo"}
             assert alone <= names or ranks == 2 or what.startswith("save_async")
     assert all(0 < row["min ms"] <= row["ms"] for row in told["rows"])
     targets = [row["what"] for row in told["targets"]]
-    assert len(targets) == len(set(targets)) == 2 * 2 * 9
+    assert len(targets) == len(set(targets)) == 2 * 2 * 10
     assert "2 MiB in large arrays" in told["notes"]
 
 
