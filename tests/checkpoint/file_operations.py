@@ -3,8 +3,8 @@
     with watched(act):
         md.checkpoint.save(state, path)
 
-``act(operation)`` is called in place of each operation that changes the disk, in order, and does
-it by ``operation.do()``; before that it may raise, wait, or end the process. A file that is written
+``act(operation)`` is called in place of each operation that changes the disk or locks, and does it
+by ``operation.do()``; before that it may raise, wait, or end the process. A file that is written
 may be left torn by ``operation.tear()``. The removal of a folder is one operation per name.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import fcntl
 import os
 import types
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from meshdist.checkpoint import files
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done next: "write", "fsync", "mkdir", "rename", "unlink" or "rmdir", and where."""
+    """What is done next, and where: write, fsync, mkdir, rename, unlink, rmdir or lock."""
 
     name: str
     paths: tuple[str, ...]
@@ -77,6 +78,9 @@ class _Watch:
             setattr(stand_in, name, self.watching(name))
         self.stand_ins = {
             "os": stand_in,
+            "fcntl": types.SimpleNamespace(
+                flock=self.lock, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB
+            ),
             "shutil": types.SimpleNamespace(rmtree=self.rmtree),
             "save_file": self.save_file,
             "open": self.open_file,
@@ -100,6 +104,9 @@ class _Watch:
 
     def fsync(self, descriptor: int) -> None:
         self.act("fsync", (self._paths[descriptor],), lambda: os.fsync(descriptor))
+
+    def lock(self, descriptor: int, how: int) -> None:
+        self.act("lock", (self._paths[descriptor],), lambda: fcntl.flock(descriptor, how))
 
     def save_file(self, arrays: Any, path: str, metadata: Any) -> None:
         self.act("write", (path,), lambda: save_file(arrays, path, metadata))

@@ -147,14 +147,18 @@ def test_a_job_killed_at_every_operation_leaves_the_old_step_or_the_new(
 
 
 def kill_a_rank(
-    pool: Pool, folder: Path, victim: int, number: int, backend: str = "shm"
+    pool: Pool, folder: Path, victim: int, number: int, name: str = "", backend: str = "shm"
 ) -> str | None:
-    """Kill a rank at an operation of its own; return the operation, None where it has no more."""
+    """Kill a rank at an operation of its own; return the operation, None where it has no more.
+
+    Args:
+        number: of its operations of a name, or of all.
+    """
 
     def program(root: str, note: str) -> Any:
         def act(operation: Operation) -> Any:
             nonlocal number
-            number -= operation.rank == victim
+            number -= operation.rank == victim and name in ("", operation.name)
             if number < 0:
                 Path(note).write_text(operation.name)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -188,13 +192,12 @@ def kill_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("victim", "number", "name"),
-    [(0, 1, "mkdir"), (0, 8, "rename"), (2, 0, "write"), (2, 1, "fsync")],
+    ("victim", "name"), [(0, "mkdir"), (0, "rename"), (2, "write"), (2, "fsync")]
 )
 def test_other_ranks_of_a_killed_rank_raise(
-    victim: int, number: int, name: str, pool: Pool, tmp_path: Path
+    victim: int, name: str, pool: Pool, tmp_path: Path
 ) -> None:
-    assert kill_a_rank(pool, tmp_path, victim, number) == name
+    assert kill_a_rank(pool, tmp_path, victim, 0, name) == name
 
 
 @pytest.mark.soak
@@ -207,7 +210,7 @@ def test_every_rank_is_killed_at_every_operation(
     while True:
         folder = tmp_path / str(number)
         folder.mkdir()
-        name = kill_a_rank(pool, folder, victim, number, backend)
+        name = kill_a_rank(pool, folder, victim, number, backend=backend)
         if name is None:
             break
         names.append(name)
@@ -315,6 +318,8 @@ def test_jobs_killed_at_random_times(
                 state["cut"].local.zero_()
                 state["same"].zero_()
         except md.MeshdistError:
+            if md.get_rank() in victims:
+                time.sleep(60.0)  # another rank was killed a moment earlier
             with suppress(md.MeshdistError):  # of a save that does not wait, once more
                 md.destroy_process_group()
             return step

@@ -87,7 +87,7 @@ class Disk:
             else:
                 found.is_synced = True
             return
-        if name == "returned":
+        if name in (RETURNED, "lock"):
             return
         folder, last = self.folder_of(paths[-1])
         if name == "rename":
