@@ -110,7 +110,7 @@ class Checkpointer:
                     expected="one Checkpointer that saves under a root, as long as it lives",
                     fix="end the other run, drop the other object, or give each its own root",
                 )
-            weakref.finalize(self, os.close, lock)
+            weakref.finalize(self, files.close_lock, lock)
             self._has_lock = True
         self._remove_old()
 

@@ -43,6 +43,8 @@ from .manifest import (
 FAILURES = (OSError, SafetensorError)
 """The exceptions of a disk, a file system, or the library of files."""
 _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}")
+_locks: set[int] = set()
+"""The open files of this process's locks."""
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key, so that its HuggingFaceStorageReader finds the pieces
 
 
@@ -339,7 +341,7 @@ def _unlock(path: str, lock: int) -> None:
     if not os.path.lexists(path):
         with suppress(OSError):
             os.unlink(f"{path}.lock")
-    os.close(lock)
+    close_lock(lock)
 
 
 def lock_file(path: str, *, is_new: bool = False) -> int | None:
@@ -354,6 +356,23 @@ def lock_file(path: str, *, is_new: bool = False) -> int | None:
     except OSError:
         is_mine = is_new
     if is_mine:
+        _locks.add(opened)
         return opened
     os.close(opened)
     return None
+
+
+def close_lock(lock: int) -> None:
+    """Give a lock up, in the process that took it."""
+    if lock in _locks:
+        _locks.remove(lock)
+        os.close(lock)
+
+
+def _close_copies() -> None:
+    """Close the locks in a forked child, which would keep them when their process has ended."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+os.register_at_fork(after_in_child=_close_copies)

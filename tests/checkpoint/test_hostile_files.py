@@ -215,6 +215,11 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "invalid JSON"),
     "no text": (b"\xff\xff", "invalid UTF-8"),
     "a list": (b"[]", "header"),
+    "a name twice": (
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}',
+        "x.safetensors: ",
+    ),
     "a huge shape": (header_of([1 << 62, 4]), "x.safetensors: "),
     "a negative shape": (header_of([-4]), "x.safetensors: "),
     "too many bytes": (header_of([400], end=1600), "x.safetensors: "),

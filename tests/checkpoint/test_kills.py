@@ -297,6 +297,33 @@ def test_jobs_that_live_leave_each_other_alone(name: str, pool: Pool, tmp_path: 
         assert set(found) == {(True, False), (False, True)}
 
 
+def test_a_forked_child_keeps_no_lock_of_a_killed_job(pool: Pool, tmp_path: Path) -> None:
+    """Workers that load data live on for seconds, while the job starts again."""
+
+    def program(rank: int, root: str) -> list[int]:
+        read, write = os.pipe()
+        job = os.fork()
+        if job == 0:
+            checkpoints = md.checkpoint.Checkpointer(root)
+            checkpoints.save({"step": 1}, 1)
+            worker = os.fork()
+            if worker == 0:
+                time.sleep(60.0)
+                os._exit(0)
+            os.write(write, str(worker).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker = int(os.read(read, 20))
+        os.waitpid(job, 0)
+        try:
+            checkpoints = md.checkpoint.Checkpointer(root)
+            checkpoints.save({"step": 2}, 2)
+            return checkpoints.steps()
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+    assert alone(pool, program, str(tmp_path)) == [1, 2]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("is_async", [False, True])
