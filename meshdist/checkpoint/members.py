@@ -153,9 +153,9 @@ class Members:
         mine, first = next(((a, b) for a, b in pairs if a != b), ("as on the first rank", ""))
         of_all: list[Any] = [None] * len(self.ranks)
         all_gather_object(of_all, (mine[:_LONGEST], first[:_LONGEST]), self.group)
-        shown = {rank: each[0] for rank, each in zip(self.ranks, of_all, strict=True) if each[1]}
-        firsts = next(each[1] for each in of_all if each[1])
-        texts = ranks_by_text([(self.ranks[0], firsts), *shown.items()])
+        firsts = next(first for _, first in of_all if first)
+        shown = [mine if first else firsts for mine, first in of_all]
+        texts = ranks_by_text(zip(self.ranks, shown, strict=True))
         raise AgreementError(
             f"{self.call}: ranks have other names, arrays or values",
             expected="the same on every rank",
