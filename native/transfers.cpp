@@ -34,7 +34,8 @@ Transfers::Transfers(std::shared_ptr<Endpoint> endpoint)
 // A message of up to an eighth of the ring goes at once: it costs one copy more than needed only
 // where no receive waits for it.
 std::uint64_t Transfers::message_limit(unsigned peer) const {
-  return std::min<std::uint64_t>(16 * 1024, peers_[peer].out.bytes / 8);
+  const std::size_t most = end_->is_crowded ? tuning.crowded_message_bytes : tuning.message_bytes;
+  return std::min<std::uint64_t>(most, peers_[peer].out.bytes / 8);
 }
 
 // Pieces of a quarter keep both ends of a ring busy.

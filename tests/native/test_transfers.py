@@ -246,6 +246,23 @@ def test_a_transfer_given_up_leaves_the_others_alone() -> None:
     assert run_ranks(2, gives_up) == [[timeout, timeout], [cancelled]]
 
 
+def sends_unawaited(c: Any) -> list[int]:
+    """The largest messages, in KiB, that a sender is rid of before there is a receive."""
+    x, peer, found = torch.zeros(1 << 17), 1 - c.rank, []
+    first = x.data_ptr(), LARGE // 4, F32, peer, 0, TIMEOUT  # lets the ring grow
+    assert (c.send(*first) if c.rank == 0 else c.recv(*first)) == OK
+    for kib in (8, 16, 17, 64, 65):
+        if c.rank == 0 and c.send(x.data_ptr(), kib * 256, F32, peer, 1, 0.05) == OK:
+            found.append(kib)
+        assert c.barrier(TIMEOUT) == OK
+    return found
+
+
+def test_messages_of_64_kib_go_at_once_where_ranks_outnumber_cores() -> None:
+    told = ranks.run_ranks(2, sends_unawaited, ring_bytes=2 << 20, is_crowded=True)
+    assert told == [[8, 16, 17, 64], []]
+
+
 def gives_up_while_read(c: Any) -> bool:
     """The sender has no patience, and writes over its message as soon as it has given up."""
     count = 1 << 26
