@@ -4,6 +4,7 @@
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
+#   ENGINES      of engines: which (default: all, and then the report is written)
 #   WIRE, COUNT, LOOPS, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
 #                namespaces), how many faults, faults in programs of join contexts and models,
 #                and exits, drawn from what
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test quick soak soak-faults torch-conformance trainers sanitize bench docs wheels newcomer torch-versions clean
+.PHONY: help demo lint test quick soak soak-faults torch-conformance trainers engines sanitize bench docs wheels newcomer torch-versions clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -58,6 +59,9 @@ torch-conformance: $(VENV)/.installed-conformance ## torch's own process-group t
 
 trainers: $(VENV)/.installed-test $(VENV)/.installed-trainers ## accelerate, Lightning and transformers on our backends
 	$(BIN)/python -m tests.trainers
+
+engines: $(VENV)/.installed-test ## the programs of docs/engines.md, each under its engine; see packaging/engines.md
+	$(BIN)/python packaging/engines.py $(ENGINES)
 
 sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
 	@mkdir -p build; set -e; for kind in thread address,undefined; do \

@@ -18,6 +18,7 @@ from meshdist.bench.measuring import (
 )
 from meshdist.bench.reporting import machine as machine, size_text as size_text
 from meshdist.bootstrap import (
+    engines as engines,
     file_records as file_records,
     init_methods as init_methods,
     mpi_library as mpi_library,

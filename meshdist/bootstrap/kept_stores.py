@@ -131,4 +131,12 @@ class _Closer:
 
 
 _closer = _Closer()
-os.register_at_fork(after_in_child=_kept.clear)
+
+
+def _forget_locks() -> None:
+    """Let a forked child begin anew; its parent's stores stay, since to end them takes threads."""
+    global _keeping, _closer
+    _keeping, _closer = threading.RLock(), _Closer()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

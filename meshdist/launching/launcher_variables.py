@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _BATCH_STEPS = 0xFFFFFFF0
-"""From here on Slurm numbers its own steps: of a batch script, an interactive shell, what it
-adopts. A process in one of them is a shell, and no rank."""
+"""From here on Slurm numbers steps of its own: a batch script, an interactive shell; no ranks."""
 
 
 @dataclass(frozen=True)
@@ -18,16 +17,11 @@ class LauncherVariables:
     """A launcher and its variables; "" or () for what it does not tell.
 
     Args:
-        name: the launcher's name in messages.
         rank: this process's rank; "" where it follows from ``host`` and ``local_rank``.
-        size: how many ranks there are; the first that is set counts.
-        local_rank: this process's number on its host.
-        local_size: how many ranks its host has.
-        host: the number of its host.
-        num_hosts: how many hosts there are; the first that is set counts.
-        hosts: a list of hosts, that of rank 0 first; the first that is set counts.
-        address: where rank 0 serves the store, beside MASTER_ADDR.
-        port: the port there, beside MASTER_PORT.
+        size: how many ranks there are; here and in the other tuples the first that is set counts.
+        local_rank: this process's number on its host, which has ``local_size`` ranks.
+        host: the number of its host, of ``num_hosts``; ``hosts`` is a list, that of rank 0 first.
+        address: where rank 0 serves the store, beside MASTER_ADDR; ``port`` beside MASTER_PORT.
         marks: this launcher has started a process that has all of these; () stands for ``rank``.
         about_process: a pattern of all that the launcher says about one process.
         is_mpi: whether its ranks can be those of MPI.
@@ -50,120 +44,72 @@ class LauncherVariables:
     remedy: str = ""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> set[str]:
         """All variables of the row."""
-        own = (self.rank, self.local_rank, self.local_size, self.host, self.address, self.port)
-        lists = (*self.size, *self.num_hosts, *self.hosts, *self.marks)
-        return tuple(filter(None, dict.fromkeys((*own, *lists))))
+        own = {self.rank, self.local_rank, self.local_size, self.host, self.address, self.port}
+        return own.union(self.size, self.num_hosts, self.hosts, self.marks) - {""}
 
     def has_started(self, environment: Mapping[str, str]) -> bool:
         """Return whether the environment says that this launcher has started the process."""
-        if not all(name in environment for name in self.marks or (self.rank,)):
-            return False
         step = environment.get("SLURM_STEP_ID", "") if self.name == "Slurm" else ""
-        return not (step.isdecimal() and int(step) >= _BATCH_STEPS)
+        is_batch = step.isdecimal() and int(step) >= _BATCH_STEPS
+        return not is_batch and all(name in environment for name in self.marks or (self.rank,))
 
 
-BY_HAND = LauncherVariables(
-    "env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT"
-)
+def _mpi_row(name: str, prefix: str) -> LauncherVariables:
+    rank, size = f"{prefix}_RANK", (f"{prefix}_SIZE",)
+    local = f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+    return LauncherVariables(name, rank, size, *local, about_process=f"{prefix}_.*", is_mpi=True)
+
+
+_Row = LauncherVariables
+BY_HAND = _Row("env", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", port="MASTER_PORT")
 """By ``meshdist run``, torchrun and many others, or set by hand."""
-
-LIGHTNING = LauncherVariables(
-    "Lightning",
-    "",
-    ("WORLD_SIZE",),
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "NODE_RANK",
+LIGHTNING = _Row(
+    *("Lightning", "", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK"),
     port="MASTER_PORT",
     marks=("NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
     remedy="set LOCAL_WORLD_SIZE to the number of processes on each host, or RANK",
 )
-KUBEFLOW = LauncherVariables(
-    "Kubeflow",
-    "",
-    ("PET_NNODES",),
-    "",
-    "PET_NPROC_PER_NODE",
-    "PET_NODE_RANK",
+KUBEFLOW = _Row(
+    *("Kubeflow", "", ("PET_NNODES",), "", "PET_NPROC_PER_NODE", "PET_NODE_RANK"),
     address="PET_MASTER_ADDR",
     port="PET_MASTER_PORT",
     marks=("PET_NODE_RANK", "PET_NNODES"),
     remedy="start the program with torchrun, which reads PET_* and starts the processes of a host",
 )
-
-SLURM = LauncherVariables(
-    "Slurm",
-    "SLURM_PROCID",
-    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    "SLURM_LOCALID",
+SLURM = _Row(
+    *("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
     num_hosts=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
     marks=("SLURM_PROCID", "SLURM_STEP_ID"),
     about_process=r"SLURM_(PROCID|LOCALID|GTIDS|NTASKS|NPROCS|STEP_NUM_TASKS)",
 )
-
-# Where several have started a process, the first counts.
-STARTERS = (
-    LauncherVariables(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        about_process=r"OMPI_COMM_WORLD_.*",
-        is_mpi=True,
-    ),
-    LauncherVariables(
-        "Hydra",
-        "PMI_RANK",
-        ("PMI_SIZE",),
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
+STARTERS = (  # where several have started a process, the first counts
+    _mpi_row("Open MPI", "OMPI_COMM_WORLD"),
+    _Row(
+        *("Hydra", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         about_process=r"PMI_.*|MPI_LOCAL(RANKID|NRANKS)",
         is_mpi=True,
     ),
-    LauncherVariables(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        ("MV2_COMM_WORLD_SIZE",),
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        about_process=r"MV2_COMM_WORLD_.*",
-        is_mpi=True,
-    ),
-    LauncherVariables(
-        "jsrun",
-        "JSM_NAMESPACE_RANK",
-        ("JSM_NAMESPACE_SIZE",),
-        "JSM_NAMESPACE_LOCAL_RANK",
-        "JSM_NAMESPACE_LOCAL_SIZE",
-        about_process=r"JSM_NAMESPACE_.*",
-        is_mpi=True,
-    ),
-    LauncherVariables(
-        "Flux",
-        "FLUX_TASK_RANK",
-        ("FLUX_JOB_SIZE",),
-        "FLUX_TASK_LOCAL_ID",
+    _mpi_row("MVAPICH", "MV2_COMM_WORLD"),
+    _mpi_row("jsrun", "JSM_NAMESPACE"),
+    _Row(
+        *("Flux", "FLUX_TASK_RANK", ("FLUX_JOB_SIZE",), "FLUX_TASK_LOCAL_ID"),
         num_hosts=("FLUX_JOB_NNODES",),
         about_process=r"FLUX_(TASK_RANK|TASK_LOCAL_ID|JOB_SIZE|JOB_NNODES)",
         is_mpi=True,
     ),
     SLURM,
-    LauncherVariables(
-        "PMIx",
-        "PMIX_RANK",
-        ("WORLD_SIZE",),
+    _Row(
+        *("PMIx", "PMIX_RANK", ("WORLD_SIZE",)),
         about_process=r"PMIX_(?!MCA_).*",
         is_mpi=True,
         remedy="set WORLD_SIZE to the number of ranks: PMIx tells a process its rank alone",
     ),
 )
-NAMES = frozenset().union(*(row.names for row in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS)))
+NAMES = set[str]().union(*(row.names for row in (BY_HAND, LIGHTNING, KUBEFLOW, *STARTERS)))
 """All variables of the table."""
-
 _MANAGERS = ("jsrun", "Flux", "Slurm")
 """Those that start MPI's ranks themselves, and set MPI's variables too."""
 
@@ -186,6 +132,10 @@ def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> Laun
         >>> find_launcher({**told, "FLUX_JOB_SIZE": "2"}, is_mpi_asked=False).name
         'Hydra'
     """
+
+    def place(row: LauncherVariables) -> tuple[str, str]:
+        return environment[row.rank], first_value(environment, row.size)
+
     told = [row for row in STARTERS if row.has_started(environment)]
     if is_mpi_asked:
         return next((row for row in told if row.is_mpi), BY_HAND)
@@ -196,10 +146,5 @@ def find_launcher(environment: Mapping[str, str], *, is_mpi_asked: bool) -> Laun
     if not told:
         return KUBEFLOW if KUBEFLOW.has_started(environment) else BY_HAND
     # mpiexec inside another's job: what that job says is said of mpiexec's own processes.
-    place = _place(told[0], environment)
-    same = (row for row in told if row.name in _MANAGERS and _place(row, environment) == place)
-    return next(same, told[0])
-
-
-def _place(row: LauncherVariables, environment: Mapping[str, str]) -> tuple[str, str]:
-    return environment[row.rank], first_value(environment, row.size)
+    managers = (row for row in told if row.name in _MANAGERS and place(row) == place(told[0]))
+    return next(managers, told[0])

@@ -63,6 +63,20 @@ def test_a_store_without_clients_is_closed_at_once_and_its_port_is_free() -> Non
     assert threading.active_count() == before
 
 
+def test_a_forked_child_has_stores_of_its_own(pool: Pool) -> None:
+    def program(_: int) -> int:
+        store = keep_store("before the fork", md.HashStore)
+        child = os.fork()
+        if child == 0:
+            is_own = keep_store("before the fork", md.HashStore) is not store
+            let_go("before the fork")
+            os._exit(0 if is_own else 1)
+        let_go("before the fork")
+        return os.waitpid(child, 0)[1]
+
+    assert pool.call(program, 1) == [0]
+
+
 def arguments_of(way: str, rank: int, number: int, folder: str, meeting: Any) -> dict[str, Any]:
     """What this rank passes to ``init_process_group`` for its world of this number."""
     if "file" in way:
