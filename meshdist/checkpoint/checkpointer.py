@@ -93,7 +93,7 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The number of the newest whole step here, None where there is none; nothing is sent."""
-        return next(iter(self.steps()[::-1]), None)
+        return max(files.find_steps(self._root), default=None)
 
     def steps(self) -> list[int]:
         """The numbers of all steps here, the newest last; nothing is sent."""

@@ -18,8 +18,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from .manifest import (
     MALFORMED,
     NAME,
     SUFFIX,
+    HeaderFacts,
     Manifest,
     Piece,
     damaged,
@@ -64,17 +64,17 @@ class UnfinishedFolder:
         try:
             os.mkdir(self.path)
         except BaseException:
-            self._unlock()
+            _unlock(self.path, self._lock)
             raise
 
     def commit(self, manifest: str) -> None:
         """Write the manifest, and give the folder its name; afterwards it survives a crash."""
-        sync_folder(self.path)
+        _sync(self.path)
         path = os.path.join(self.path, NAME)
         with open(path, "w", encoding="utf-8") as file:
             file.write(manifest)
         _sync(path)
-        sync_folder(self.path)
+        _sync(self.path)
         check_is_free(self.final)
         try:
             os.rename(self.path, self.final)
@@ -82,20 +82,17 @@ class UnfinishedFolder:
             check_is_free(self.final)
             raise
         try:
-            sync_folder(os.path.dirname(self.final))
+            _sync(os.path.dirname(self.final))
         except BaseException:  # a crash might take the name back: so the save has failed
             with suppress(OSError):
                 os.rename(self.final, self.path)
             raise
-        self._unlock()
+        _unlock(self.path, self._lock)
 
     def drop(self) -> None:
         """Remove the folder, as far as the disk lets it."""
         with suppress(OSError):
             shutil.rmtree(self.path)
-        self._unlock()
-
-    def _unlock(self) -> None:
         _unlock(self.path, self._lock)
 
 
@@ -117,7 +114,7 @@ def remove_leftovers(parent: str) -> None:
         path = os.path.join(parent, entry.removesuffix(".lock"))
         if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
             with suppress(OSError):
-                lock = lock_file(f"{path}.lock")
+                lock = _lock_file(f"{path}.lock")
                 if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
                     _unlock(path, lock)
@@ -129,7 +126,7 @@ def remove_checkpoint(path: str) -> None:
     hidden, lock = _new_hidden_path(parent, name)
     try:
         os.rename(path, hidden)
-        sync_folder(parent)  # a crash might else bring the name back, of a folder with less files
+        _sync(parent)  # a crash might else bring the name back, of a folder with less files
         shutil.rmtree(hidden)
     finally:
         _unlock(hidden, lock)
@@ -148,30 +145,23 @@ def write_arrays(
         offsets: where each begins in the whole array of its name.
         sums_beside: whether a thread may sum meanwhile.
     """
-
-    def add_up() -> dict[str, int]:
-        return {name: crc32(array) for name, array in arrays.items()}
-
     told = {name: {"saved_offsets": list(offsets[name])} for name in arrays}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", _OFFSETS: json.dumps(told)}
-    with ExitStack() as stack:
-        if sums_beside:  # both leave the interpreter to others as they run
-            get_sums = stack.enter_context(ThreadPoolExecutor(1)).submit(add_up).result
-        else:
-            get_sums = partial(dict, add_up())
+    with ThreadPoolExecutor(1) as thread:
+        # Both leave the interpreter to others as they run.
+        sums = thread.submit(_sums_of, arrays) if sums_beside else None
         save_file(dict(arrays), path, metadata)
         _sync(path)
-        return os.stat(path).st_size, get_sums()
+        return os.stat(path).st_size, sums.result() if sums else _sums_of(arrays)
+
+
+def _sums_of(arrays: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: crc32(array) for name, array in arrays.items()}
 
 
 def crc32(array: torch.Tensor) -> int:
     """Return the CRC-32 of a contiguous array's bytes."""
     return zlib.crc32(array.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def sync_folder(path: str) -> None:
-    """Let the names in a folder survive a crash."""
-    _sync(path)
 
 
 class OpenFiles:
@@ -196,11 +186,9 @@ class OpenFiles:
     def check(self, piece: Piece, name: str, dtype: str) -> None:
         """Raise CheckpointError unless a file has a piece as it is said to have it."""
         try:
-            part = self.get(piece.file).get_slice(name)
+            found = self._facts_of(piece.file, name)
         except SafetensorError as error:
             raise damaged(self._folder, f"{piece.file}: {error}") from None
-        shape = tuple(part.get_shape())
-        found = part.get_dtype(), shape, self._offsets_of(piece.file, name, len(shape))
         starts = tuple(start for start, _ in piece.box)
         wanted = name_in_files(DTYPES_IN_FILES[dtype]), shape_of(piece.box), starts
         if found != wanted:
@@ -208,18 +196,13 @@ class OpenFiles:
                 self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"
             )
 
-    def header(self, file: str) -> dict[str, tuple[str, list[int], tuple[int, ...]]]:
+    def header(self, file: str) -> dict[str, HeaderFacts]:
         """Return the dtype's name, the shape and the offsets of each array in a file."""
-        found = self.get(file)
-        header = {}
-        for name in list(found.keys()):
-            part = found.get_slice(name)
-            shape = part.get_shape()
-            header[name] = part.get_dtype(), shape, self._offsets_of(file, name, len(shape))
-        return header
+        return {name: self._facts_of(file, name) for name in list(self.get(file).keys())}
 
-    def _offsets_of(self, file: str, name: str, ndim: int) -> tuple[int, ...]:
-        """Return where an array of a file begins in its whole, as the file's header says."""
+    def _facts_of(self, file: str, name: str) -> HeaderFacts:
+        part = self.get(file).get_slice(name)
+        shape = tuple(part.get_shape())
         if file not in self._offsets:
             try:
                 told = json.loads((self.get(file).metadata() or {}).get(_OFFSETS, "{}"))
@@ -228,10 +211,11 @@ class OpenFiles:
                 }
             except MALFORMED as error:
                 raise damaged(self._folder, f"{file}: {_OFFSETS}: {error!r}") from error
-        offsets = self._offsets[file].get(name, (0,) * ndim)
-        if len(offsets) != ndim:
-            raise damaged(self._folder, f"{file}: {name} has {ndim} dims and offsets {offsets}")
-        return offsets
+        offsets = self._offsets[file].get(name, (0,) * len(shape))
+        if len(offsets) != len(shape):
+            found = f"{name} has {len(shape)} dims and offsets {offsets}"
+            raise damaged(self._folder, f"{file}: {found}")
+        return part.get_dtype(), shape, offsets
 
 
 def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
@@ -252,17 +236,14 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
         manifest = os.path.join(path, NAME)
         if os.path.isfile(manifest):
             with open(manifest, "rb") as opened:
-                return path, sizes, _decoded(opened.read(), path)
+                # Bytes that are no text are damage, which the checksum of the text shows.
+                return path, sizes, opened.read().decode(errors="replace")
     if not sizes:
         raise CheckpointError(
             "no checkpoint is here",
             where=path,
             expected=f"a folder with {NAME}, or with files of safetensors; or such a file",
-            found="a folder without these"
-            if os.path.isdir(path)
-            else "another file"
-            if os.path.lexists(path)
-            else "nothing of this name",
+            found=_kind_of(path),
         )
     return path, sizes, None
 
@@ -284,13 +265,6 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
         )
 
 
-def _decoded(data: bytes, path: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise damaged(path, f"{NAME}: {error}") from None
-
-
 def find_steps(root: str) -> Iterator[int]:
     """The numbers of the checkpoints ``step-<number>`` in a folder."""
     for name in os.listdir(root) if os.path.isdir(root) else ():
@@ -302,10 +276,14 @@ def find_steps(root: str) -> Iterator[int]:
 def lock_folder(path: str) -> int | None:
     """Return a lock on a folder, which is made if need be; None if another process has it."""
     _make_folders(path)
-    lock = os.path.join(path, ".lock")
-    with suppress(FileExistsError):
-        os.close(os.open(lock, os.O_CREAT | os.O_EXCL, 0o666))
-    return lock_file(lock)
+    return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
+
+
+def _kind_of(path: str) -> str:
+    """Return the words for a path at which there is no checkpoint."""
+    if os.path.isdir(path):
+        return "a folder without these"
+    return "another file" if os.path.lexists(path) else "nothing of this name"
 
 
 def _make_folders(path: str) -> None:
@@ -316,10 +294,11 @@ def _make_folders(path: str) -> None:
     _make_folders(parent)
     with suppress(FileExistsError):  # by another process meanwhile
         os.mkdir(path)
-    sync_folder(parent)
+    _sync(parent)
 
 
 def _sync(path: str) -> None:
+    """Let what a file has, or the names in a folder, survive a crash."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -331,7 +310,7 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
     """Return a hidden path for a name, of which nothing is there, and the lock beside it."""
     while True:
         path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
-        lock = lock_file(f"{path}.lock", is_new=True)
+        lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL)
         if lock is not None:  # else another save took it for that of a process that has ended
             return path, lock
 
@@ -344,17 +323,18 @@ def _unlock(path: str, lock: int) -> None:
     close_lock(lock)
 
 
-def lock_file(path: str, *, is_new: bool = False) -> int | None:
+def _lock_file(path: str, flags: int = 0) -> int | None:
     """Return a file that this process has locked until it closes it, None if another has."""
-    # On a file system without locks a new file is returned all the same, others count as locked.
-    opened = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o666)
+    # On a file system without locks a file that may be new is returned all the same; those that
+    # were left over count as locked.
+    opened = os.open(path, os.O_RDWR | flags, 0o666)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_mine = os.fstat(opened).st_ino == os.stat(path).st_ino
     except (BlockingIOError, FileNotFoundError):
         is_mine = False
     except OSError:
-        is_mine = is_new
+        is_mine = bool(flags & os.O_CREAT)
     if is_mine:
         _locks.add(opened)
         return opened

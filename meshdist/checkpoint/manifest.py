@@ -19,13 +19,13 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..dtypes import DTYPES, dtype_name
+from ..dtypes import DTYPES
 from ..errors import CheckpointError
 from ..mesh.placement import Box, shape_of, volume
 from .pieces import find_fault
@@ -46,6 +46,10 @@ _LONGEST = 300
 DTYPES_IN_FILES = {facts.name: facts.dtype for facts in DTYPES.values() if facts.in_files}
 """The dtypes that files can have, by name."""
 _BY_FILE_NAME = {facts.in_files: facts.name for facts in DTYPES.values() if facts.in_files}
+
+
+HeaderFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""The facts of an array in a file: the dtype's name there, the shape, the offsets."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +178,10 @@ class Manifest:
             if bytes_in[file] > size:
                 raise ValueError(f"{file} has {size} bytes, its pieces {bytes_in[file]}")
 
-    def names(self) -> Iterator[str]:
+    @property
+    def names(self) -> list[str]:
         """The names of arrays, then those of leaves."""
-        yield from self.arrays
-        yield from self.leaves
+        return [*self.arrays, *self.leaves]
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
@@ -190,20 +194,20 @@ def sizes_in(given: Any) -> tuple[int, ...]:
 
 
 def headers_as_manifest(
-    headers: Mapping[str, Mapping[str, tuple[str, Sequence[int], Sequence[int]]]],
+    headers: Mapping[str, Mapping[str, HeaderFacts]],
     file_bytes: Mapping[str, int],
     where: str,
 ) -> Manifest:
     """Return the manifest of files that have none: those of torch, Hugging Face or others.
 
     Args:
-        headers: by file and array: the dtype's name in files, the shape, the offsets.
+        headers: by file and array.
     """
     arrays: dict[str, SavedArray] = {}
     for file, header in headers.items():
         for name, (dtype, shape, offsets) in header.items():
             box = tuple((at, at + size) for at, size in zip(offsets, shape, strict=True))
-            known = SavedArray(_BY_FILE_NAME.get(dtype, dtype), tuple(shape))
+            known = SavedArray(_BY_FILE_NAME.get(dtype, dtype), shape)
             array = arrays.setdefault(name, known)
             if array.dtype != known.dtype or len(array.shape) != len(box):
                 raise damaged(where, f"{name} has other dtypes or dims in two files")
@@ -259,8 +263,3 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _sum_of(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def dtype_texts() -> str:
-    """Return the names of the dtypes that files can have."""
-    return ", ".join(map(dtype_name, DTYPES_IN_FILES))

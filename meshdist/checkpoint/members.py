@@ -16,7 +16,7 @@ from ..bootstrap.bounded_store import await_key, read_json
 from ..bootstrap.world import World, find_unjoined_place, find_world
 from ..collectives.objects import all_gather_object, broadcast_object_list, gather_object
 from ..collectives.prepare import run_titled
-from ..error_text import fields_among, first_line, ranks_by_text, ranks_text
+from ..error_text import fields_among, first_line, grouped_text, ranks_text
 from ..errors import AgreementError, CheckpointError, KindError, MeshdistError, StoreError
 from ..groups.process_group import ProcessGroup, resolve_group
 from ..groups.signals import Endings
@@ -155,11 +155,10 @@ class Members:
         all_gather_object(of_all, (mine[:_LONGEST], first[:_LONGEST]), self.group)
         firsts = next(first for _, first in of_all if first)
         shown = [mine if first else firsts for mine, first in of_all]
-        texts = ranks_by_text(zip(self.ranks, shown, strict=True))
         raise AgreementError(
             f"{self.call}: ranks have other names, arrays or values",
             expected="the same on every rank",
-            found="; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in texts.items()),
+            found=grouped_text(zip(self.ranks, shown, strict=True), separator="; "),
             fix="a part of a whole carries a spec: md.checkpoint.State(model=model), or "
             "md.annotate(x, spec)",
         )

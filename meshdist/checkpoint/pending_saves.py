@@ -60,8 +60,7 @@ class PendingSave:
         Raises:
             CheckpointError: it failed, on every rank, whichever rank's disk it was.
         """
-        while not self._has_ended.wait(0.5):  # in slices, for interruptions
-            pass
+        self._has_ended.wait()
         if self._error is not None:
             self.was_raised = True
             raise self._error

@@ -52,7 +52,11 @@ def preempted() -> bool:
             _install()
         else:
             rank.scheduler.call_outside(_install)
-            _check_is_installed()
+    if not _former:
+        raise WorldError(
+            "preempted() must be called first in the main thread, which alone may handle signals",
+            fix="call md.preempted() once where the program begins",
+        )
     mine = bool(_received)
     if find_world() is None and find_unjoined_place() is None:
         return mine
@@ -77,16 +81,6 @@ def _install() -> None:
     if threading.current_thread() is threading.main_thread() and not _former:
         for number in _SIGNALS:
             _former[number] = signal.signal(number, _note)
-    if find_rank_here() is None:
-        _check_is_installed()
-
-
-def _check_is_installed() -> None:
-    if not _former:
-        raise WorldError(
-            "preempted() must be called first in the main thread, which alone may handle signals",
-            fix="call md.preempted() once where the program begins",
-        )
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -18,6 +18,7 @@ from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.random_draws import find_seeded_axes, seed
 from .loading import LoadedState, read_part
 from .manifest import Manifest
+from .pieces import whole_box
 from .trees import EachRanks, FirstRanks, is_array
 
 __all__ = ["State"]
@@ -169,7 +170,7 @@ def _has_state(leaf: Any) -> bool:
 def _prefixes(saved: Manifest) -> set[str]:
     """Return all that stands before a dot in a name that was saved."""
     found = set()
-    for name in saved.names():
+    for name in saved.names:
         while name and name not in found:
             name = name.rpartition(".")[0]
             found.add(name)
@@ -220,9 +221,9 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 
 def _generators() -> dict[str, Any]:
     """Return the states of this rank's generators as bytes, and how they were seeded."""
-    version, words, pair = random.getstate()
+    _, words, pair = random.getstate()
     drawn = np.random.get_state(legacy=False)
-    if version != 3 or not isinstance(drawn, dict) or drawn["bit_generator"] != "MT19937":
+    if not isinstance(drawn, dict) or drawn["bit_generator"] != "MT19937":
         raise KindError(
             "State cannot save NumPy's global generator",
             expected="its own MT19937",
@@ -252,12 +253,9 @@ def _restore_generators(tree: Mapping[str, Any], loaded: LoadedState) -> None:
         _seed_anew(tree["differ_over"], loaded)
         return
     torch.set_rng_state(tree["torch"].array)
-    words = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
-    random.setstate((3, words[:625], words[626] if words[625] else None))
-    key, (pos, has_gauss, gauss) = (
-        (drawn := _NUMPY.unpack(bytes(tree["numpy"].array.tolist())))[:624],
-        drawn[624:],
-    )
+    *words, has_pair, pair = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
+    random.setstate((3, tuple(words), pair if has_pair else None))
+    *key, pos, has_gauss, gauss = _NUMPY.unpack(bytes(tree["numpy"].array.tolist()))
     np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, int(has_gauss), gauss))
     if "cuda" in tree:
         torch.cuda.set_rng_state(tree["cuda"].array)
@@ -268,11 +266,10 @@ def _seed_anew(differ_over: Sequence[str] | None, loaded: LoadedState) -> None:
     saved = loaded.manifest.arrays.get("rng.torch")
     if saved is None:
         return
-    box = ((0, 1), *((0, size) for size in saved.shape[1:]))
-    first = read_part(loaded.opened, saved, "rng.torch", box).numpy().tobytes()
+    row = whole_box((1, *saved.shape[1:]))
+    first = read_part(loaded.opened, saved, "rng.torch", row).numpy().tobytes()
     number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
-    members = loaded.members
-    mesh = members.mesh
+    members, mesh = loaded.members, loaded.members.mesh
     if differ_over is None and len({piece.crc32 for piece in saved.pieces}) > 1:
         if mesh is None or not mesh.axis_names:
             seed(number + members.ranks.index(members.rank))

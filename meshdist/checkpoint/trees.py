@@ -41,8 +41,9 @@ from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import array_type
 from ..typed_contexts.carried_specs import find_spec
 from ..typed_contexts.refusals import type_of
-from .manifest import MOST_LEVELS, dtype_texts, is_plain, name_in_files
+from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain, name_in_files
 from .members import Members
+from .pieces import whole_box
 
 _SAMPLED = 64
 """The elements of a large array that ranks compare."""
@@ -101,7 +102,7 @@ class StateArray:
         """Return the part of the whole that a rank holds."""
         if self.sharding is not None:
             return self.sharding.box(rank, self.shape)
-        whole = tuple((0, size) for size in self.shape)
+        whole = whole_box(self.shape)
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self, name: str) -> str:
@@ -342,7 +343,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         raise DtypeError(
             f"{members.call}: files of safetensors lack {dtype_name(tensor.dtype)}",
             where=name,
-            expected=dtype_texts(),
+            expected=", ".join(DTYPES_IN_FILES),
             fix="torch.view_as_real(x)" if tensor.dtype.is_complex else "convert it first",
         )
     return entry
