@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -23,17 +22,18 @@ from ..collectives.torch_private import hidden_from_modes
 from ..error_text import first_line, first_texts
 from ..errors import ArgumentError, CheckpointError, DtypeError, KindError, ShapeError
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.placement import Box, index_of, shape_of, volume
+from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
 from ..reduce_ops import ReduceOp
 from ..sharding.shardings import cut_further, whole_sharding
 from ..sharding.shards import move
 from . import files
-from .manifest import Manifest, Piece, SavedArray, damaged, headers_as_manifest
+from .manifest import Manifest
 from .members import Members
-from .pieces import SMALL, intersect, own_parts, whole_box, within
+from .opened import OpenArrays, read_manifest
+from .pieces import SMALL, own_parts, whole_box
 from .saving import agreed_entries, checked_path, read_state
-from .trees import EachRanks, StateArray, Tree, entries_of, find_mesh
+from .trees import EachRanks, StateArray, Tree, entries_of, facts_of, find_mesh
 
 __all__ = ["load"]
 
@@ -98,21 +98,20 @@ def load(
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, manifest)
 
-    def read() -> dict[str, StateArray]:
+    def read() -> tuple[dict[str, StateArray], list[str]]:
+        where = checked_path(call, path)
         if error is not None:
             raise error
         _select(tree, only, call)
         _leave_rows_of_others(tree, manifest, len(members.ranks))
         _match(tree, manifest, missing, folder, call)
-        return entries_of(tree.arrays, members, writable=True)
+        entries = entries_of(tree.arrays, members, writable=True)
+        told = f"path {where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
+        return entries, [told, *tree.leaves, *facts_of(entries, members)]
 
-    def about() -> str:
-        where = checked_path(call, path)
-        return f"path {where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
-
-    entries = agreed_entries(members, read, tree, about, is_load=True)
-    opened = files.OpenFiles(folder)
-    reader = _ArrayReader(members, manifest, opened, entries, folder)
+    entries = agreed_entries(members, read)
+    source = OpenArrays(folder, manifest)
+    reader = _ArrayReader(members, source, entries)
     members.all_do(reader.check)
     if verify:
         members.all_do(reader.verify)
@@ -120,129 +119,106 @@ def load(
     for name, leaf in tree.leaves.items():
         leaf.put(manifest.leaves[name])
     if hasattr(state, "was_loaded"):
-        state.was_loaded(LoadedState(members, manifest, opened, tree))
+        state.was_loaded([*tree.arrays, *tree.leaves], source, members)
     return state
-
-
-@dataclass(frozen=True)
-class LoadedState:
-    """A load as it ends, for a state that has been filled."""
-
-    members: Members
-    manifest: Manifest
-    opened: files.OpenFiles
-    tree: Tree
-
-
-def read_manifest(path: str) -> tuple[str, Manifest]:
-    """Return the folder of a checkpoint, and its manifest, made of headers where it has none."""
-    folder, sizes, text = files.find_files(path)
-    if text is None:
-        opened = files.OpenFiles(folder)
-        headers = {file: opened.header(file) for file in sorted(sizes)}
-        return folder, headers_as_manifest(headers, sizes, path)
-    manifest = Manifest.from_json(text, path)
-    for file, size in manifest.file_bytes.items():
-        if sizes.get(file) != size:
-            found = "no such file" if file not in sizes else f"{sizes[file]} bytes"
-            raise damaged(path, f"{file}: {found}; the manifest says {size} bytes")
-    return folder, manifest
 
 
 class _ArrayReader:
     """The arrays of a state on their way from files."""
 
     def __init__(
-        self,
-        members: Members,
-        manifest: Manifest,
-        opened: files.OpenFiles,
-        entries: dict[str, StateArray],
-        folder: str,
+        self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
     ) -> None:
-        self._members, self._manifest, self._opened = members, manifest, opened
-        self._entries, self._folder = entries, folder
+        self._members, self._source, self._entries = members, source, entries
         self._place = members.ranks.index(members.rank)
-        world = members.world
-        # Simulated ranks read as those of several hosts do, so that one process tries their plans.
-        self._has_plans = world is not None and (
-            world.is_simulated or world.spans_hosts(tuple(members.ranks))
-        )
         self._small = {
             name: entry
             for name, entry in entries.items()
             if entry.num_bytes < SMALL and entry.whose != "each"
         }
-        self._read_as = {
-            name: self._reading(entry)
-            for name, entry in entries.items()
-            if name not in self._small and entry.whose != "each"
+        small = [(whole_box(x.shape), x.tensor.dtype.itemsize) for x in self._small.values()]
+        parts = own_parts(small, self._place, len(members.ranks))
+        self._large = {name: x for name, x in entries.items() if name not in self._small}
+        self._shared = self._find_shared()
+        self._boxes = {
+            **{name: box for name, box in zip(self._small, parts, strict=True) if box is not None},
+            **{name: self._box(name) for name in self._large},
         }
-        reads = own_parts(
-            [
-                (whole_box(entry.shape), entry.tensor.dtype.itemsize)
-                for entry in self._small.values()
-            ],
-            self._place,
-            len(members.ranks),
-        )
-        self._reads_small = [
-            name for name, part in zip(self._small, reads, strict=True) if part is not None
-        ]
+        """The boxes that this rank reads."""
+
+    def _find_shared(self) -> dict[str, NamedSharding]:
+        """Return how large arrays are cut further to be read, where replicas share the work."""
+        # Simulated ranks read as those of several hosts do, so that one process tries their plans.
+        world, ranks = self._members.world, tuple(self._members.ranks)
+        if world is None or not (world.is_simulated or world.spans_hosts(ranks)):
+            return {}
+        found = {}
+        for name, entry in self._large.items():
+            target = self._target(entry)
+            sizes, free = target.layout.sizes, target.placement(entry.shape).free_axes
+            free = tuple(axis for axis in free if sizes[axis] > 1)
+            if free and entry.whose != "each":
+                found[name] = cut_further(target, entry.shape, free)
+        return found
+
+    def _target(self, entry: StateArray) -> NamedSharding:
+        mesh = self._members.any_mesh()
+        assert mesh is not None
+        return entry.sharding or whole_sharding(mesh)
+
+    def _box(self, name: str) -> Box:
+        entry, shared = self._entries[name], self._shared.get(name)
+        rank = self._members.rank
+        return entry.box(rank) if shared is None else shared.box(rank, entry.shape)
 
     def check(self) -> None:
         """Raise where the files do not have what this rank will read, or other shapes or dtypes."""
-        files.check_manifest(self._folder, self._manifest)
+        manifest = self._source.manifest
+        files.check_manifest(self._source.folder, manifest)
         for name, entry in self._entries.items():
-            saved = self._manifest.arrays[name]
+            saved = manifest.arrays[name]
             if saved.shape != entry.shape:
                 raise ShapeError(
                     f"{self._members.call}: {name} has another shape in the checkpoint",
-                    where=self._folder,
+                    where=self._source.folder,
                     expected=f"shape {entry.shape}, of the state",
                     found=f"shape {saved.shape}, in the checkpoint",
                 )
             if saved.dtype != entry.dtype:
                 raise DtypeError(
                     f"{self._members.call}: {name} has another dtype in the checkpoint",
-                    where=self._folder,
+                    where=self._source.folder,
                     expected=f"{entry.dtype}, of the state",
                     found=f"{saved.dtype}, in the checkpoint",
                     fix=f"load it as {saved.dtype} and convert it; or md.checkpoint.open(path)"
                     f".read({name!r})",
                 )
-        for name, box in self._boxes():
-            for piece, _ in _pieces_in(self._manifest.arrays[name], box):
-                self._opened.check(piece, name, self._manifest.arrays[name].dtype)
+        for name, box in self._boxes.items():
+            self._source.check(name, box)
 
     def verify(self) -> None:
         """Raise where the bytes of a piece, of this rank's share of all, have another checksum."""
-        found = [
-            (name, piece, array.torch_dtype.itemsize * volume(piece.box))
-            for name, array in self._manifest.arrays.items()
-            for piece in array.pieces
-        ]
-        found.sort(key=lambda each: (each[1].file, each[0]))
-        lines = [(((0, size),), 1) for _, _, size in found]
-        parts = own_parts(lines, self._place, len(self._members.ranks), small=_NEVER)
-        for (name, piece, _), part in zip(found, parts, strict=True):
+        arrays = self._source.manifest.arrays
+        found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
+        found.sort(key=lambda each: (each[0].file, each[1]))
+        boxes = [(piece.box, arrays[name].torch_dtype.itemsize) for piece, name in found]
+        parts = own_parts(boxes, self._place, len(self._members.ranks), small=_NEVER)
+        for (piece, name), part in zip(found, parts, strict=True):
             if part is None:
                 continue
             if piece.crc32 is None:
                 raise CheckpointError(
                     f"{self._members.call}: no checksums are here, verify=True needs them",
-                    where=self._folder,
+                    where=self._source.folder,
                     fix="load it without verify=True; md.checkpoint.save writes checksums",
                 )
-            if files.crc32(self._opened.get(piece.file).get_tensor(name)) != piece.crc32:
-                raise damaged(self._folder, f"{piece.file}: the bytes of {name} have changed")
+            self._source.verify(piece, name)
 
     def load(self) -> None:
         """Fill all arrays of the state; collective."""
         for batch in _batches(self._small):
             self._load_small(batch)
-        large = {name: self._entries[name] for name in self._entries if name not in self._small}
-        for batch in _batches(large):
+        for batch in _batches(self._large):
             self._load_large(batch)
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
@@ -260,9 +236,9 @@ class _ArrayReader:
             return found.view(entry.tensor.dtype).view(entry.shape)
 
         def read() -> None:
-            for name in self._reads_small:
-                if name in batch:
-                    self._fill(name, part(name, line), whole_box(batch[name].shape))
+            for name in batch:
+                if name in self._boxes:
+                    self._source.fill(part(name, line), name, self._boxes[name])
 
         self._all_read(read)
         if group is not None:
@@ -273,25 +249,23 @@ class _ArrayReader:
             entry.tensor.copy_(part(name, line)[index])
 
     def _load_large(self, batch: dict[str, StateArray]) -> None:
-        read: dict[str, torch.Tensor] = {}
+        """Fill large arrays: each rank reads its part, or its share, which a plan brings on."""
+        shares: dict[str, torch.Tensor] = {}
 
-        def read_parts() -> None:
+        def read() -> None:
             for name, entry in batch.items():
-                box = self._box(name)
-                source = self._read_as.get(name)
-                if source is None or source == self._target(entry):
-                    self._fill(name, entry.tensor, box)
-                else:
-                    part = torch.empty(shape_of(box), dtype=entry.tensor.dtype)
-                    self._fill(name, part, box)
-                    read[name] = part.to(entry.tensor.device)
+                box, target = self._boxes[name], entry.tensor
+                if name in self._shared:
+                    target = torch.empty(shape_of(box), dtype=target.dtype)
+                self._source.fill(target, name, box)
+                if name in self._shared:
+                    shares[name] = target.to(entry.tensor.device)
 
-        self._all_read(read_parts)
-        for name, part in read.items():
+        self._all_read(read)
+        for name, share in shares.items():
             entry = batch[name]
-            source = self._read_as[name]
-            assert source is not None
-            entry.tensor.copy_(move(part, source, self._target(entry), entry.shape))
+            part = move(share, self._shared[name], self._target(entry), entry.shape)
+            entry.tensor.copy_(part)
 
     def _all_read(self, read: Any) -> None:
         """Read on all ranks, and raise on all what fails on any."""
@@ -303,74 +277,12 @@ class _ArrayReader:
             except files.FAILURES as error:
                 raise CheckpointError(
                     f"{call}: a file could not be read; the state is undefined now",
-                    where=self._folder,
+                    where=self._source.folder,
                     found=f"{type(error).__name__}: {first_line(error)}",
                     fix="load again, or another checkpoint, before the state is used",
                 ) from error
 
         self._members.all_do(read_here)
-
-    def _fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        _fill(target, self._opened, self._manifest.arrays[name], name, box)
-
-    def _boxes(self) -> Iterator[tuple[str, Box]]:
-        """The arrays of which this rank reads a part, and the part."""
-        for name in self._reads_small:
-            yield name, whole_box(self._entries[name].shape)
-        for name in self._entries:
-            if name not in self._small:
-                yield name, self._box(name)
-
-    def _box(self, name: str) -> Box:
-        source = self._read_as.get(name)
-        entry = self._entries[name]
-        if source is None:
-            return entry.box(self._members.rank)
-        return source.box(self._members.rank, entry.shape)
-
-    def _target(self, entry: StateArray) -> NamedSharding:
-        mesh = self._members.any_mesh()
-        assert mesh is not None
-        return entry.sharding or whole_sharding(mesh)
-
-    def _reading(self, entry: StateArray) -> NamedSharding | None:
-        """Return how ranks read a large array where replicas share the work; None if each reads."""
-        if not self._has_plans:
-            return None
-        target = self._target(entry)
-        sizes = target.layout.sizes
-        placement = target.placement(entry.shape)
-        free = tuple(axis for axis in placement.free_axes if sizes[axis] > 1)
-        if not free:
-            return target
-        return cut_further(target, entry.shape, free)
-
-
-def read_part(opened: files.OpenFiles, saved: SavedArray, name: str, box: Box) -> torch.Tensor:
-    """Return the part of a saved array in a box."""
-    for piece, _ in _pieces_in(saved, box):
-        opened.check(piece, name, saved.dtype)
-    part = torch.empty(shape_of(box), dtype=saved.torch_dtype)
-    _fill(part, opened, saved, name, box)
-    return part
-
-
-def _fill(
-    target: torch.Tensor, opened: files.OpenFiles, saved: SavedArray, name: str, box: Box
-) -> None:
-    """Copy the part of a saved array in a box to a tensor of that shape."""
-    for piece, common in _pieces_in(saved, box):
-        found = opened.get(piece.file).get_tensor(name)
-        part = found[index_of(within(common, piece.box))]
-        target[index_of(within(common, box))].copy_(part)
-
-
-def _pieces_in(saved: SavedArray, box: Box) -> Iterator[tuple[Piece, Box]]:
-    """The pieces that have elements of a box, and what they have in common with it."""
-    for piece in saved.pieces:
-        common = intersect(piece.box, box)
-        if common is not None:
-            yield piece, common
 
 
 def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray]]:
@@ -428,10 +340,11 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
     """Raise where a checkpoint lacks names of a state; or leave these names out."""
     if missing not in ("error", "keep"):
         raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
+    names = manifest.names
     pairs = (tree.arrays, manifest.arrays, "a leaf"), (tree.leaves, manifest.leaves, "an array")
     for mine, saved, other in pairs:
         lacking = [name for name in mine if name not in saved]
-        swapped = [name for name in lacking if name in {*manifest.arrays, *manifest.leaves}]
+        swapped = sorted({*lacking} & {*names})
         if swapped:
             raise CheckpointError(
                 f"{call}: {swapped[0]} is {other} in the checkpoint",
@@ -439,7 +352,6 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
                 fix=f"load it as {other}, or leave it out",
             )
         if lacking and missing == "error":
-            names = [*manifest.arrays, *manifest.leaves]
             near = difflib.get_close_matches(lacking[0], names, 1)
             raise CheckpointError(
                 f"{call}: the checkpoint lacks {len(lacking)} names of the state",

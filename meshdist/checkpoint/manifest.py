@@ -27,7 +27,7 @@ import torch
 
 from ..dtypes import DTYPES
 from ..errors import CheckpointError
-from ..mesh.placement import Box, shape_of, volume
+from ..mesh.placement import Box, volume
 from .pieces import find_fault
 
 NAME = "manifest.json"
@@ -92,26 +92,6 @@ class Manifest:
     tree: dict[str, Any]
     file_bytes: dict[str, int]
     ending: str = ""
-
-    def to_json(self) -> str:
-        """Return the text of the manifest, which ``from_json`` reads."""
-        files: dict[str, Any] = {
-            name: {"bytes": size, "pieces": {}} for name, size in sorted(self.file_bytes.items())
-        }
-        for name, array in self.arrays.items():
-            for piece in array.pieces:
-                files[piece.file]["pieces"][name] = {
-                    "offsets": [start for start, _ in piece.box],
-                    "shape": list(shape_of(piece.box)),
-                    "crc32": piece.crc32,
-                }
-        arrays = {
-            name: {"dtype": array.dtype, "shape": list(array.shape)}
-            for name, array in self.arrays.items()
-        }
-        found = {"format": _FORMAT, "version": _VERSION, "leaves": self.leaves, "tree": self.tree}
-        text = json.dumps({**found, "arrays": arrays, "files": files})[:-1]
-        return f"{text}{_SUM}{_sum_of(text)}}}"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -182,6 +162,32 @@ class Manifest:
     def names(self) -> list[str]:
         """The names of arrays, then those of leaves."""
         return [*self.arrays, *self.leaves]
+
+
+def manifest_text(
+    leaves: Mapping[str, Any],
+    tree: Mapping[str, Any],
+    arrays: Mapping[str, tuple[str, tuple[int, ...]]],
+    files: Mapping[str, Any],
+) -> str:
+    """Return the text of a manifest, which ``Manifest.from_json`` reads.
+
+    Args:
+        arrays: dtype and shape by name.
+        files: by name, as they stand in the text.
+    """
+    found = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "leaves": leaves,
+        "tree": tree,
+        "arrays": {
+            name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays.items()
+        },
+        "files": files,
+    }
+    text = json.dumps(found)[:-1]
+    return f"{text}{_SUM}{_sum_of(text)}}}"
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,16 +29,6 @@ _LOOK_S = 1.0
 _LONGEST = 300
 _AXIS = "ranks"
 """The axis of the mesh of all members, where the program has no mesh."""
-
-
-class Messages(Protocol):
-    """The ways in which members end a save: through their group, or through the store."""
-
-    def gather(self, told: Any) -> list[Any] | None:
-        """Return the JSON values of all members, in order, on the first; None on the others."""
-
-    def share(self, told: Any) -> Any:
-        """Return the JSON value of the first member."""
 
 
 class Members:
@@ -78,21 +68,27 @@ class Members:
             self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(_AXIS,))
         return self.mesh
 
-    def all_do(self, step: Callable[[], Any], facts: Sequence[str] = ()) -> Any:
-        """Return what ``step`` returns here; raise on all members what it raises on any.
+    def all_do(self, step: Callable[[], Any]) -> Any:
+        """Return what ``step`` returns here; raise on all members what it raises on any."""
+        return self.all_agree(lambda: (step(), ()))
+
+    def all_agree(self, read: Callable[[], tuple[Any, Sequence[str]]]) -> Any:
+        """Return the first that ``read`` returns here; raise on all members what it raises on any.
 
         Args:
-            facts: texts that must be equal on all members, else AgreementError.
+            read: returns texts besides that must be equal on all members, else AgreementError.
         """
-        result, error = None, None
+        result: Any = None
+        facts: Sequence[str] = ()
+        error: Exception | None = None
         try:
-            result = step()
+            result, facts = read()
         except Exception as raised:  # whatever an object of the state raises
             error = raised
-        self.agree(error, facts)
+        self._agree(error, facts)
         return result
 
-    def agree(self, error: Exception | None, facts: Sequence[str] = ()) -> None:
+    def _agree(self, error: Exception | None, facts: Sequence[str]) -> None:
         """Raise on all members the error that a member has, or where their facts differ."""
         if self.group is None:
             if error is not None:

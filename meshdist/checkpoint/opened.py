@@ -1,9 +1,10 @@
-"""``md.checkpoint.open``: the names, shapes and values of a checkpoint, without a world too."""
+"""A checkpoint that is open to be read, and ``md.checkpoint.open``, which needs no world."""
 
 from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,17 +12,71 @@ import torch
 from ..errors import CheckpointError
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
+from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
 from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import checked_sharding
 from . import files
-from .loading import read_manifest, read_part
-from .manifest import SavedArray
+from .manifest import Manifest, Piece, SavedArray, damaged, headers_as_manifest
 from .members import errors_as_ours
-from .pieces import whole_box
+from .pieces import intersect, whole_box, within
 from .saving import checked_path
 
 __all__ = ["Checkpoint"]
+
+
+def read_manifest(path: str) -> tuple[str, Manifest]:
+    """Return the folder of a checkpoint, and its manifest, made of headers where it has none."""
+    folder, sizes, text = files.find_files(path)
+    if text is None:
+        opened = files.OpenFiles(folder)
+        headers = {file: opened.header(file) for file in sorted(sizes)}
+        return folder, headers_as_manifest(headers, sizes, path)
+    manifest = Manifest.from_json(text, path)
+    for file, size in manifest.file_bytes.items():
+        if sizes.get(file) != size:
+            found = "no such file" if file not in sizes else f"{sizes[file]} bytes"
+            raise damaged(path, f"{file}: {found}; the manifest says {size} bytes")
+    return folder, manifest
+
+
+class OpenArrays:
+    """The arrays of a checkpoint that is open to be read, by the boxes of its manifest's pieces."""
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._files = files.OpenFiles(folder)
+
+    def check(self, name: str, box: Box) -> None:
+        """Raise CheckpointError unless the files have a box of an array as the manifest says."""
+        for piece, _ in self._pieces_in(name, box):
+            self._files.check(piece, name, self.manifest.arrays[name].dtype)
+
+    def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
+        """Copy a box of an array to a tensor of that shape."""
+        for piece, common in self._pieces_in(name, box):
+            found = self._files.get(piece.file).get_tensor(name)
+            part = found[index_of(within(common, piece.box))]
+            target[index_of(within(common, box))].copy_(part)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of an array, on the CPU, when the files have been checked."""
+        self.check(name, box)
+        part = torch.empty(shape_of(box), dtype=self.manifest.arrays[name].torch_dtype)
+        self.fill(part, name, box)
+        return part
+
+    def verify(self, piece: Piece, name: str) -> None:
+        """Raise CheckpointError where the bytes of a piece have another checksum."""
+        if files.crc32(self._files.get(piece.file).get_tensor(name)) != piece.crc32:
+            raise damaged(self.folder, f"{piece.file}: the bytes of {name} have changed")
+
+    def _pieces_in(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
+        """The pieces that have elements of a box, and what they have in common with it."""
+        for piece in self.manifest.arrays[name].pieces:
+            common = intersect(piece.box, box)
+            if common is not None:
+                yield piece, common
 
 
 class Checkpoint:
@@ -30,8 +85,8 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = checked_path("checkpoint.open", path)
         with errors_as_ours("checkpoint.open"):
-            folder, self._manifest = read_manifest(self._path)
-        self._files = files.OpenFiles(folder)
+            self._arrays = OpenArrays(*read_manifest(self._path))
+        self._manifest = self._arrays.manifest
 
     @property
     def names(self) -> list[str]:
@@ -62,11 +117,11 @@ class Checkpoint:
         saved = self._array(name)
         if sharding is None:
             with errors_as_ours("checkpoint.read"):
-                return read_part(self._files, saved, name, whole_box(saved.shape))
+                return self._arrays.read(name, whole_box(saved.shape))
         where = checked_sharding(sharding, "checkpoint.read")
         mesh: DeviceMesh = where.mesh
         with errors_as_ours("checkpoint.read"):
-            part = read_part(self._files, saved, name, where.box(mesh.get_rank(), saved.shape))
+            part = self._arrays.read(name, where.box(mesh.get_rank(), saved.shape))
         return ShardedArray(part.to(mesh.device_type), where, saved.shape)
 
     def __repr__(self) -> str:

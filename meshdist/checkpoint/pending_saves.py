@@ -11,31 +11,12 @@ import os
 import sys
 import threading
 from functools import cache, partial
-from typing import Protocol
 
 import torch
 
 from ..bootstrap.world import World
-from .members import Members, MembersInStore, Messages
-
-
-class Job(Protocol):
-    """A save whose folder is there."""
-
-    members: Members
-    final: str
-    path: str
-    pieces: dict[str, torch.Tensor]
-    error: Exception | None
-
-    def views(self) -> dict[str, torch.Tensor]:
-        """Return what this rank saves, in the memory of the state."""
-
-    def finish(self, messages: Messages) -> None:
-        """Write, and commit on the first rank; raise on all ranks what fails on any."""
-
-    def drop(self) -> None:
-        """Give the save up: remove its folder."""
+from .members import Members, MembersInStore
+from .save_jobs import SaveJob
 
 
 class PendingSave:
@@ -65,7 +46,7 @@ class PendingSave:
             self.was_raised = True
             raise self._error
 
-    def run(self, job: Job, messages: Messages) -> None:
+    def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
         """Carry out the rest of a save, and keep its error for those who wait."""
         try:
             job.finish(messages)
@@ -125,7 +106,7 @@ class Staging:
             if not pending.was_raised:
                 pending.wait()
 
-    def start(self, job: Job, world: World | None) -> PendingSave:
+    def start(self, job: SaveJob, world: World | None) -> PendingSave:
         """Copy what this rank saves, wait for the save before, and let a thread write the copy."""
         # All ranks are here, so that they have read how the save before the last has ended.
         while len(self._messages) > 1:

@@ -8,32 +8,22 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..collectives.torch_private import hidden_from_modes
-from ..errors import CheckpointError, KindError
+from ..errors import KindError
 from ..mesh.device_mesh import DeviceMesh
-from ..mesh.placement import Box, index_of
-from . import files
-from .manifest import SUFFIX, Manifest, Piece, SavedArray
-from .members import Members, Messages, told_again, told_error
+from .manifest import Manifest
+from .members import Members
 from .pending_saves import PendingSave, staging_of
-from .pieces import Holding, holding_of, parts_of, within
-from .trees import (
-    StateArray,
-    Tree,
-    check_wholes,
-    entries_of,
-    facts_of,
-    facts_of_leaves,
-    find_mesh,
-    find_sizes,
-)
+from .pieces import Holding, holding_of, parts_of
+from .save_jobs import SaveJob
+from .trees import StateArray, Tree, entries_of, facts_of, facts_of_wholes, find_mesh, find_sizes
 
 __all__ = ["save", "save_async"]
 
@@ -124,149 +114,25 @@ def save_async(
     return staging_of(job.members.world).start(job, job.members.world)
 
 
-@dataclass
-class SaveJob:
-    """A save from the moment at which its folder is there.
-
-    Args:
-        folder: the folder on the rank that commits it, None on others.
-        path: the path of the folder.
-        parts: which part of each array this rank saves.
-    """
-
-    members: Members
-    final: str
-    path: str
-    folder: files.UnfinishedFolder | None
-    tree: Tree
-    entries: dict[str, StateArray]
-    parts: dict[str, Box]
-    pieces: dict[str, torch.Tensor] = field(default_factory=dict)
-    is_beside: bool = False
-    """Whether a thread finishes it, which cannot start threads as the interpreter ends."""
-    error: Exception | None = None
-    """The error with which copying this rank's pieces has failed, for all ranks."""
-
-    def views(self) -> dict[str, torch.Tensor]:
-        """Return what this rank saves, in the memory of the state."""
-        found = {}
-        for name, box in self.parts.items():
-            entry = self.entries[name]
-            local = within(box, entry.box(self.members.rank))
-            found[name] = entry.tensor[index_of(local)].resolve_conj().resolve_neg()
-        return found
-
-    def finish(self, messages: Messages) -> None:
-        """Write, and commit on the first rank; raise on all ranks what fails on any."""
-        told: tuple[Any, Any]
-        try:
-            told = self._write(), None
-        except Exception as error:
-            told = None, told_error(error, self.members.call)
-        try:
-            of_all = messages.gather(told)
-            failures = None if of_all is None else self._commit(of_all)
-        except BaseException as error:
-            self.drop()
-            if self.folder is not None and isinstance(error, CheckpointError):
-                # A rank has ended: those that wait for this rank are told.
-                messages.share([(self.members.rank, told_error(error, self.members.call))])
-            raise
-        if failures := messages.share(failures):
-            raise told_again(failures, self.members.ranks)
-
-    def drop(self) -> None:
-        """Give the save up: remove its folder, on the rank that has made it."""
-        if self.folder is not None:
-            self.folder.drop()
-
-    def _write(self) -> tuple[int, dict[str, Any]]:
-        """Write this rank's file; return its size, and by name offsets, shape and CRC-32."""
-        if self.error is not None:
-            raise self.error
-        if not self.is_beside:
-            self.pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
-        if not self.pieces:
-            return 0, {}
-        offsets = {name: [start for start, _ in self.parts[name]] for name in self.pieces}
-        path = os.path.join(self.path, file_of(self.members.rank))
-        size, sums = files.write_arrays(
-            path, _apart(self.pieces), offsets, sums_beside=not self.is_beside
-        )
-        written = {
-            name: (offsets[name], list(piece.shape), sums[name])
-            for name, piece in self.pieces.items()
-        }
-        return size, written
-
-    def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-        """Commit the folder, or drop it; return the failures by rank."""
-        assert self.folder is not None
-        pairs = zip(self.members.ranks, of_all, strict=True)
-        failures = [(rank, failure) for rank, (_, failure) in pairs if failure]
-        if not failures:
-            try:
-                self.folder.commit(self._manifest([written for written, _ in of_all]).to_json())
-            except Exception as error:
-                failures = [(self.members.rank, told_error(error, self.members.call))]
-        if failures:
-            self.folder.drop()
-        return failures
-
-    def _manifest(self, written: list[tuple[int, dict[str, Any]]]) -> Manifest:
-        arrays = {
-            name: SavedArray(entry.dtype, entry.shape) for name, entry in self.entries.items()
-        }
-        leaves = {name: leaf.json for name, leaf in self.tree.leaves.items()}
-        manifest = Manifest(arrays, leaves, self.tree.shape, {})
-        for rank, (size, pieces) in zip(self.members.ranks, written, strict=True):
-            if pieces:
-                manifest.file_bytes[file_of(rank)] = size
-            for name, (starts, shape, crc) in pieces.items():
-                box = tuple((start, start + k) for start, k in zip(starts, shape, strict=True))
-                arrays[name].pieces.append(Piece(file_of(rank), box, crc))
-        return manifest
-
-
 def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJob:
     """Return a save whose folder is there; collective, and raises the same on all ranks."""
     tree, error = read_state(call, state)
-    mesh = mesh or find_mesh(tree.arrays.values())
-    members = Members(mesh, call)
+    members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
-    def read() -> dict[str, StateArray]:
+    def read() -> tuple[dict[str, StateArray], list[str]]:
+        final = checked_path(call, path)
         if error is not None:
             raise error
-        return entries_of(tree.arrays, members)
+        entries = entries_of(tree.arrays, members)
+        leaves = [f"{name} = {json.dumps(leaf.json)}" for name, leaf in tree.leaves.items()]
+        facts = facts_of(entries, members, has_values=True)
+        return entries, [f"path {final!r}", *leaves, *facts]
 
-    entries = agreed_entries(members, read, tree, lambda: f"path {checked_path(call, path)!r}")
-    final = checked_path(call, path)
-    folder: files.UnfinishedFolder | None = None
-
-    def make_folder() -> str:
-        nonlocal folder
-        files.remove_leftovers(os.path.dirname(final))
-        folder = files.UnfinishedFolder(final)
-        return folder.path
-
-    def look() -> None:
-        if not os.path.isdir(path):
-            raise CheckpointError(
-                f"{call}: this rank does not see the folder that the first rank has made",
-                where=path,
-                expected="a file system that all ranks share",
-                fix="save to a shared file system; a folder local to a host holds a part alone",
-            )
-
-    try:
-        path = members.first_does(make_folder)
-        members.all_do(look)
-    except BaseException:
-        if folder is not None:
-            folder.drop()
-        raise
-    parts = _parts_of(entries, members)
-    return SaveJob(members, final, path, folder, tree, entries, parts)
+    entries = agreed_entries(members, read)
+    parts = parts_of({name: _holding(entry, members) for name, entry in entries.items()})
+    job = SaveJob(members, checked_path(call, path), tree, entries, parts)
+    job.begin()
+    return job
 
 
 def read_state(
@@ -295,39 +161,19 @@ def checked_path(call: str, path: Any) -> str:
 
 
 def agreed_entries(
-    members: Members,
-    read: Callable[[], dict[str, StateArray]],
-    tree: Tree,
-    about: Callable[[], str],
-    *,
-    is_load: bool = False,
+    members: Members, read: Callable[[], tuple[dict[str, StateArray], list[str]]]
 ) -> dict[str, StateArray]:
-    """Return the entries that all members have alike, with the sizes of wholes; collective."""
-    entries, error = {}, None
-    facts: list[str] = []
-    try:
-        facts.append(about())
-        entries = read()
-        facts += [*map(str, tree.leaves)] if is_load else facts_of_leaves(tree.leaves)
-        facts += facts_of(entries, members, has_values=not is_load)
-    except Exception as raised:
-        error = raised
-    members.agree(error, facts)
+    """Return the entries that all members have alike, with the sizes of wholes; collective.
+
+    Args:
+        read: returns this member's, and texts of all that must be equal on all members.
+    """
+    entries: dict[str, StateArray] = members.all_agree(read)
     marked = {name: each for name, each in entries.items() if not each.sizes_are_known}
     if marked:
         find_sizes(marked, members)
-        members.all_do(lambda: check_wholes(marked, members), facts_of(marked, members))
+        members.all_agree(lambda: (None, facts_of_wholes(marked, members)))
     return entries
-
-
-def file_of(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"rank-{rank}{SUFFIX}"
-
-
-def _parts_of(entries: Mapping[str, StateArray], members: Members) -> dict[str, Box]:
-    """Return which part of each array this rank saves: replicas share what they hold."""
-    return parts_of({name: _holding(entry, members) for name, entry in entries.items()})
 
 
 def _holding(entry: StateArray, members: Members) -> Holding:
@@ -340,13 +186,3 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     if entry.whose == "first":
         return Holding(box if members.is_first else None, itemsize)
     return Holding(box, itemsize, "all", members.ranks.index(rank), len(members.ranks))
-
-
-def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return pieces of which none has memory of another; the library refuses those that do."""
-    found, end = dict(pieces), 0
-    for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
-        if piece.data_ptr() < end:
-            found[name] = piece.clone()
-        end = max(end, piece.data_ptr() + piece.nbytes)
-    return found

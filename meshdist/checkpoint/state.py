@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from ..errors import KindError
 from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.random_draws import find_seeded_axes, seed
-from .loading import LoadedState, read_part
 from .manifest import Manifest
+from .members import Members
+from .opened import OpenArrays
 from .pieces import whole_box
 from .trees import EachRanks, FirstRanks, is_array
 
@@ -118,9 +119,8 @@ class State:
         self._written_back.append((self._leaves, tree))
         return tree
 
-    def was_loaded(self, loaded: LoadedState) -> None:
-        """Give objects and generators what has been loaded."""
-        names = [*loaded.tree.arrays, *loaded.tree.leaves]
+    def was_loaded(self, names: Sequence[str], source: OpenArrays, members: Members) -> None:
+        """Give objects and generators what has been loaded, under these names."""
         for name, leaf in self._leaves.items():
             if _has_state(leaf) and any(each.startswith(f"{name}.") for each in names):
                 leaf.load_state_dict(self._written_back[-1][1][name])
@@ -129,7 +129,11 @@ class State:
                 if key in owner and not (is_array(tree[key]) or _has_state(owner[key])):
                     owner[key] = tree[key]
         if self._rng and any(name.startswith("rng.") for name in names):
-            _restore_generators(self._written_back[-1][1]["rng"], loaded)
+            tree = self._written_back[-1][1]["rng"]
+            if "rng.torch" in names:
+                _restore_generators(tree)
+            else:
+                _seed_anew(tree["differ_over"], source, members)
 
     def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
         names: dict[int, str] = {}
@@ -247,11 +251,8 @@ def _generators() -> dict[str, Any]:
     return tree
 
 
-def _restore_generators(tree: Mapping[str, Any], loaded: LoadedState) -> None:
-    """Set this rank's generators to what was saved, or seed them from it on other sizes."""
-    if "rng.torch" not in loaded.tree.arrays:
-        _seed_anew(tree["differ_over"], loaded)
-        return
+def _restore_generators(tree: Mapping[str, Any]) -> None:
+    """Set this rank's generators to what was saved."""
     torch.set_rng_state(tree["torch"].array)
     *words, has_pair, pair = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
     random.setstate((3, tuple(words), pair if has_pair else None))
@@ -261,15 +262,14 @@ def _restore_generators(tree: Mapping[str, Any], loaded: LoadedState) -> None:
         torch.cuda.set_rng_state(tree["cuda"].array)
 
 
-def _seed_anew(differ_over: Sequence[str] | None, loaded: LoadedState) -> None:
+def _seed_anew(differ_over: Sequence[str] | None, source: OpenArrays, members: Members) -> None:
     """Seed the generators from the first saved rank's: alike, or along the axes that differed."""
-    saved = loaded.manifest.arrays.get("rng.torch")
+    saved = source.manifest.arrays.get("rng.torch")
     if saved is None:
         return
-    row = whole_box((1, *saved.shape[1:]))
-    first = read_part(loaded.opened, saved, "rng.torch", row).numpy().tobytes()
+    first = source.read("rng.torch", whole_box((1, *saved.shape[1:]))).numpy().tobytes()
     number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
-    members, mesh = loaded.members, loaded.members.mesh
+    mesh = members.mesh
     if differ_over is None and len({piece.crc32 for piece in saved.pieces}) > 1:
         if mesh is None or not mesh.axis_names:
             seed(number + members.ranks.index(members.rank))

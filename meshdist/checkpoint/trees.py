@@ -230,11 +230,6 @@ def facts_of(
     return facts
 
 
-def facts_of_leaves(leaves: Mapping[str, Leaf]) -> list[str]:
-    """Return texts of the leaves that must be equal on all members."""
-    return [f"{name} = {json.dumps(leaf.json)}" for name, leaf in leaves.items()]
-
-
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
     """Set the wholes of marked tensors, which know their local sizes alone; collective."""
     # A message along each set of axes that cuts tensors tells the sizes of their parts.
@@ -274,8 +269,8 @@ def _tell_sizes(
         entry.sizes_are_known = True
 
 
-def check_wholes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Raise where this rank's part of an array is not what its spec says."""
+def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> list[str]:
+    """Return texts of the wholes; raise where this rank's part is not what its spec says."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
@@ -286,6 +281,7 @@ def check_wholes(entries: Mapping[str, StateArray], members: Members) -> None:
                     found=f"shape {tuple(entry.tensor.shape)}",
                     fix="mark it as it lies: md.annotate(x, spec)",
                 )
+    return facts_of(entries, members)
 
 
 def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray:

@@ -1,0 +1,156 @@
+"""A save under way: its folder is there, each rank writes its part, and the first rank commits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..mesh.placement import Box, index_of
+from . import files
+from .manifest import SUFFIX, manifest_text
+from .members import Members, MembersInStore, told_again, told_error
+from .pieces import within
+from .trees import StateArray, Tree
+
+
+@dataclass
+class SaveJob:
+    """A save of what all ranks have agreed on.
+
+    Args:
+        final: the path of the checkpoint.
+        parts: which part of each array this rank saves.
+    """
+
+    members: Members
+    final: str
+    tree: Tree
+    entries: dict[str, StateArray]
+    parts: dict[str, Box]
+    path: str = ""
+    """The path of the folder that is written."""
+    folder: files.UnfinishedFolder | None = None
+    """The folder, on the rank that makes and commits it."""
+    pieces: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_beside: bool = False
+    """Whether a thread finishes it, which cannot start threads as the interpreter ends."""
+    error: Exception | None = None
+    """The error with which copying this rank's pieces has failed, for all ranks."""
+
+    def begin(self) -> None:
+        """Make the folder on the first rank; raise on all ranks where some do not see it."""
+        try:
+            self.path = self.members.first_does(self._make_folder)
+            self.members.all_do(self._look)
+        except BaseException:
+            self.drop()
+            raise
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """Return what this rank saves, in the memory of the state."""
+        found = {}
+        for name, box in self.parts.items():
+            entry = self.entries[name]
+            local = within(box, entry.box(self.members.rank))
+            found[name] = entry.tensor[index_of(local)].resolve_conj().resolve_neg()
+        return found
+
+    def finish(self, messages: Members | MembersInStore) -> None:
+        """Write, and commit on the first rank; raise on all ranks what fails on any."""
+        told: tuple[Any, Any]
+        try:
+            told = self._write(), None
+        except Exception as error:
+            told = None, told_error(error, self.members.call)
+        try:
+            of_all = messages.gather(told)
+            failures = None if of_all is None else self._commit(of_all)
+        except BaseException as error:
+            self.drop()
+            if self.folder is not None and isinstance(error, CheckpointError):
+                # A rank has ended: those that wait for this rank are told.
+                messages.share([(self.members.rank, told_error(error, self.members.call))])
+            raise
+        if failures := messages.share(failures):
+            raise told_again(failures, self.members.ranks)
+
+    def drop(self) -> None:
+        """Give the save up: remove its folder, on the rank that has made it."""
+        if self.folder is not None:
+            self.folder.drop()
+
+    def _make_folder(self) -> str:
+        files.remove_leftovers(os.path.dirname(self.final))
+        self.folder = files.UnfinishedFolder(self.final)
+        return self.folder.path
+
+    def _look(self) -> None:
+        if not os.path.isdir(self.path):
+            raise CheckpointError(
+                f"{self.members.call}: this rank does not see the folder that the first rank has "
+                "made",
+                where=self.path,
+                expected="a file system that all ranks share",
+                fix="save to a shared file system; a folder local to a host holds a part alone",
+            )
+
+    def _write(self) -> dict[str, Any] | None:
+        """Write this rank's file; return what the manifest says of it, None if it saves nothing."""
+        if self.error is not None:
+            raise self.error
+        if not self.is_beside:
+            self.pieces = {name: view.cpu().contiguous() for name, view in self.views().items()}
+        if not self.pieces:
+            return None
+        offsets = {name: [start for start, _ in self.parts[name]] for name in self.pieces}
+        size, sums = files.write_arrays(
+            os.path.join(self.path, _file_of(self.members.rank)),
+            _apart(self.pieces),
+            offsets,
+            sums_beside=not self.is_beside,
+        )
+        pieces = {
+            name: {"offsets": offsets[name], "shape": list(piece.shape), "crc32": sums[name]}
+            for name, piece in self.pieces.items()
+        }
+        return {"bytes": size, "pieces": pieces}
+
+    def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
+        """Commit the folder, or drop it; return the failures by rank."""
+        assert self.folder is not None
+        members = self.members
+        by_rank = dict(zip(members.ranks, of_all, strict=True))
+        failures = [(rank, failure) for rank, (_, failure) in by_rank.items() if failure]
+        if not failures:
+            try:
+                self.folder.commit(
+                    manifest_text(
+                        {name: leaf.json for name, leaf in self.tree.leaves.items()},
+                        self.tree.shape,
+                        {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()},
+                        {_file_of(rank): file for rank, (file, _) in by_rank.items() if file},
+                    )
+                )
+            except Exception as error:
+                failures = [(members.rank, told_error(error, members.call))]
+        if failures:
+            self.folder.drop()
+        return failures
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}{SUFFIX}"
+
+
+def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return pieces of which none has memory of another; the library refuses those that do."""
+    found, end = dict(pieces), 0
+    for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
+        if piece.data_ptr() < end:
+            found[name] = piece.clone()
+        end = max(end, piece.data_ptr() + piece.nbytes)
+    return found
