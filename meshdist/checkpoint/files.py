@@ -36,7 +36,6 @@ from .manifest import (
     Manifest,
     Piece,
     damaged,
-    name_in_files,
     sizes_in,
 )
 
@@ -190,7 +189,7 @@ class OpenFiles:
         except SafetensorError as error:
             raise damaged(self._folder, f"{piece.file}: {error}") from None
         starts = tuple(start for start, _ in piece.box)
-        wanted = name_in_files(DTYPES_IN_FILES[dtype]), shape_of(piece.box), starts
+        wanted = DTYPES_IN_FILES[dtype].in_files, shape_of(piece.box), starts
         if found != wanted:
             raise damaged(
                 self._folder, f"{piece.file}: {name} is {found}; the manifest says {wanted}"

@@ -43,9 +43,9 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError
 """The exceptions that reading a text meets where it is not what a save writes."""
 _LONGEST = 300
 
-DTYPES_IN_FILES = {facts.name: facts.dtype for facts in DTYPES.values() if facts.in_files}
-"""The dtypes that files can have, by name."""
-_BY_FILE_NAME = {facts.in_files: facts.name for facts in DTYPES.values() if facts.in_files}
+DTYPES_IN_FILES = {facts.name: facts for facts in DTYPES.values() if facts.in_files}
+"""The facts of the dtypes that files can have, by name."""
+_BY_FILE_NAME = {facts.in_files: name for name, facts in DTYPES_IN_FILES.items()}
 
 
 HeaderFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -72,7 +72,7 @@ class SavedArray:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype as torch's class."""
-        return DTYPES_IN_FILES[self.dtype]
+        return DTYPES_IN_FILES[self.dtype].dtype
 
 
 @dataclass
@@ -235,12 +235,6 @@ def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
     if isinstance(value, (list, tuple)):
         return levels > 0 and all(is_plain(each, levels - 1) for each in value)
     return True
-
-
-def name_in_files(dtype: object) -> str:
-    """Return the name that files have for a dtype, "" where they lack it."""
-    facts = DTYPES.get(dtype)  # type: ignore[call-overload]
-    return facts.in_files if facts is not None else ""
 
 
 def damaged(where: str, found: str) -> CheckpointError:

@@ -61,40 +61,12 @@ class PendingSave:
             sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
-class _HostCopies:
-    """Host memory that is kept, by the name of an array."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def take(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of tensors in this slot's memory."""
-        before, self._kept = self._kept, {}
-        streams = []
-        for name, view in views.items():
-            kept = before.get(name)
-            if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
-                kept = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
-            self._kept[name] = kept
-            if view.is_cuda:
-                # On a stream of its own, so that kernels of the program run meanwhile.
-                stream = torch.cuda.Stream(view.device)
-                stream.wait_stream(torch.cuda.current_stream(view.device))
-                with torch.cuda.stream(stream):
-                    kept.copy_(view, non_blocking=True)
-                streams.append(stream)
-            else:
-                kept.copy_(view)
-        for stream in streams:
-            stream.synchronize()
-        return self._kept
-
-
 class Staging:
     """The saves of one world, or of a process without a world, that do not wait."""
 
     def __init__(self) -> None:
-        self._slots = [_HostCopies(), _HostCopies()]
+        self._slots: list[dict[str, torch.Tensor]] = [{}, {}]
+        """The host memory that is kept, by names of arrays."""
         self._pending: PendingSave | None = None
         self._messages: list[MembersInStore] = []
 
@@ -112,7 +84,7 @@ class Staging:
         while len(self._messages) > 1:
             self._messages.pop(0).forget()
         try:
-            job.pieces = self._slots[0].take(job.views())
+            job.pieces = self._slots[0] = _host_copies(job.views(), self._slots[0])
         except Exception as error:  # such as a lack of memory, on this rank: all will raise it
             job.error = error
         try:
@@ -132,6 +104,30 @@ class Staging:
         self._pending = pending
         atexit.register(pending.report)
         return pending
+
+
+def _host_copies(
+    views: dict[str, torch.Tensor], slot: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return copies of tensors on the host, in the memory of a slot where it fits."""
+    copies, streams = {}, []
+    for name, view in views.items():
+        kept = slot.get(name)
+        if kept is None or kept.shape != view.shape or kept.dtype != view.dtype:
+            kept = torch.empty(view.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+        copies[name] = kept
+        if view.is_cuda:
+            # On a stream of its own, so that kernels of the program run meanwhile.
+            stream = torch.cuda.Stream(view.device)
+            stream.wait_stream(torch.cuda.current_stream(view.device))
+            with torch.cuda.stream(stream):
+                kept.copy_(view, non_blocking=True)
+            streams.append(stream)
+        else:
+            kept.copy_(view)
+    for stream in streams:
+        stream.synchronize()
+    return copies
 
 
 def staging_of(world: World | None) -> Staging:

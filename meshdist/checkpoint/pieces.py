@@ -37,11 +37,10 @@ class Holding(NamedTuple):
     """Part of an array that this rank has, and the replicas that hold the same part.
 
     Args:
-        box: None where this rank saves nothing of it.
         replicas: which ranks these are, equal for arrays whose replicas are the same ranks.
     """
 
-    box: Box | None
+    box: Box
     itemsize: int
     replicas: Hashable = None
     replica: int = 0
@@ -60,18 +59,16 @@ def holding_of(
 
 def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
     """Return which part of each array this rank saves."""
-    alike: dict[Hashable, list[str]] = {}
+    alike: dict[Hashable, dict[str, Holding]] = {}
     for name, holding in holdings.items():
-        if holding.box is not None:
-            alike.setdefault((holding.replicas, holding.num_replicas), []).append(name)
+        alike.setdefault((holding.replicas, holding.num_replicas), {})[name] = holding
     parts: dict[str, Box] = {}
-    for names in alike.values():
-        of_names = [holdings[name] for name in names]
-        boxes = [(each.box, each.itemsize) for each in of_names if each.box is not None]
-        first = of_names[0]
+    for group in alike.values():
+        boxes = [(holding.box, holding.itemsize) for holding in group.values()]
+        first = next(iter(group.values()))
         own = own_parts(boxes, first.replica, first.num_replicas)
         parts.update(
-            (name, part) for name, part in zip(names, own, strict=True) if part is not None
+            (name, part) for name, part in zip(group, own, strict=True) if part is not None
         )
     return {name: parts[name] for name in holdings if name in parts}
 

@@ -129,8 +129,12 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
         return entries, [f"path {final!r}", *leaves, *facts]
 
     entries = agreed_entries(members, read)
-    parts = parts_of({name: _holding(entry, members) for name, entry in entries.items()})
-    job = SaveJob(members, checked_path(call, path), tree, entries, parts)
+    holdings = {
+        name: _holding(entry, members)
+        for name, entry in entries.items()
+        if members.is_first or entry.whose != "first"
+    }
+    job = SaveJob(members, checked_path(call, path), tree, entries, parts_of(holdings))
     job.begin()
     return job
 
@@ -180,9 +184,7 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     rank, itemsize = members.rank, entry.tensor.dtype.itemsize
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)
-    box = entry.box(rank)
-    if entry.whose == "each":
-        return Holding(box, itemsize)
-    if entry.whose == "first":
-        return Holding(box if members.is_first else None, itemsize)
-    return Holding(box, itemsize, "all", members.ranks.index(rank), len(members.ranks))
+    if entry.whose == "all":
+        place = members.ranks.index(rank)
+        return Holding(entry.box(rank), itemsize, "all", place, len(members.ranks))
+    return Holding(entry.box(rank), itemsize)

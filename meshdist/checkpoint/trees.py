@@ -41,7 +41,7 @@ from ..sharding.sharded_array import ShardedArray
 from ..sharding.shardings import array_type
 from ..typed_contexts.carried_specs import find_spec
 from ..typed_contexts.refusals import type_of
-from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain, name_in_files
+from .manifest import DTYPES_IN_FILES, MOST_LEVELS, is_plain
 from .members import Members
 from .pieces import whole_box
 
@@ -299,7 +299,9 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         entry = StateArray(tensor.detach(), sharding, x.shape)
     else:
         tensor = as_tensor(x, argument=name, verb=members.call, writable=writable)
-        spec, types = _spec_and_types(x)
+        spec, types = None, dict[str, str]()
+        if isinstance(x, torch.Tensor):
+            spec, types = find_spec(x), dict(kinds_in(type_of(x)))
         if "U" in types.values() or (spec is not None and spec.unreduced):
             raise _summands(name, str(types), members.call)
         if "V" in types.values() and spec is None:
@@ -335,7 +337,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
             found=f"shape {tuple(tensor.shape)}, stride {tensor.stride()}",
             fix="x.clone(), or x.contiguous()",
         )
-    if not name_in_files(tensor.dtype):
+    if dtype_name(tensor.dtype) not in DTYPES_IN_FILES:
         raise DtypeError(
             f"{members.call}: files of safetensors lack {dtype_name(tensor.dtype)}",
             where=name,
@@ -343,12 +345,6 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
             fix="torch.view_as_real(x)" if tensor.dtype.is_complex else "convert it first",
         )
     return entry
-
-
-def _spec_and_types(x: Any) -> tuple[PartitionSpec | None, dict[str, str]]:
-    if not isinstance(x, torch.Tensor):
-        return None, {}
-    return find_spec(x), dict(kinds_in(type_of(x)))
 
 
 def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
