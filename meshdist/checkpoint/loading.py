@@ -130,14 +130,13 @@ class _ArrayReader:
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
     ) -> None:
         self._members, self._source, self._entries = members, source, entries
-        self._place = members.ranks.index(members.rank)
         self._small = {
             name: entry
             for name, entry in entries.items()
             if entry.num_bytes < SMALL and entry.whose != "each"
         }
         small = [(whole_box(x.shape), x.tensor.dtype.itemsize) for x in self._small.values()]
-        parts = own_parts(small, self._place, len(members.ranks))
+        parts = own_parts(small, members.place, len(members.ranks))
         self._large = {name: x for name, x in entries.items() if name not in self._small}
         self._shared = self._find_shared()
         self._boxes = {
@@ -202,7 +201,7 @@ class _ArrayReader:
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
         boxes = [(piece.box, arrays[name].torch_dtype.itemsize) for piece, name in found]
-        parts = own_parts(boxes, self._place, len(self._members.ranks), small=_NEVER)
+        parts = own_parts(boxes, self._members.place, len(self._members.ranks), small=_NEVER)
         for (piece, name), part in zip(found, parts, strict=True):
             if part is None:
                 continue
@@ -310,9 +309,11 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
             expected='a pattern of names, such as "model.*", or a list of patterns',
             found=f"{only!r}, a {type(only).__name__}",
         )
-    names = [*tree.arrays, *tree.leaves]
+    names, meant = [*tree.arrays, *tree.leaves], set[str]()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        meant.update(fitting)
+        if not fitting:
             near = difflib.get_close_matches(pattern, names, 1, 0)
             raise ArgumentError(
                 f"{call}: only={pattern!r} fits no name of the state",
@@ -320,12 +321,8 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
                 found=first_texts(names, ", "),
                 fix=f"write {near[0]!r}" if near else None,
             )
-
-    def is_meant(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    tree.arrays = {name: x for name, x in tree.arrays.items() if is_meant(name)}
-    tree.leaves = {name: leaf for name, leaf in tree.leaves.items() if is_meant(name)}
+    tree.arrays = {name: x for name, x in tree.arrays.items() if name in meant}
+    tree.leaves = {name: leaf for name, leaf in tree.leaves.items() if name in meant}
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, num_ranks: int) -> None:

@@ -125,11 +125,9 @@ class Manifest:
                     starts, shape = sizes_in(piece["offsets"]), sizes_in(piece["shape"])
                     if len(starts) != len(shape):
                         raise ValueError(f"{file}: {name} has shape {shape} at {starts}")
-                    stops = [a + b for a, b in zip(starts, shape, strict=True)]
-                    box = tuple(zip(starts, stops, strict=True))
-                    crc = piece["crc32"]
-                    known = None if crc is None else sizes_in([crc])[0]
-                    arrays[name].pieces.append(Piece(file, box, known))
+                    box = tuple((at, at + size) for at, size in zip(starts, shape, strict=True))
+                    (crc32,) = sizes_in([piece["crc32"]])
+                    arrays[name].pieces.append(Piece(file, box, crc32))
             leaves, tree = dict(found["leaves"]), dict(found["tree"])
             if not is_plain([leaves, tree], MOST_LEVELS + 2):
                 raise ValueError("leaves are nested too deep")

@@ -27,7 +27,7 @@ from .files import FAILURES
 
 _LOOK_S = 1.0
 _LONGEST = 300
-_AXIS = "ranks"
+RANKS = "ranks"
 """The axis of the mesh of all members, where the program has no mesh."""
 
 
@@ -54,7 +54,8 @@ class Members:
                 self.group = mesh.open_group()
         self.ranks: Sequence[int] = (0,) if self.group is None else self.group.ranks
         self.rank = 0 if self.group is None else self.group.world.rank
-        self.is_first = self.rank == self.ranks[0]
+        self.place = self.ranks.index(self.rank)
+        self.is_first = self.place == 0
 
     @property
     def world(self) -> World | None:
@@ -65,7 +66,7 @@ class Members:
         """Return a mesh of the members, made of their group where none is named; None if alone."""
         if self.mesh is None and self.group is not None:
             device_type = self.group.first_device_type()
-            self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(_AXIS,))
+            self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(RANKS,))
         return self.mesh
 
     def all_do(self, step: Callable[[], Any]) -> Any:

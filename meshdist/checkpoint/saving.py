@@ -185,6 +185,5 @@ def _holding(entry: StateArray, members: Members) -> Holding:
     if entry.sharding is not None:
         return holding_of(entry.sharding, entry.shape, itemsize, rank)
     if entry.whose == "all":
-        place = members.ranks.index(rank)
-        return Holding(entry.box(rank), itemsize, "all", place, len(members.ranks))
+        return Holding(entry.box(rank), itemsize, "all", members.place, len(members.ranks))
     return Holding(entry.box(rank), itemsize)

@@ -17,7 +17,7 @@ from ..errors import KindError
 from ..typed_contexts.carried_specs import find_spec, mark_spec
 from ..typed_contexts.random_draws import find_seeded_axes, seed
 from .manifest import Manifest
-from .members import Members
+from .members import RANKS, Members
 from .opened import OpenArrays
 from .pieces import whole_box
 from .trees import EachRanks, FirstRanks, is_array
@@ -269,11 +269,13 @@ def _seed_anew(differ_over: Sequence[str] | None, source: OpenArrays, members: M
         return
     first = source.read("rng.torch", whole_box((1, *saved.shape[1:]))).numpy().tobytes()
     number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
-    mesh = members.mesh
+    mesh = members.any_mesh()
+    names = () if mesh is None else mesh.axis_names
+    if differ_over == [RANKS] and RANKS not in names:
+        differ_over = None  # a program without a mesh seeded them: all ranks differ
     if differ_over is None and len({piece.crc32 for piece in saved.pieces}) > 1:
-        if mesh is None or not mesh.axis_names:
-            seed(number + members.ranks.index(members.rank))
+        if not names:
+            seed(number + members.place)
             return
-        differ_over = mesh.axis_names
-    axes = tuple(axis for axis in differ_over or () if mesh and axis in mesh.axis_names)
-    seed(number, differ_over=axes, mesh=mesh)
+        differ_over = names
+    seed(number, differ_over=tuple(axis for axis in differ_over or () if axis in names), mesh=mesh)

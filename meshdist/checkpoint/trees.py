@@ -219,8 +219,7 @@ def facts_of(
 ) -> list[str]:
     """Return texts of the entries that must be equal on all members."""
     # On simulated ranks and at DETAIL all elements are compared.
-    mesh = members.any_mesh()
-    is_thorough = mesh is not None and is_compared(mesh)
+    is_thorough = members.world is not None and is_compared(members.world)
     facts = []
     for name, entry in entries.items():
         fact = entry.fact(name)
@@ -264,8 +263,7 @@ def _tell_sizes(
         }
         at += ndim
         found, entry.shape = sized_by_shards(NamedSharding(part, sharding.spec), shapes)
-        sizes_of_shards = found.shard_sizes
-        entry.sharding = NamedSharding(mesh, sharding.spec, shard_sizes=sizes_of_shards)
+        entry.sharding = NamedSharding(mesh, sharding.spec, shard_sizes=found.shard_sizes)
         entry.sizes_are_known = True
 
 
@@ -314,7 +312,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
         if whose == "each":
             entry.tensor = entry.tensor[None]
             entry.shape = (len(members.ranks), *entry.shape)
-            entry.row = members.ranks.index(members.rank)
+            entry.row = members.place
         if spec is not None and any(map(axes_of, spec.partitions)):
             if members.mesh is None:
                 raise MeshError(

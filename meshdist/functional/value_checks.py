@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..arrays import describe
+from ..bootstrap.world import World
 from ..checking.debug_levels import DebugLevel, get_debug_level
 from ..checking.program import call_site, program_frame, show_site
 from ..collectives.objects import all_gather_object
@@ -72,11 +73,11 @@ def check_invariant(
         )
 
 
-def is_compared(mesh: DeviceMesh) -> bool:
+def is_compared(world: World) -> bool:
     """Return whether ranks compare what they hold unasked: simulated ranks, and all at DETAIL."""
     if are_transforms_active():  # there are no plain numbers in a transform of torch.func
         return False
-    return mesh.world.is_simulated or get_debug_level() == DebugLevel.DETAIL
+    return world.is_simulated or get_debug_level() == DebugLevel.DETAIL
 
 
 @hidden_from_modes
@@ -96,7 +97,7 @@ def check_replicas(
         has_argument: whether the public call has an argument ``check``, which the error names.
     """
     if check is None:
-        check = is_compared(mesh)
+        check = is_compared(mesh.world)
     sizes = mesh.axis_sizes if check else {}
     names = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
     if not names or are_transforms_active():

@@ -321,7 +321,7 @@ class _Mapping:
                 problems.append((f"{path}: {described(value)}, spec {spec!r}", error))
         if problems:
             refuse(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
-        if not is_even or is_compared(mesh):
+        if not is_even or is_compared(mesh.world):
             arrays = with_common_shapes(self.name, mesh, arrays, is_even=is_even)
         wrapped = iter([self._sharded(array) for array in arrays])
         return tree.unflatten(None if value is None else next(wrapped) for value in values)

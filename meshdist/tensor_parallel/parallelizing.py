@@ -334,7 +334,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
     axis = _axis_of(mesh)
     assigned = read_plan(module, plan, axis, mesh.size())
     with HiddenFromModes(), torch.no_grad():
-        if is_compared(mesh):
+        if is_compared(mesh.world):
             assert_equal(module, mesh)
         parts = {}
         for each in assigned:

@@ -229,6 +229,24 @@ def test_unseeded_ranks_draw_apart_on_other_numbers(tmp_path: Path) -> None:
     assert len({str(each) for each in md.simulate(load, 3)}) == 3
 
 
+def test_ranks_that_a_program_without_a_mesh_seeded_draw_apart_on_a_mesh_too(
+    tmp_path: Path,
+) -> None:
+    md.simulate(lambda: md.checkpoint.save(md.checkpoint.State(), tmp_path / "one"), 2)
+
+    def load_and_save() -> None:
+        md.checkpoint.load(md.checkpoint.State(), tmp_path / "one")
+        md.checkpoint.save(md.checkpoint.State(), tmp_path / "two")
+
+    def load() -> Any:
+        with md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)):
+            md.checkpoint.load(md.checkpoint.State(), tmp_path / "two")
+        return draws()
+
+    md.simulate(load_and_save, 3)
+    assert len({str(each) for each in md.simulate(load, 2)}) == 2
+
+
 # -- parts ----------------------------------------------------------------------------------------
 
 
