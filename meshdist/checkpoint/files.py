@@ -253,7 +253,7 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
     if not wanted:
         return
     with open(os.path.join(folder, NAME), "rb") as file:
-        file.seek(-len(wanted), os.SEEK_END)
+        file.seek(max(os.fstat(file.fileno()).st_size - len(wanted), 0))
         found = file.read()
     if found != wanted:
         raise CheckpointError(

@@ -188,7 +188,7 @@ def test_states_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
 
 def rows(mesh: md.DeviceMesh) -> dict[str, Any]:
     x = md.zeros((6, 2), sharding=md.NamedSharding(mesh, md.P("dp")))
-    return {"x": x, "y": torch.ones(3), "step": 1}
+    return {"x": x, "y": torch.ones(3), "w": torch.ones(3), "step": 1}
 
 
 LAST: dict[str, tuple[State, str, tuple[str, ...]]] = {
@@ -390,17 +390,14 @@ def test_states_that_cannot_be_loaded(name: str, tmp_path: Path) -> None:
     for size in SIZES:
 
         def program(mesh: md.DeviceMesh) -> None:
-            kept = torch.full((3,), 7.0)
-            whole = {"b": {"step": 7}, **state(mesh)}
-            if name != "another word":  # in which case the state may have any names
-                whole = {"step": 7, **state(mesh)}
-            leaves = dict(whole)
+            whole = {"step": 7, "w": torch.full((3,), 7.0), **state(mesh)}
+            before = dict(whole)
             try:
                 md.checkpoint.load(whole, path, **more)
             finally:
-                assert torch.equal(kept, torch.full((3,), 7.0))
-                assert whole.keys() == leaves.keys()
-                assert whole.get("step") is leaves.get("step")
+                assert whole.keys() == before.keys()
+                assert all(whole[name] is value for name, value in before.items())
+                assert before["w"].tolist() == [7.0] * 3
 
         found, text = errors(program, size)
         assert found == kind
@@ -437,6 +434,9 @@ def test_a_folder_that_each_host_has_for_itself(
     for host in ("here", "there"):
         md.checkpoint.save({"y": torch.full((3,), float(len(host)))}, tmp_path / host)
 
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "manifest.json").touch()
+
     def seen(path: str) -> str:
         return path if md.get_rank() < 2 else path.replace("/here", f"/{on_last}")
 
@@ -450,6 +450,7 @@ def test_a_folder_that_each_host_has_for_itself(
     monkeypatch.setattr(files, "safe_open", safe_open_seen)
     for on_last, text in (
         ("there", "this rank sees another checkpoint at this path than the first rank"),
+        ("empty", "this rank sees another checkpoint at this path than the first rank"),
         ("nowhere", "the disk or the file system failed"),
     ):
         kind, found = errors(
