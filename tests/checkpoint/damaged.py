@@ -1,4 +1,4 @@
-"""A small checkpoint to be damaged, and what loading it then gives."""
+"""A small checkpoint to be damaged, what loading it then gives, and parts of unusual states."""
 
 from __future__ import annotations
 
@@ -74,3 +74,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any] | str) -> None:
     text = manifest if isinstance(manifest, str) else json.dumps(manifest)[:-1]
     sealed = f'{text}, "crc32": {zlib.crc32(text.encode())}}}'
     (folder / "manifest.json").write_text(sealed)
+
+
+def deep(levels: int) -> Any:
+    """Return dicts inside each other."""
+    found: Any = 1
+    for _ in range(levels):
+        found = {"a": found}
+    return found
+
+
+def read_only(x: Any) -> Any:
+    x.flags.writeable = False
+    return x
