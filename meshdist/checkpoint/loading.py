@@ -97,6 +97,7 @@ def load(
     members = Members(mesh or find_mesh(arrays), call)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, manifest)
+    values: dict[str, Any] = {}
 
     def read() -> tuple[dict[str, StateArray], list[str]]:
         where = checked_path(call, path)
@@ -105,6 +106,7 @@ def load(
         _select(tree, only, call)
         _leave_rows_of_others(tree, manifest, len(members.ranks))
         _match(tree, manifest, missing, folder, call)
+        values.update(_values_of(tree, manifest, folder, call))
         entries = entries_of(tree.arrays, members, writable=True)
         told = f"path {where!r}, only={only!r}, missing={missing!r}, verify={verify!r}"
         return entries, [told, *tree.leaves, *facts_of(entries, members)]
@@ -117,7 +119,7 @@ def load(
         members.all_do(reader.verify)
     reader.load()
     for name, leaf in tree.leaves.items():
-        leaf.put(manifest.leaves[name])
+        leaf.owner[leaf.key] = values[name]
     if hasattr(state, "was_loaded"):
         state.was_loaded([*tree.arrays, *tree.leaves], source, members)
     return state
@@ -331,6 +333,24 @@ def _leave_rows_of_others(tree: Tree, manifest: Manifest, num_ranks: int) -> Non
         saved = manifest.arrays.get(name)
         if saved is not None and saved.shape[:1] != (num_ranks,):
             del tree.arrays[name]
+
+
+def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[str, Any]:
+    """Return the values of a state's leaves; raise where a number of NumPy cannot have its own."""
+    values = {}
+    for name, leaf in tree.leaves.items():
+        value = manifest.leaves[name]
+        try:
+            values[name] = leaf.converted(value)
+        except (OverflowError, ValueError) as error:
+            raise CheckpointError(
+                f"{call}: {name} does not fit into the state",
+                where=folder,
+                expected=f"a {type(leaf.value).__name__}, of the state",
+                found=f"{value!r}, in the checkpoint",
+                fix=f"make {name} a plain number of Python",
+            ) from error
+    return values
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:

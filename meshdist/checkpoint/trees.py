@@ -129,13 +129,13 @@ class Leaf:
         """The value as JSON has it."""
         return self.value.item() if isinstance(self.value, np.generic) else self.value
 
-    def put(self, value: Any) -> None:
-        """Put a value of a checkpoint in its place."""
+    def converted(self, value: Any) -> Any:
+        """Return a value of a checkpoint as the state has it."""
         if isinstance(self.value, tuple) and isinstance(value, list):
             value = tuple(value)
         elif isinstance(self.value, np.generic) and isinstance(value, (int, float)):
             value = type(self.value)(value)
-        self.owner[self.key] = value
+        return value
 
 
 @dataclass

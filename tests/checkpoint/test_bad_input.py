@@ -182,7 +182,7 @@ def test_states_that_cannot_be_saved(name: str, tmp_path: Path) -> None:
 
 def rows(mesh: md.DeviceMesh) -> dict[str, Any]:
     x = md.zeros((6, 2), sharding=md.NamedSharding(mesh, md.P("dp")))
-    return {"x": x, "y": torch.ones(3), "w": torch.ones(3), "step": 1}
+    return {"x": x, "y": torch.ones(3), "w": torch.ones(3), "step": 1, "large": 300}
 
 
 LAST: dict[str, tuple[State, str, tuple[str, ...]]] = {
@@ -297,6 +297,12 @@ LOADS: dict[str, tuple[State, dict[str, Any], str, tuple[str, ...]]] = {
         {},
         "DtypeError",
         ("bfloat16, of the state", "float32, in the checkpoint", "load it as float32"),
+    ),
+    "a number that is too large": (
+        lambda _: {"large": np.int8(1)},
+        {},
+        "CheckpointError",
+        ("large does not fit into the state", "a int8, of the state", "found:    300, in the"),
     ),
     "an unknown name": (
         lambda _: {"yy": torch.zeros(3)},
