@@ -315,9 +315,11 @@ class Measurement:
             row |= {"ms": statistics.median(wall), "min ms": min(wall), "max ms": max(wall)}
             cpu = statistics.median(each.cpu for each in taken) * self.num_ranks
             row["CPU ms"] = cpu
-            self.rows.append(
-                {**row, "CPU us an array": cpu * 1e3 / len(parts)} if is_small else row
-            )
+            if is_small:
+                row["CPU us an array"] = cpu * 1e3 / len(parts)
+            if read is not None:
+                row["read"] = read[side]
+            self.rows.append(row)
         for wire in ("shm", "gloo"):
             name = f"{what}, {self.num_ranks} ranks: {wire} / DCP"
             self.targets.append(

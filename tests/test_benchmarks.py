@@ -379,6 +379,7 @@ def test_the_benchmark_of_checkpoints_runs(tmp_path: Path) -> None:
             assert names - others == {"DCP", "shm", "gloo"}
             assert alone <= names or ranks == 2 or what.startswith("save_async")
     assert all(0 < row["min ms"] <= row["ms"] for row in told["rows"])
+    assert {row["what"] for row in told["rows"] if "read" in row} == {"cold load replicated"}
     targets = [row["what"] for row in told["targets"]]
     assert len(targets) == len(set(targets)) == 2 * 2 * 10
     assert "2 MiB in large arrays" in told["notes"]
