@@ -82,14 +82,12 @@ class Manifest:
     Args:
         arrays: by name.
         leaves: all that is no array, by name, as JSON.
-        tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
         file_bytes: the size of each file.
         ending: the end of the text that it was read from, with the checksum; "" of files alone.
     """
 
     arrays: dict[str, SavedArray]
     leaves: dict[str, Any]
-    tree: dict[str, Any]
     file_bytes: dict[str, int]
     ending: str = ""
 
@@ -128,10 +126,10 @@ class Manifest:
                     box = tuple((at, at + size) for at, size in zip(starts, shape, strict=True))
                     (crc32,) = sizes_in([piece["crc32"]])
                     arrays[name].pieces.append(Piece(file, box, crc32))
-            leaves, tree = dict(found["leaves"]), dict(found["tree"])
-            if not is_plain([leaves, tree], MOST_LEVELS + 2):
+            leaves = dict(found["leaves"])
+            if not is_plain(leaves, MOST_LEVELS + 1):
                 raise ValueError("leaves are nested too deep")
-            manifest = cls(arrays, leaves, tree, file_bytes, _SUM + told)
+            manifest = cls(arrays, leaves, file_bytes, _SUM + told)
             manifest.check()
         except CheckpointError:
             raise
@@ -171,6 +169,7 @@ def manifest_text(
     """Return the text of a manifest, which ``Manifest.from_json`` reads.
 
     Args:
+        tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
         arrays: dtype and shape by name.
         files: by name, as they stand in the text.
     """
@@ -216,9 +215,8 @@ def headers_as_manifest(
             if array.dtype != known.dtype or len(array.shape) != len(box):
                 raise damaged(where, f"{name} has other dtypes or dims in two files")
             array.pieces.append(Piece(file, box))
-            ends = [stop for _, stop in box]
-            array.shape = tuple(map(max, array.shape, ends)) if ends else ()
-    manifest = Manifest(arrays, {}, dict.fromkeys(arrays, 1), dict(file_bytes))
+            array.shape = tuple(map(max, array.shape, [stop for _, stop in box]))
+    manifest = Manifest(arrays, {}, dict(file_bytes))
     try:
         manifest.check()
     except ValueError as error:

@@ -125,13 +125,7 @@ class Members:
 
     def first_does(self, step: Callable[[], Any]) -> Any:
         """Return on all members what ``step`` returns on the first; raise what it raises there."""
-        told: tuple[Any, Any] | None = None
-        if self.is_first:
-            try:
-                told = step(), None
-            except Exception as error:
-                told = None, told_error(error, self.call)
-        result, failure = self.share(told)
+        result, failure = self.share(tried(step, self.call) if self.is_first else None)
         if failure is not None:
             raise told_again([(self.ranks[0], failure)], self.ranks)
         return result
@@ -234,16 +228,21 @@ def as_ours(error: Exception, call: str) -> Exception:
     return found
 
 
+def tried(step: Callable[[], Any], call: str) -> tuple[Any, dict[str, Any] | None]:
+    """Return what ``step`` returns, and None; or None, and its error as ``told_error`` tells it."""
+    try:
+        return step(), None
+    except Exception as error:
+        return None, told_error(error, call)
+
+
 def told_error(error: Exception, call: str) -> dict[str, Any]:
     """Return an error as JSON, which ``told_again`` reads."""
     ours = as_ours(error, call)
     if not isinstance(ours, MeshdistError):
-        summary = f"{call}: {type(error).__name__}: {first_line(error)}"
-        return {"kind": "CheckpointError", "fields": {"summary": summary}}
-    return {
-        "kind": type(ours).__name__,
-        "fields": {"summary": ours.summary, **fields_among(vars(ours))},
-    }
+        ours = CheckpointError(f"{call}: {type(error).__name__}: {first_line(error)}")
+    fields = {"summary": ours.summary, **fields_among(vars(ours))}
+    return {"kind": type(ours).__name__, "fields": fields}
 
 
 def told_again(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, index_of, shape_of
 from ..mesh.spec import NamedSharding
@@ -114,15 +113,14 @@ class Checkpoint:
         Args:
             sharding: how it shall lie; a ``PartitionSpec`` alone takes the mesh in force.
         """
-        saved = self._array(name)
-        if sharding is None:
-            with errors_as_ours("checkpoint.read"):
-                return self._arrays.read(name, whole_box(saved.shape))
-        where = checked_sharding(sharding, "checkpoint.read")
-        mesh: DeviceMesh = where.mesh
-        with errors_as_ours("checkpoint.read"):
-            part = self._arrays.read(name, where.box(mesh.get_rank(), saved.shape))
-        return ShardedArray(part.to(mesh.device_type), where, saved.shape)
+        shape, call = self._array(name).shape, "checkpoint.read"
+        where = None if sharding is None else checked_sharding(sharding, call)
+        box = whole_box(shape) if where is None else where.box(where.mesh.get_rank(), shape)
+        with errors_as_ours(call):
+            part = self._arrays.read(name, box)
+        if where is None:
+            return part
+        return ShardedArray(part.to(where.mesh.device_type), where, shape)
 
     def __repr__(self) -> str:
         total = sum(self._manifest.file_bytes.values())

@@ -12,7 +12,7 @@ from ..errors import CheckpointError
 from ..mesh.placement import Box, index_of
 from . import files
 from .manifest import SUFFIX, manifest_text
-from .members import Members, MembersInStore, told_again, told_error
+from .members import Members, MembersInStore, told_again, told_error, tried
 from .pieces import within
 from .trees import StateArray, Tree
 
@@ -61,13 +61,8 @@ class SaveJob:
 
     def finish(self, messages: Members | MembersInStore) -> None:
         """Write, and commit on the first rank; raise on all ranks what fails on any."""
-        told: tuple[Any, Any]
         try:
-            told = self._write(), None
-        except Exception as error:
-            told = None, told_error(error, self.members.call)
-        try:
-            of_all = messages.gather(told)
+            of_all = messages.gather(tried(self._write, self.members.call))
             failures = None if of_all is None else self._commit(of_all)
         except BaseException as error:
             self.drop()
@@ -121,25 +116,25 @@ class SaveJob:
 
     def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
         """Commit the folder, or drop it; return the failures by rank."""
-        assert self.folder is not None
-        members = self.members
-        by_rank = dict(zip(members.ranks, of_all, strict=True))
-        failures = [(rank, failure) for rank, (_, failure) in by_rank.items() if failure]
+        folder, ranks = self.folder, self.members.ranks
+        assert folder is not None
+        failures = [(rank, each) for rank, (_, each) in zip(ranks, of_all, strict=True) if each]
         if not failures:
-            try:
-                self.folder.commit(
-                    manifest_text(
-                        {name: leaf.json for name, leaf in self.tree.leaves.items()},
-                        self.tree.shape,
-                        {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()},
-                        {_file_of(rank): file for rank, (file, _) in by_rank.items() if file},
-                    )
-                )
-            except Exception as error:
-                failures = [(members.rank, told_error(error, members.call))]
+            written = [file for file, _ in of_all]
+            _, failure = tried(lambda: folder.commit(self._manifest(written)), self.members.call)
+            failures = [(self.members.rank, failure)] if failure else []
         if failures:
-            self.folder.drop()
+            folder.drop()
         return failures
+
+    def _manifest(self, written: list[dict[str, Any] | None]) -> str:
+        pairs = zip(self.members.ranks, written, strict=True)
+        return manifest_text(
+            {name: leaf.json for name, leaf in self.tree.leaves.items()},
+            self.tree.shape,
+            {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()},
+            {_file_of(rank): file for rank, file in pairs if file},
+        )
 
 
 def _file_of(rank: int) -> str:

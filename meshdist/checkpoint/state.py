@@ -121,19 +121,18 @@ class State:
 
     def was_loaded(self, names: Sequence[str], source: OpenArrays, members: Members) -> None:
         """Give objects and generators what has been loaded, under these names."""
+        _, loaded = self._written_back[-1]
         for name, leaf in self._leaves.items():
             if _has_state(leaf) and any(each.startswith(f"{name}.") for each in names):
-                leaf.load_state_dict(self._written_back[-1][1][name])
+                leaf.load_state_dict(loaded[name])
         for owner, tree in self._written_back:
             for key in tree:
                 if key in owner and not (is_array(tree[key]) or _has_state(owner[key])):
                     owner[key] = tree[key]
-        if self._rng and any(name.startswith("rng.") for name in names):
-            tree = self._written_back[-1][1]["rng"]
-            if "rng.torch" in names:
-                _restore_generators(tree)
-            else:
-                _seed_anew(tree["differ_over"], source, members)
+        if self._rng and "rng.torch" in names:
+            _restore_generators(loaded["rng"])
+        elif self._rng and any(name.startswith("rng.") for name in names):
+            _seed_anew(loaded["rng"]["differ_over"], source, members)
 
     def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
         names: dict[int, str] = {}
@@ -226,12 +225,12 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 def _generators() -> dict[str, Any]:
     """Return the states of this rank's generators as bytes, and how they were seeded."""
     _, words, pair = random.getstate()
-    drawn = np.random.get_state(legacy=False)
-    if not isinstance(drawn, dict) or drawn["bit_generator"] != "MT19937":
+    drawn: Any = np.random.get_state(legacy=False)
+    if drawn["bit_generator"] != "MT19937":
         raise KindError(
             "State cannot save NumPy's global generator",
             expected="its own MT19937",
-            found=str(drawn["bit_generator"] if isinstance(drawn, dict) else drawn[0]),
+            found=str(drawn["bit_generator"]),
             fix="rng=False, and save its state as a leaf",
         )
     place = drawn["state"]

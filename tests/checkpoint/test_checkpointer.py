@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 from pathlib import Path
 from typing import Any
@@ -113,3 +115,15 @@ def test_wrong_numbers(arguments: tuple[Any, ...], text: str, tmp_path: Path) ->
         md.checkpoint.Checkpointer(tmp_path, *arguments)
     with pytest.raises(md.ArgumentError, match="step"):
         md.checkpoint.Checkpointer(tmp_path).save({}, -1)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for steps in ([1, 2], [3]):
+        checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=2)
+        for step in steps:
+            checkpoints.save({"x": torch.ones(2)}, step)
+    assert checkpoints.steps() == [2, 3]
