@@ -9,6 +9,7 @@ from typing import Any
 
 from ..arguments import get_whole_number
 from ..errors import CheckpointError
+from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
@@ -25,7 +26,7 @@ class Checkpointer:
     Args:
         root: the folder of the run. One run saves there at a time.
         keep: how many steps stay; None keeps all.
-        mesh: as for ``save``.
+        mesh: of the ranks that take part; None takes the mesh in force at each call, or the world.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -64,7 +65,7 @@ class Checkpointer:
         """
         step = get_whole_number(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
-        members = Members(self._mesh, "Checkpointer.save")
+        members = Members(self._mesh or find_current_mesh(), "Checkpointer.save")
         members.first_does(self._begin)
         if not wait:
             return save_async(state, path, mesh=self._mesh)
@@ -84,7 +85,8 @@ class Checkpointer:
 
         Collective; arguments as for ``md.checkpoint.load``.
         """
-        step = Members(self._mesh, "Checkpointer.load").first_does(self.latest)
+        members = Members(self._mesh or find_current_mesh(), "Checkpointer.load")
+        step = members.first_does(self.latest)
         if step is None:
             return None
         path = os.path.join(self._root, f"step-{step}")

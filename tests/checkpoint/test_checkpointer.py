@@ -127,3 +127,16 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for step in steps:
             checkpoints.save({"x": torch.ones(2)}, step)
     assert checkpoints.steps() == [2, 3]
+
+
+def test_a_part_of_the_world_saves_under_its_mesh(tmp_path: Path) -> None:
+    def on_part() -> int | None:
+        part = md.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        if md.get_rank() == 2:
+            return None
+        with part:
+            checkpoints = md.checkpoint.Checkpointer(tmp_path)
+            checkpoints.save({"x": torch.ones(2)}, 4)
+            return checkpoints.load({"x": torch.zeros(2)})
+
+    assert md.simulate(on_part, 3) == [4, 4, None]
