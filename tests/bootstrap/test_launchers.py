@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import meshdist as md
+from meshdist.bootstrap import world
 from meshdist.bootstrap.engines import find_engine
 from meshdist.bootstrap.environments import Surroundings, find_place, read_surroundings
 
@@ -38,6 +39,12 @@ BATCH = {
     "SLURM_TASK_PID": "16360",
     "SLURM_GTIDS": "0",
 }
+
+
+@pytest.fixture(autouse=True)
+def _before_its_first_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process look as before its first world, which another test may have made here."""
+    monkeypatch.setattr(world, "_forks_at_world", None)
 
 
 def place_of(found: Surroundings) -> tuple[str, int, int, int | None]:
