@@ -51,11 +51,14 @@ class Checkpointer:
         self._keep = None if keep is None else get_whole_number(keep, "Checkpointer: keep", 1)
         self._mesh = mesh
         self._has_lock = False
+        self._last: int | None = None
+        self._pending: PendingSave | None = None
 
     def save(self, state: Any, step: int, wait: bool = True) -> PendingSave | None:
         """Save a state as ``step-<step>``, and remove what is older than the newest ``keep``.
 
-        Collective, as ``md.checkpoint.save``.
+        Collective, as ``md.checkpoint.save``. A step that this object has saved or loaded last is
+        there already, and is not written again.
 
         Args:
             wait: False returns a pending save, as ``md.checkpoint.save_async``.
@@ -65,17 +68,27 @@ class Checkpointer:
         """
         step = get_whole_number(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
+        if step == self._last:
+            self._last = None
+            if self._pending is not None:
+                self._pending.wait()
+            self._last = step
+            return None if wait else PendingSave(path, is_there=True)
         members = Members(self._mesh or find_current_mesh(), "Checkpointer.save")
         members.first_does(self._begin)
         if not wait:
-            return save_async(state, path, mesh=self._mesh)
+            self._pending = save_async(state, path, mesh=self._mesh)
+            self._last = step
+            return self._pending
         save(state, path, mesh=self._mesh)
+        self._last, self._pending = step, None
         members.first_does(self._remove_old)
         return None
 
     def load(
         self,
         state: Any,
+        step: int | None = None,
         *,
         only: str | Sequence[str] | None = None,
         missing: str = "error",
@@ -83,15 +96,20 @@ class Checkpointer:
     ) -> int | None:
         """Load the newest whole step into a state; return its number, None where there is none.
 
-        Collective; arguments as for ``md.checkpoint.load``.
+        Collective; other arguments as for ``md.checkpoint.load``.
+
+        Args:
+            step: which step; None: the newest.
         """
-        members = Members(self._mesh or find_current_mesh(), "Checkpointer.load")
-        step = members.first_does(self.latest)
+        if step is None:
+            members = Members(self._mesh or find_current_mesh(), "Checkpointer.load")
+            step = members.first_does(self.latest)
         if step is None:
             return None
         path = os.path.join(self._root, f"step-{step}")
         load(state, path, mesh=self._mesh, only=only, missing=missing, verify=verify)
-        return int(step)
+        self._last, self._pending = step, None
+        return step
 
     def latest(self) -> int | None:
         """The number of the newest whole step here, None where there is none; nothing is sent."""
@@ -118,5 +136,5 @@ class Checkpointer:
 
     def _remove_old(self) -> None:
         if self._keep is not None:
-            for step in self.steps()[: -self._keep]:
+            for step in {*self.steps()[: -self._keep]} - {self._last}:
                 files.remove_checkpoint(os.path.join(self._root, f"step-{step}"))

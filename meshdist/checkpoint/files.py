@@ -243,6 +243,10 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
             where=path,
             expected=f"a folder with {NAME}, or with files of safetensors; or such a file",
             found=_kind_of(path),
+            fix=None
+            if not (steps := sorted(find_steps(path)))
+            else "it is the root of a "
+            f"Checkpointer: load {os.path.join(path, f'step-{steps[-1]}')!r}",
         )
     return path, sizes, None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from .members import Members
 from .opened import OpenArrays, read_manifest
 from .pieces import SMALL, own_parts, whole_box
 from .saving import agreed_entries, checked_path, read_state
-from .trees import EachRanks, StateArray, Tree, entries_of, facts_of, find_mesh
+from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of, find_mesh
 
 __all__ = ["load"]
 
@@ -93,10 +93,12 @@ def load(
         [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
     """
     call = "checkpoint.load"
-    arrays = read_state(call, state)[0].arrays.values() if isinstance(state, Mapping) else ()
+    arrays: Collection[Any] = ()
+    if isinstance(state, Mapping):
+        arrays = read_state(call, state, mesh)[0].arrays.values()
     members = Members(mesh or find_mesh(arrays), call)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
-    tree, error = read_state(call, state, manifest)
+    tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}
 
     def read() -> tuple[dict[str, StateArray], list[str]]:
@@ -104,7 +106,7 @@ def load(
         if error is not None:
             raise error
         _select(tree, only, call)
-        _leave_rows_of_others(tree, manifest, len(members.ranks))
+        _leave_rows_of_others(tree, manifest, members)
         _match(tree, manifest, missing, folder, call)
         values.update(_values_of(tree, manifest, folder, call))
         entries = entries_of(tree.arrays, members, writable=True)
@@ -327,11 +329,14 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
     tree.leaves = {name: leaf for name, leaf in tree.leaves.items() if name in meant}
 
 
-def _leave_rows_of_others(tree: Tree, manifest: Manifest, num_ranks: int) -> None:
-    """Leave out arrays that each rank has for itself, where another number of ranks saved them."""
+def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
+    """Leave out arrays that each rank has for itself, where another mesh has saved them."""
+    here = None if members.mesh is None else axes_told(members.mesh)
+    there = manifest.leaves.get("rng.mesh")
+    is_other = None not in (here, there) and here != there
     for name in [name for name, x in tree.arrays.items() if isinstance(x, EachRanks)]:
         saved = manifest.arrays.get(name)
-        if saved is not None and saved.shape[:1] != (num_ranks,):
+        if saved is not None and (is_other or saved.shape[:1] != (len(members.ranks),)):
             del tree.arrays[name]
 
 
@@ -358,6 +363,7 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
     if missing not in ("error", "keep"):
         raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
     names = manifest.names
+    has_none = not {*tree.arrays, *tree.leaves} & {*names}
     pairs = (tree.arrays, manifest.arrays, "a leaf"), (tree.leaves, manifest.leaves, "an array")
     for mine, saved, other in pairs:
         lacking = [name for name in mine if name not in saved]
@@ -368,8 +374,10 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
                 where=folder,
                 fix=f"load it as {other}, or leave it out",
             )
-        if lacking and missing == "error":
+        if lacking and (missing == "error" or has_none):
             near = difflib.get_close_matches(lacking[0], names, 1)
+            prefix = lacking[0].partition(".")[0]
+            bare = [name.removeprefix(f"{prefix}.") for name in lacking]
             raise CheckpointError(
                 f"{call}: the checkpoint lacks {len(lacking)} names of the state",
                 where=folder,
@@ -377,7 +385,9 @@ def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str)
                 found=f"{near[0]!r} is nearest to {lacking[0]!r}"
                 if near
                 else first_texts(names, ", ") or "no names",
-                fix='missing="keep" leaves them as they are, only= names those that are meant',
+                fix=f"names there lack {prefix!r}: load dict(model.state_dict(keep_vars=True))"
+                if {*bare} <= {*saved}
+                else 'missing="keep" leaves them as they are, only= names those that are meant',
             )
         for name in lacking:
             del mine[name]

@@ -146,12 +146,15 @@ class Members:
         all_gather_object(of_all, (mine[:_LONGEST], first[:_LONGEST]), self.group)
         firsts = next(first for _, first in of_all if first)
         shown = [mine if first else firsts for mine, first in of_all]
+        is_array = ": " in firsts.partition(" = ")[0]
         raise AgreementError(
             f"{self.call}: ranks have other names, arrays or values",
             expected="the same on every rank",
             found=grouped_text(zip(self.ranks, shown, strict=True), separator="; "),
             fix="a part of a whole carries a spec: md.checkpoint.State(model=model), or "
-            "md.annotate(x, spec)",
+            "md.annotate(x, spec)"
+            if is_array
+            else "give all ranks the same, as by md.distributed.broadcast_object_list",
         )
 
 

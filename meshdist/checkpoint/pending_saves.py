@@ -22,10 +22,12 @@ from .save_jobs import SaveJob
 class PendingSave:
     """A save that may still be under way: what ``save_async`` returns."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, is_there: bool = False) -> None:
         self.path = path
         """The folder that will be there."""
         self._has_ended = threading.Event()
+        if is_there:
+            self._has_ended.set()
         self._error: BaseException | None = None
         self.was_raised = False
         """Whether ``wait`` has raised its failure."""

@@ -17,6 +17,7 @@ import torch
 
 from ..collectives.torch_private import hidden_from_modes
 from ..errors import KindError
+from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from .manifest import Manifest
 from .members import Members
@@ -116,7 +117,7 @@ def save_async(
 
 def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJob:
     """Return a save whose folder is there; collective, and raises the same on all ranks."""
-    tree, error = read_state(call, state)
+    tree, error = read_state(call, state, mesh)
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
     def read() -> tuple[dict[str, StateArray], list[str]]:
@@ -124,7 +125,11 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
         if error is not None:
             raise error
         entries = entries_of(tree.arrays, members)
-        leaves = [f"{name} = {json.dumps(leaf.json)}" for name, leaf in tree.leaves.items()]
+        leaves = [
+            f"{name} = {json.dumps(leaf.json)}"
+            for name, leaf in tree.leaves.items()
+            if not leaf.is_first_ranks
+        ]
         facts = facts_of(entries, members, has_values=True)
         return entries, [f"path {final!r}", *leaves, *facts]
 
@@ -140,7 +145,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 
 def read_state(
-    call: str, state: Any, saved: Manifest | None = None
+    call: str, state: Any, mesh: DeviceMesh | None, saved: Manifest | None = None
 ) -> tuple[Tree, Exception | None]:
     """Return a state taken apart, or an empty tree and the error, which all ranks will raise.
 
@@ -148,7 +153,9 @@ def read_state(
         saved: the contents of the checkpoint that the state is loaded from; None to save it.
     """
     try:
-        return Tree.of(state.to_tree(saved) if hasattr(state, "to_tree") else state, call), None
+        if hasattr(state, "to_tree"):
+            state = state.to_tree(mesh or find_current_mesh(), saved)
+        return Tree.of(state, call), None
     except Exception as error:
         return Tree({}, {}, {}), error
 

@@ -13,14 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from ..checking.program import warn_caller
 from ..errors import KindError
+from ..mesh.device_mesh import DeviceMesh
 from ..typed_contexts.carried_specs import find_spec, mark_spec
-from ..typed_contexts.random_draws import find_seeded_axes, seed
+from ..typed_contexts.module_marks import restore_marks
+from ..typed_contexts.random_draws import find_seeded_axes, note_seeding, seed
 from .manifest import Manifest
-from .members import RANKS, Members
+from .members import Members
 from .opened import OpenArrays
 from .pieces import whole_box
-from .trees import EachRanks, FirstRanks, is_array
+from .trees import EachRanks, FirstRanks, axes_told, is_array
 
 __all__ = ["State"]
 
@@ -39,13 +42,13 @@ class State:
     saved generators made them differ.
 
     Args:
-        model: a module, in ``DDP``, ``torch.compile`` or bare.
+        model: a module, in ``DDP``, ``torch.compile`` or bare; several as a dict, by name.
         optimizer: one of torch's, or a list of them; their parameters are the model's.
         sampler: has ``state_dict`` and ``load_state_dict``, as ``DistributedSampler``: the same
             samples follow on any number of ranks.
         rng: whether the generators of torch, NumPy and ``random`` belong to it.
-        **leaves: all else: JSON values, arrays, dicts of these, and objects that have
-            ``state_dict`` and ``load_state_dict``, such as schedulers. They are attributes:
+        **leaves: all else: JSON values, arrays, dicts of these, further modules, and objects that
+            have ``state_dict`` and ``load_state_dict``, such as schedulers. They are attributes:
             ``state.step = 5``.
 
     Example:
@@ -64,22 +67,33 @@ class State:
     def __init__(
         self,
         *,
-        model: nn.Module | None = None,
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
         optimizer: Any = None,
         sampler: Any = None,
         rng: bool = True,
         **leaves: Any,
     ) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise KindError("State takes a module as model", found=f"a {type(model).__name__}")
+        models = dict(model) if isinstance(model, Mapping) else {"": model}
+        for each in models.values():
+            if not isinstance(each, nn.Module) and model is not None:
+                raise KindError(
+                    "State takes a module as model, or a dict of modules",
+                    found=f"a {type(each).__name__}",
+                    fix="give the module itself, not its state_dict()",
+                )
         optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         self.__dict__.update(
-            _model=model,
+            _models={} if model is None else models,
             _optimizers=[each for each in optimizers if each is not None],
             _rng=rng,
             _leaves={**leaves, **({} if sampler is None else {"sampler": sampler})},
             _written_back=[],
         )
+        if any(isinstance(leaf, torch.optim.Optimizer) for leaf in leaves.values()):
+            raise KindError(
+                "State takes optimizers with the models whose parameters they have",
+                fix='State(model={"a": a, "b": b}, optimizer=[of_a, of_b])',
+            )
         if self._optimizers and model is None:
             raise KindError(
                 "State takes an optimizer with the model whose parameters it has",
@@ -104,18 +118,25 @@ class State:
             raise AttributeError(f"{name!r} is given to State(...), and stays")
         self._leaves[name] = value
 
-    def to_tree(self, saved: Manifest | None) -> dict[str, Any]:
+    def to_tree(self, mesh: DeviceMesh | None, saved: Manifest | None) -> dict[str, Any]:
         """Return the state as nested dicts, to be saved; or to be filled from what was saved."""
         tree: dict[str, Any] = {}
         self._written_back.clear()
-        if self._model is not None:
-            tree["model"] = _model_tree(self._model)
+        if self._models:
+            tree["model"] = {
+                _joined(own, name): x
+                for own, model in self._models.items()
+                for name, x in _model_tree(model).items()
+            }
         if self._optimizers:
             tree["optimizer"] = self._optimizer_tree(saved)
         if self._rng:
-            tree["rng"] = _generators()
+            tree["rng"] = _generators(mesh)
         for name, leaf in self._leaves.items():
-            tree[name] = dict(leaf.state_dict()) if _has_state(leaf) else leaf
+            if isinstance(leaf, nn.Module):
+                tree[name] = _model_tree(leaf)
+            else:
+                tree[name] = dict(leaf.state_dict()) if _has_state(leaf) else leaf
         self._written_back.append((self._leaves, tree))
         return tree
 
@@ -123,6 +144,8 @@ class State:
         """Give objects and generators what has been loaded, under these names."""
         _, loaded = self._written_back[-1]
         for name, leaf in self._leaves.items():
+            if isinstance(leaf, nn.Module):
+                continue
             if _has_state(leaf) and any(each.startswith(f"{name}.") for each in names):
                 leaf.load_state_dict(loaded[name])
         for owner, tree in self._written_back:
@@ -130,20 +153,22 @@ class State:
                 if key in owner and not (is_array(tree[key]) or _has_state(owner[key])):
                     owner[key] = tree[key]
         if self._rng and "rng.torch" in names:
-            _restore_generators(loaded["rng"])
-        elif self._rng and any(name.startswith("rng.") for name in names):
-            _seed_anew(loaded["rng"]["differ_over"], source, members)
+            _restore_generators(loaded["rng"], members.mesh)
+        elif self._rng and "rng.differ_over" in names:
+            _seed_anew(source, members)
 
     def _optimizer_tree(self, saved: Manifest | None) -> dict[str, Any]:
         names: dict[int, str] = {}
-        for name, parameter in _unwrapped(self._model).named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), name)
+        models = nn.ModuleDict({own or "_": _unwrapped(x) for own, x in self._models.items()})
+        for own, model in self._models.items():
+            for name, parameter in _unwrapped(model).named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), _joined(own, name))
         with_states = set() if saved is None else _prefixes(saved)
         states: dict[str, Any] = {}
         groups: dict[str, Any] = {}
         for optimizer in self._optimizers:
             if saved is not None and not optimizer.state:
-                _make_states(self._model, optimizer)
+                _make_states(models, optimizer)
             for group in optimizer.param_groups:
                 told = {key: value for key, value in group.items() if key != "params"}
                 self._written_back.append((group, told))
@@ -154,8 +179,7 @@ class State:
                         raise KindError(
                             "State: a parameter of the optimizer is not the model's",
                             found=f"shape {tuple(parameter.shape)}",
-                            fix="give the model that the optimizer trains; for several models, a "
-                            "module that holds them",
+                            fix="give the model that the optimizer trains; several as a dict",
                         )
                     state = optimizer.state.get(parameter, {})
                     if saved is not None and f"optimizer.state.{own}" not in with_states:
@@ -164,6 +188,10 @@ class State:
                     states[own] = {k: _as_parameter(x, parameter) for k, x in state.items()}
                     self._written_back.append((state, states[own]))
         return {"state": states, "param_groups": groups}
+
+
+def _joined(own: str, name: str) -> str:
+    return f"{own}.{name}" if own else name
 
 
 def _has_state(leaf: Any) -> bool:
@@ -193,7 +221,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict, of the tensors themselves, with their marks."""
-    bare = _unwrapped(model)
+    bare = restore_marks(_unwrapped(model))  # which a copy has lost until its first forward
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
     for name in buffers & tree.keys():
@@ -222,7 +250,7 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
     return mark_spec(x.detach(), spec)
 
 
-def _generators() -> dict[str, Any]:
+def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the states of this rank's generators as bytes, and how they were seeded."""
     _, words, pair = random.getstate()
     drawn: Any = np.random.get_state(legacy=False)
@@ -243,14 +271,15 @@ def _generators() -> dict[str, Any]:
         "torch": EachRanks(torch.get_rng_state()),
         "python": EachRanks(torch.tensor(list(python), dtype=torch.uint8)),
         "numpy": EachRanks(torch.tensor(list(numpy), dtype=torch.uint8)),
-        "differ_over": None if axes is None else list(axes),
+        "differ_over": FirstRanks(None if axes is None else list(axes)),
+        "mesh": FirstRanks(None if mesh is None else axes_told(mesh)),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tree["cuda"] = EachRanks(torch.cuda.get_rng_state())
     return tree
 
 
-def _restore_generators(tree: Mapping[str, Any]) -> None:
+def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
     """Set this rank's generators to what was saved."""
     torch.set_rng_state(tree["torch"].array)
     *words, has_pair, pair = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
@@ -259,22 +288,34 @@ def _restore_generators(tree: Mapping[str, Any]) -> None:
     np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), pos, int(has_gauss), gauss))
     if "cuda" in tree:
         torch.cuda.set_rng_state(tree["cuda"].array)
+    if mesh is not None and isinstance(tree["differ_over"], list):
+        note_seeding(tuple(tree["differ_over"]), mesh.layout)
 
 
-def _seed_anew(differ_over: Sequence[str] | None, source: OpenArrays, members: Members) -> None:
+def _seed_anew(source: OpenArrays, members: Members) -> None:
     """Seed the generators from the first saved rank's: alike, or along the axes that differed."""
-    saved = source.manifest.arrays.get("rng.torch")
-    if saved is None:
-        return
+    saved, leaves = source.manifest.arrays["rng.torch"], source.manifest.leaves
     first = source.read("rng.torch", whole_box((1, *saved.shape[1:]))).numpy().tobytes()
     number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")
-    mesh = members.any_mesh()
-    names = () if mesh is None else mesh.axis_names
-    if differ_over == [RANKS] and RANKS not in names:
-        differ_over = None  # a program without a mesh seeded them: all ranks differ
-    if differ_over is None and len({piece.crc32 for piece in saved.pieces}) > 1:
-        if not names:
-            seed(number + members.place)
-            return
-        differ_over = names
-    seed(number, differ_over=tuple(axis for axis in differ_over or () if axis in names), mesh=mesh)
+    rows = np.array([piece.crc32 for piece in sorted(saved.pieces, key=lambda each: each.box)])
+    there, differ_over = leaves.get("rng.mesh"), leaves.get("rng.differ_over")
+    mesh = members.mesh
+    if mesh is None or there is None:
+        differs = bool((rows != rows[0]).any())
+        seed(number + members.place if differs else number)
+        return
+    if differ_over is None:  # the program has seeded by itself: rows tell along which axes
+        grid = rows.reshape([size for _, size in there])
+        cells = enumerate(np.moveaxis(grid, axis, 0) for axis in range(grid.ndim))
+        differ_over = [there[axis][0] for axis, lines in cells if (lines != lines[0]).any()]
+    lacking = [axis for axis in differ_over if axis not in mesh.axis_names]
+    if lacking:
+        warn_caller(
+            f"the random generators differed over {', '.join(lacking)}, which this mesh lacks: "
+            "they are alike there now; call md.seed(..., differ_over=...) if they shall differ"
+        )
+    seed(
+        number,
+        differ_over=tuple(axis for axis in mesh.axis_names if axis in differ_over),
+        mesh=mesh,
+    )

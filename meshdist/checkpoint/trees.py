@@ -56,7 +56,7 @@ _KEPT_NAME = "__metadata__"
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """An array of a state that may differ between ranks: the first rank's is saved."""
+    """An array or a leaf of a state that may differ between ranks: the first rank's is saved."""
 
     array: Any
 
@@ -123,6 +123,7 @@ class Leaf:
     value: Any
     owner: Any
     key: Any
+    is_first_ranks: bool = False
 
     @property
     def json(self) -> Any:
@@ -184,14 +185,23 @@ class Tree:
                 self.arrays[name] = given
                 shape[str(key)] = 1
             else:
-                self.leaves[name] = Leaf(_checked_leaf(given, here, call), state, key)
+                is_first_ranks = isinstance(given, FirstRanks)
+                value = _checked_leaf(given.array if is_first_ranks else given, here, call)
+                self.leaves[name] = Leaf(value, state, key, is_first_ranks)
                 shape[str(key)] = 0
 
 
 def is_array(given: Any) -> bool:
     """Return whether a leaf of a state is an array."""
-    kinds = (torch.Tensor, np.ndarray, ShardedArray, FirstRanks, EachRanks)
+    if isinstance(given, FirstRanks):
+        return is_array(given.array)
+    kinds = (torch.Tensor, np.ndarray, ShardedArray, EachRanks)
     return isinstance(given, kinds) or is_of("cupy", given, "ndarray")
+
+
+def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
+    """Return the names and sizes of a mesh's axes as JSON."""
+    return [[name, size] for name, size in mesh.axis_sizes.items()]
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:

@@ -122,6 +122,12 @@ def find_seeded_axes() -> tuple[str, ...] | None:
     return tuple(seeding.axes)
 
 
+def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
+    """Note along which axes torch's generator differs, whose state a checkpoint has restored."""
+    number = torch.initial_seed() % _WORD
+    seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
+
+
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
     """Return the mesh that has the axes, None without axes, and the axes in the mesh's order."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over

@@ -41,7 +41,7 @@ def errors(program: Callable[[md.DeviceMesh], None], size: int) -> tuple[str, st
 class Raises:
     """A state, or an object in it, that raises."""
 
-    def to_tree(self, saved: Any) -> Any:
+    def to_tree(self, *_: object) -> Any:
         raise ValueError("no state today")
 
 

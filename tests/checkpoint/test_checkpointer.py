@@ -80,12 +80,40 @@ def test_foreign_names_and_folders_without_a_manifest_are_left_alone(tmp_path: P
 
 
 def test_a_step_that_is_there_is_refused(tmp_path: Path) -> None:
-    checkpoints = md.checkpoint.Checkpointer(tmp_path)
-    checkpoints.save({"x": torch.ones(1)}, 1)
+    md.checkpoint.save({"x": torch.ones(1)}, tmp_path / "step-1")
     with pytest.raises(CheckpointError) as caught:
-        checkpoints.save({"x": torch.zeros(1)}, 1)
+        md.checkpoint.Checkpointer(tmp_path).save({"x": torch.zeros(1)}, 1)
     assert caught.value.summary == "save writes no checkpoint over another file or folder"
     assert md.checkpoint.open(tmp_path / "step-1").read("x").tolist() == [1]
+
+
+def test_the_step_that_was_saved_or_loaded_last_is_there(tmp_path: Path) -> None:
+    checkpoints = md.checkpoint.Checkpointer(tmp_path)
+    checkpoints.save({"x": torch.ones(1)}, 5)
+    checkpoints.save({"x": torch.zeros(1)}, 5)
+    assert md.checkpoint.open(tmp_path / "step-5").read("x").tolist() == [1]
+    del checkpoints
+    gc.collect()
+    again = md.checkpoint.Checkpointer(tmp_path)
+    assert again.load({"x": torch.zeros(1)}) == 5
+    again.save({"x": torch.zeros(1)}, 5)
+    pending = again.save({"x": torch.zeros(1)}, 6, wait=False)
+    repeated = again.save({"x": torch.zeros(1)}, 6, wait=False)
+    assert pending is not None and repeated is not None and repeated.done
+    repeated.wait()
+    assert again.steps() == [5, 6]
+
+
+def test_an_older_step_is_loaded_and_what_is_saved_then_stays(tmp_path: Path) -> None:
+    checkpoints = md.checkpoint.Checkpointer(tmp_path, keep=2)
+    for step in (10, 20):
+        checkpoints.save({"x": torch.full((1,), float(step))}, step)
+    state = {"x": torch.zeros(1)}
+    assert checkpoints.load(state, 10) == 10 and state["x"] == 10
+    checkpoints.save(state, 5)
+    assert checkpoints.steps() == [5, 10, 20]
+    with pytest.raises(CheckpointError, match="no checkpoint is here"):
+        checkpoints.load(state, 7)
 
 
 def test_two_that_save_under_a_root(tmp_path: Path) -> None:

@@ -199,6 +199,29 @@ def test_wrong_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
     assert str(next(iter(argument.values()))) in caught.value.summary
 
 
+def test_names_that_lack_a_prefix(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    md.checkpoint.save(dict(model.named_parameters()), tmp_path / "one")
+    for missing in ("error", "keep"):
+        state = md.checkpoint.State(model=model, rng=False)
+        with pytest.raises(CheckpointError) as caught:
+            md.checkpoint.load(state, tmp_path / "one", missing=missing)
+        assert caught.value.summary == "checkpoint.load: the checkpoint lacks 2 names of the state"
+        assert caught.value.fix == (
+            "names there lack 'model': load dict(model.state_dict(keep_vars=True))"
+        )
+    md.checkpoint.load(dict(model.state_dict(keep_vars=True)), tmp_path / "one")
+
+
+def test_a_root_in_place_of_a_step(tmp_path: Path) -> None:
+    md.checkpoint.Checkpointer(tmp_path).save({"x": torch.ones(1)}, 7)
+    with pytest.raises(CheckpointError) as caught:
+        md.checkpoint.open(tmp_path)
+    assert (
+        caught.value.fix == f"it is the root of a Checkpointer: load {str(tmp_path / 'step-7')!r}"
+    )
+
+
 def test_a_name_that_open_does_not_have(tmp_path: Path) -> None:
     saved(tmp_path / "one")
     found = md.checkpoint.open(tmp_path / "one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from pathlib import Path
@@ -164,10 +165,18 @@ def test_generators_go_on_bit_for_bit_on_as_many_ranks(
             return draws()
 
     def again() -> Any:
-        with md.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)):
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) as mesh:
             draws()
             md.checkpoint.load(md.checkpoint.State(), path)
-            return draws()
+            found = draws()
+            with md.typed(mesh):
+                kinds = "".join(f"{axis} " for axis in seed_axes)
+                assert repr(md.typeof(torch.rand(1))) == (
+                    f"float32[1]{{V:{kinds.strip().replace(' ', ',')}}}"
+                    if seed_axes
+                    else "float32[1]"
+                )
+            return found
 
     found = md.simulate(whole, 4)
     assert len({str(each) for each in found}) == 2 ** len(seed_axes)
@@ -190,6 +199,49 @@ def test_a_model_with_dropout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert md.simulate(program, 4, kwargs={"loads": False}) == md.simulate(
         program, 4, kwargs={"loads": True}
     )
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (4,)])
+@pytest.mark.parametrize("seeded_by", ["md.seed", "torch.manual_seed"])
+def test_as_many_ranks_on_another_mesh_differ_along_the_same_axes(
+    shape: tuple[int, ...], seeded_by: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "one"
+
+    def save() -> None:
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) as mesh:
+            if seeded_by == "md.seed":
+                md.seed(7, differ_over="dp")
+            else:
+                torch.manual_seed(100 + mesh.get_local_rank("dp"))
+            md.checkpoint.save(md.checkpoint.State(), path)
+
+    def load() -> str:
+        with md.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)]):
+            md.seed(7, differ_over="dp")
+            md.checkpoint.load(md.checkpoint.State(), path)
+            found = str(draws())
+            md.checkpoint.save(md.checkpoint.State(), tmp_path / "two")
+            return found
+
+    md.simulate(save, 4)
+    assert len(set(md.simulate(load, 4))) == shape[0]
+
+
+def test_an_axis_that_the_mesh_lacks_is_told(tmp_path: Path) -> None:
+    def save() -> None:
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")):
+            md.seed(7, differ_over="dp")
+            md.checkpoint.save(md.checkpoint.State(), tmp_path / "one")
+
+    def load() -> str:
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp")):
+            md.checkpoint.load(md.checkpoint.State(), tmp_path / "one")
+            return str(draws())
+
+    md.simulate(save, 4)
+    with pytest.warns(UserWarning, match="differed over dp, which this mesh lacks"):
+        assert len(set(md.simulate(load, 4))) == 1
 
 
 @pytest.mark.parametrize("differs", [(), ("dp",)])
@@ -301,6 +353,35 @@ def test_several_optimizers(tmp_path: Path) -> None:
     )
 
 
+def test_several_models(tmp_path: Path) -> None:
+    def program() -> bool:
+        with md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) as mesh:
+            models, optimizers = {}, []
+            for name in ("g", "d"):
+                md.seed(len(models))
+                model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+                md.parallelize(model, mesh["tp"], {"0": "column", "1": "row"})
+                models[name] = md.DDP(model, device_mesh=mesh["dp"])
+                optimizers.append(torch.optim.AdamW(models[name].parameters()))
+                models[name](torch.ones(2, 4)).sum().backward()
+                optimizers[-1].step()
+            ema = copy.deepcopy(models["g"].module)
+            state = md.checkpoint.State(model=models, optimizer=optimizers, ema=ema)
+            md.checkpoint.save(state, tmp_path / "one")
+            wanted = [x.clone() for x in (*models["d"].parameters(), *ema.parameters())]
+            with torch.no_grad():
+                for x in (*models["d"].parameters(), *ema.parameters()):
+                    x.zero_()
+            md.checkpoint.load(state, tmp_path / "one")
+            found = [*models["d"].parameters(), *ema.parameters()]
+            return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+    assert md.simulate(program, 4) == [True] * 4
+    found = md.checkpoint.open(tmp_path / "one")
+    assert found.shape("model.d.0.weight") == found.shape("ema.0.weight") == (6, 4)
+    assert found.shape("optimizer.state.g.1.weight.exp_avg") == (4, 6)
+
+
 def test_buffers_are_the_first_ranks(tmp_path: Path) -> None:
     def program() -> float:
         torch.manual_seed(0)
@@ -353,7 +434,11 @@ def test_a_state_without_generators_is_loaded_without_them(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "summary"),
     [
-        ({"model": 3}, "State takes a module as model"),
+        ({"model": 3}, "State takes a module as model, or a dict of modules"),
+        (
+            {"critic": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            "State takes optimizers with the models whose parameters they have",
+        ),
         ({"optimizer": 3}, "State takes an optimizer with the model whose parameters it has"),
         (
             {"model": nn.Linear(1, 1), "optimizer": 3},
