@@ -4,7 +4,7 @@ A process that serves a store may leave its world first, and come back to the sa
 store is closed once its last world here has ended and no other process is connected to it. Before
 that the store is marked: a client that connects in this moment sees the mark, and connects anew.
 
-Drawn case: rank 0 serves, rank 1 leaves later::
+Rank 0 serves the store, and rank 1 leaves later::
 
     rank 0   world ---- let_go: rank 1 is connected ......... mark, look again, close
     rank 1   world ----------------------------------- leaves
