@@ -49,7 +49,7 @@ class Moment(Enum):
     """With the error."""
 
 
-class ReducerState(Enum):
+class Phase(Enum):
     """A stage of a reducer between two backwards."""
 
     IDLE = auto()

@@ -73,7 +73,7 @@ from .autograd_engines import (
     find_context,
     is_rpc_on,
 )
-from .backward import AtWork, Backward, Moment, ReducerState, Sending, tells_errors
+from .backward import AtWork, Backward, Moment, Phase, Sending, tells_errors
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
@@ -111,7 +111,7 @@ class Reducer:
         self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
         self._hooks = GradientHooks(list(parameters), self)
-        self._state = ReducerState.IDLE
+        self._state = Phase.IDLE
         reports, order = Reports(names, group), range(num - 1, -1, -1)
         self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
         factors = {parameters[index]: factor for index, factor in wider.factors.items()}
@@ -134,7 +134,7 @@ class Reducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters; gradients stay local from then on."""
-        self._state = ReducerState.CLOSED
+        self._state = Phase.CLOSED
         self._hooks.close()
         self.increments.close()
 
@@ -142,7 +142,7 @@ class Reducer:
     def change_options(self, what: str, **changes: Any) -> None:
         """Change options, which ``what`` names in the error after the first backward."""
         terms = self.layout.terms
-        if self._state is ReducerState.ENDED or self.sending.history.is_learned:
+        if self._state is Phase.ENDED or self.sending.history.is_learned:
             raise terms.reports.too_late(what)
         options = replace(terms.options, **changes)
         self._use(replace(self.layout, terms=terms._replace(options=options)))
@@ -155,7 +155,7 @@ class Reducer:
         sending.at_work = AtWork(group.size())
         if sending.hook is not None:
             sending.hook.group = group  # of a hook whose state is None
-        self._become(ReducerState.IDLE)
+        self._become(Phase.IDLE)
         reports = Reports(terms.reports.names, group)
         terms = terms._replace(group=group, reports=reports, wider=WiderGroups(group))
         self._lay(terms, self.buckets)
@@ -171,11 +171,7 @@ class Reducer:
             raise terms.reports.hook_beside("an optimizer in the backward")
         if sending.hook is not None:
             raise terms.reports.hook_again(sending.hook.name)
-        if (
-            self.backward is not None
-            or self._state is ReducerState.ENDED
-            or sending.history.is_learned
-        ):
+        if self.backward is not None or self._state is Phase.ENDED or sending.history.is_learned:
             raise terms.reports.hook_late()
         if terms.wider.further:
             terms.reports.warn_of_hook_beside_wider([*terms.wider.further])
@@ -217,7 +213,7 @@ class Reducer:
     def before_forward(self, *, is_synchronised: bool = True) -> None:
         """Complete the last backward, and lay the buckets anew where that is due."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
-        if is_again or self._state is ReducerState.CLOSED:
+        if is_again or self._state is Phase.CLOSED:
             return
         self.end_last()
         if not torch.is_grad_enabled():
@@ -229,7 +225,7 @@ class Reducer:
         self._verdict.expect_all()
         layout, history = self.layout, self.sending.history
         self.sending.tell(Moment.FORWARD_BEGINS, layout)
-        self._state = ReducerState.AWAITED
+        self._state = Phase.AWAITED
         is_fitting = layout.fits(history)
         if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
             raise layout.terms.reports.captured_early()  # the graph would keep buckets that go
@@ -246,8 +242,8 @@ class Reducer:
         try:
             self.complete_open()
         finally:  # what it raises has been checked then, too
-            is_absent = self._state is ReducerState.AWAITED
-            self._become(ReducerState.IDLE)
+            is_absent = self._state is Phase.AWAITED
+            self._become(Phase.IDLE)
         if is_absent and not is_capturing(self.layout.tail.numbers.device):
             self._stand_in(Ending.ABSENT)
         self._learn()
@@ -266,7 +262,7 @@ class Reducer:
 
         @untraced
         def output_is_reached(_: torch.Tensor, owner: object = owner) -> None:
-            if self._state is ReducerState.CLOSED:
+            if self._state is Phase.CLOSED:
                 return
             if is_synchronised:
                 self._enter(context_id)
@@ -274,7 +270,7 @@ class Reducer:
                 self._local.output_is_reached(self._local_ends)
                 self.increments.outputs_reached()
 
-        if self._state is ReducerState.CLOSED:
+        if self._state is Phase.CLOSED:
             return
         context_id = find_context()
         seen = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
@@ -308,9 +304,9 @@ class Reducer:
         if tracing is not None and tracing.in_compiled_autograd_region:
             raise self.layout.terms.reports.traced()
 
-    def _become(self, state: ReducerState) -> None:
+    def _become(self, state: Phase) -> None:
         """Change the state, unless the reducer is closed."""
-        if self._state is not ReducerState.CLOSED:
+        if self._state is not Phase.CLOSED:
             self._state = state
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
@@ -431,7 +427,7 @@ class Reducer:
         if self._local.has_sums:
             unmark_local(self.parameters)
         self.backward, self._local.at_forward, self._local.has_sums = None, None, False
-        self._become(ReducerState.ENDED)
+        self._become(Phase.ENDED)
         while self.sending.awaited:
             self.sending.awaited.pop(0).wait()
         if not backward.layout.tail.reader.is_deferred:
@@ -490,7 +486,7 @@ class Reducer:
             return
         if not self.sending.history.is_learned:
             self.sending.history.note_absence(self.layout.terms.order)
-        self._become(ReducerState.ENDED)
+        self._become(Phase.ENDED)
         self._stand_in(None)
 
     @torch.no_grad()
