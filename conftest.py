@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -44,6 +46,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU")
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_preempted() -> Iterator[None]:
+    """Take the handlers of ``preempted()`` back behind a test, so that SIGTERM ends its process."""
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    former = {number: signal.getsignal(number) for number in numbers}
+    yield
+    module = sys.modules.get("meshdist.checkpoint.preemption")
+    if module is not None and module._former:
+        module._former.clear()
+        module._received.clear()
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

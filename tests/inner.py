@@ -22,6 +22,7 @@ from meshdist.bootstrap import (
     file_records as file_records,
     init_methods as init_methods,
     mpi_library as mpi_library,
+    store_places as store_places,
     stores as stores,
     world as world,
 )

@@ -47,6 +47,7 @@ from tests.inner import (
     read_local_rank,
     read_surroundings,
     run,
+    store_places,
     stores,
     world_here,
 )
@@ -264,8 +265,9 @@ def refuse(*_: object, **__: object) -> None:
 
 def read_url(url: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("connect_store", "serve_store", "bind_listener", "read_surroundings"):
-            patch.setattr(init_methods, name, refuse)
+        for name in ("connect_store", "serve_store", "bind_listener"):
+            patch.setattr(store_places, name, refuse)
+        patch.setattr(init_methods, "read_surroundings", refuse)
         patch.setattr(file_records, "enter", refuse)
         for rank, size in ((-1, -1), (0, 2), (1, 2)):
             with contextlib.suppress(MeshdistError):

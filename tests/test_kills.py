@@ -160,7 +160,7 @@ def kill_one(
     found = pool.outcomes(
         until_it_fails, SIZE, verb, num_bytes, way, after_s, str(note), backend="shm"
     )
-    told = "rank 1 destroyed its process group" if way == "raises" else "rank 1 has ended"
+    told = "rank 1 ended by Enough" if way == "raises" else "rank 1 has ended"
     judge(found, verb, note, told)
     if way == "raises":
         assert isinstance(found[1].exception, Enough)

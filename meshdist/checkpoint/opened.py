@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..collectives.torch_private import hidden_from_modes
 from ..errors import CheckpointError
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.placement import Box, index_of, shape_of
@@ -140,6 +141,7 @@ class Checkpoint:
         return found
 
 
+@hidden_from_modes
 def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint open to be read: ``names``, ``shape``, ``dtype``, ``leaves``, ``read``.
 

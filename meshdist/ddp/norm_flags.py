@@ -41,6 +41,7 @@ from ..error_text import first_texts, ranks_text
 from ..errors import GradientError
 from ..functional.axis_types import shown
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.untraced import untraced
 from ..typed_contexts.refusals import axes_argument, tensor_text, where
 from .wider_groups import axes_spanned
 
@@ -49,6 +50,7 @@ _LOCAL = "_local_over"
 _BITS = (1 << 18) - 1  # of a number: a product has 36, and sums of 100,000 stay exact in float64
 
 
+@untraced
 def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None:
     """Note on gradients that a backward has left them each rank's own, of these ranks."""
     for parameter in parameters:
@@ -56,6 +58,7 @@ def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None
             grad.__dict__[_LOCAL] = tuple(ranks), grad._version
 
 
+@untraced
 def unmark_local(parameters: Iterable[torch.Tensor]) -> None:
     """Take the notes off gradients that have been averaged."""
     for parameter in parameters:

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,18 +46,6 @@ def test_all_ranks_stop_at_one_step(pool: Pool, wire: str, rank: int, number: in
     assert [(done.returncode, done.stdout) for done in ended] == [(0, f"ended at {step}\n")] * 3
 
 
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The signals' handlers as they were, and none noted, behind a test."""
-    former = {number: signal.getsignal(number) for number in preemption._SIGNALS}
-    yield
-    preemption._former.clear()
-    preemption._received.clear()
-    for number, handler in former.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("handlers")
 def test_alone_and_with_a_handler_that_was_there() -> None:
     called = []
     signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
@@ -67,7 +54,6 @@ def test_alone_and_with_a_handler_that_was_there() -> None:
     assert md.preempted() and called == [signal.SIGUSR1]
 
 
-@pytest.mark.usefixtures("handlers")
 def test_simulated_ranks() -> None:
     def program() -> list[bool]:
         found = [md.preempted()]
@@ -79,7 +65,6 @@ def test_simulated_ranks() -> None:
     assert md.simulate(program, 3) == [[False, True]] * 3
 
 
-@pytest.mark.usefixtures("handlers")
 def test_in_another_thread_it_is_refused() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
