@@ -214,7 +214,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
         inner = next(
             (getattr(model, name, None) for name in _WRAPPERS if hasattr(model, name)), None
         )
-        if not isinstance(inner, nn.Module) or len(list(model.children())) != 1:
+        has_more = [*model.parameters(recurse=False), *model.buffers(recurse=False)]
+        if has_more or not isinstance(inner, nn.Module) or len(list(model.children())) != 1:
             return model
         model = inner
 

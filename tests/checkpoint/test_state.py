@@ -403,6 +403,15 @@ def test_a_compiled_or_wrapped_model_has_the_bare_names(tmp_path: Path) -> None:
     assert md.checkpoint.open(tmp_path / "one").names == ["model.0.bias", "model.0.weight"]
 
 
+def test_a_module_that_has_more_than_it_wraps_is_saved_whole(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    average.update_parameters(nn.Linear(2, 2))
+    md.checkpoint.save(md.checkpoint.State(ema=average, rng=False), tmp_path / "one")
+    found = md.checkpoint.open(tmp_path / "one")
+    assert found.names == ["ema.module.bias", "ema.module.weight", "ema.n_averaged"]
+    assert found.read("ema.n_averaged").item() == 1
+
+
 def test_leaves_are_attributes(tmp_path: Path) -> None:
     state = md.checkpoint.State(rng=False, step=1, config={"lr": 0.1}, ema=torch.ones(2))
     state.best = 0.5
