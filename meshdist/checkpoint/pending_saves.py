@@ -96,11 +96,13 @@ class Staging:
             job.drop()
             raise
         pending = PendingSave(job.final)
-        if world is None or not world.has_processes:
-            pending.run(job, job.members)  # simulated ranks have no threads beside them
+        messages: Members | MembersInStore = job.members
+        if world is not None and world.is_simulated:
+            pending.run(job, messages)  # simulated ranks have no threads beside them
         else:
-            messages = MembersInStore(world, job.members, os.path.basename(job.path))
-            self._messages.append(messages)
+            if world is not None:
+                messages = MembersInStore(world, job.members, os.path.basename(job.path))
+                self._messages.append(messages)
             run = partial(pending.run, job, messages)
             threading.Thread(target=run, name="meshdist-checkpoint").start()
         self._pending = pending

@@ -88,7 +88,7 @@ def save_async(
 
     The state may change as soon as this returns. One save is under way at a time: the next waits
     for it after it has copied. Ranks agree on how it ends through the store, so that the program's
-    groups are free. Simulated ranks, and a process without a world, write before this returns.
+    groups are free. Simulated ranks write before this returns.
 
     Returns:
         The pending save. Its ``wait()`` returns once the checkpoint is whole, and raises on every

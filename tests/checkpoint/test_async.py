@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,25 @@ def test_a_failure_is_raised_on_every_rank(
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
-def test_on_simulated_ranks_and_alone_it_ends_at_once(tmp_path: Path) -> None:
+def test_on_simulated_ranks_it_ends_at_once_and_alone_it_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def program() -> bool:
         x = rows_of(mesh_of(2), 2.0)
         return md.checkpoint.save_async({"x": x}, tmp_path / "two").done
 
     assert md.simulate(program, 2) == [True, True]
-    assert md.checkpoint.save_async({"x": torch.ones(2)}, tmp_path / "one").done
+    may_write, write = threading.Event(), files.write_arrays
+
+    def write_later(*args: Any, **kwargs: Any) -> Any:
+        assert may_write.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(files, "write_arrays", write_later)
+    pending = md.checkpoint.save_async({"x": torch.ones(2)}, tmp_path / "one")
+    assert not pending.done
+    may_write.set()
+    pending.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
