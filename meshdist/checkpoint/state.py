@@ -222,7 +222,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
     """Return a model's state dict, of the tensors themselves, with their marks."""
-    bare = restore_marks(_unwrapped(model))  # which a copy has lost until its first forward
+    bare = restore_marks(_unwrapped(model))  # which a copy of parametrizations has lost
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
     for name in buffers & tree.keys():

@@ -65,7 +65,7 @@ class SplitLayer(nn.Module):
         return self.mesh.axis_names[0]
 
     def ready(self) -> None:
-        """Restore the marks of parameters that a copy of the module has without."""
+        """Restore marks that a parameter lacks; raise where it has the shape of another part."""
         if SPEC_ATTRIBUTE not in self.weight.__dict__:
             restore_marks(self)
 

@@ -62,9 +62,9 @@ def annotate(
     is sent or copied, and values are not checked; it works outside ``md.typed`` as well.
 
     Of a module each parameter and buffer that ``spec`` names is annotated, once all is checked.
-    The module notes their marks too, and is copied and pickled with them: ``md.DDP`` and
-    ``md.assert_equal`` write them again on tensors that ``copy.deepcopy``,
-    ``load_state_dict(assign=True)`` or ``to_empty`` have made without.
+    The module notes their marks too, and is copied and pickled with them: tensors that take the
+    place of its own, by ``copy.deepcopy``, ``load_state_dict(assign=True)`` or ``to_empty``, have
+    them at once.
 
     Args:
         tensor: this rank's; a plain tensor or parameter, or a module.

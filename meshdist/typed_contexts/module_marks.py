@@ -1,25 +1,25 @@
-"""Marks that stay: a module notes those of its parameters and buffers, and copies restore them.
+"""Marks that stay: a module notes those of its parameters and buffers, and new tensors get them.
 
-A mark is an entry in a tensor's ``__dict__``. What replaces a module's tensors loses their marks:
+A mark is an entry in a tensor's ``__dict__``. What replaces a module's tensors makes them without:
 ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``to_empty``. So ``md.annotate(module,
 {...})`` also notes the marks in the module that owns the tensor, in a plain dict by the tensor's
-name there, which is copied and pickled with the module, and stays out of its ``state_dict``.
+name there, which is copied and pickled with the module, and stays out of its ``state_dict``. The
+owner then has its tensors in dicts that write the noted marks on each tensor that is put in.
 
-Drawn case: one mark of two is lost, and comes back where the shape is that of the note.
+Drawn case: a copy is made by torch without marks, and has them once it stands in its module.
 
     module.up._noted_marks                 module.up.weight.__dict__
     {"weight": ("V:tp", "4@tp, 6")}        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
 
-    copy.deepcopy(module): the same        {}
-    restore_marks(copied): the same        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
+    copy.deepcopy(module.up.weight)        {}
+    copy.deepcopy(module).up.weight        {"_axis_types": "V:tp", "_spec": "4@tp, 6"}
 
     >>> import copy, torch
     >>> layer = annotate_module(torch.nn.Linear(6, 4), {"weight": "f@tp d"}, None)
     >>> layer._noted_marks
     {'weight': ('V:tp', '4@tp, 6')}
-    >>> copied = copy.deepcopy(layer)
-    >>> ATTRIBUTE in copied.weight.__dict__, restore_marks(copied).weight.__dict__["_spec"]
-    (False, '4@tp, 6')
+    >>> copy.deepcopy(layer.weight).__dict__, copy.deepcopy(layer).weight.__dict__["_spec"]
+    ({}, '4@tp, 6')
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,27 @@ NOTED_MARKS = "_noted_marks"
 """The key, in a module's ``__dict__``, of the texts of types and specs by its tensors' names."""
 
 
+class MarkedTensors(dict[str, Any]):
+    """A module's parameters or buffers by name, to which it gives the marks that are noted."""
+
+    notes: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """The owner's; none as long as a pickle is read, whose tensors have their marks."""
+
+    def __setitem__(self, leaf: str, tensor: torch.Tensor | None) -> None:
+        super().__setitem__(leaf, tensor)
+        noted = self.notes.get(leaf)
+        # A compiled ``functional_call`` puts traced tensors in, which have no ``__dict__``.
+        if noted is None or tensor is None or torch.compiler.is_compiling():
+            return
+        if type(tensor) not in PLAIN_TENSORS or is_lazy(tensor) or ATTRIBUTE in tensor.__dict__:
+            return
+        types, text = noted
+        spec = read_spec(text, tuple(tensor.shape), types)
+        # Another shape is refused by ``restore_marks``: here torch may be in the midst of a load.
+        if spec is not None:
+            mark_spec(tensor, spec)
+
+
 def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
     """Mark the tensors of ``module`` that patterns name, and note the marks in their owners."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
@@ -81,13 +103,23 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
     for owner, leaf, tensor in places.values():  # tied tensors have several owners
         if (spec := of_tensor.get(id(tensor))) is not None:
             mark_spec(tensor, spec)
-            texts = spec_texts(spec, tuple(tensor.shape))
-            owner.__dict__[NOTED_MARKS] = {**owner.__dict__.get(NOTED_MARKS, {}), leaf: texts}
+            _notes_of(owner)[leaf] = spec_texts(spec, tuple(tensor.shape))
     return module
 
 
+def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return the notes of a module, which its dicts of tensors read from now on."""
+    notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
+    for name in ("_parameters", "_buffers"):
+        tensors = owner.__dict__[name]
+        if type(tensors) is not MarkedTensors:
+            owner.__dict__[name] = tensors = MarkedTensors(tensors)
+            tensors.notes = notes
+    return notes
+
+
 def restore_marks(module: M) -> M:
-    """Write the marks that ``module`` noted on those of its tensors that have none."""
+    """Write the noted marks where they are lacking, as in copies of parametrizations."""
     lost: list[tuple[torch.Tensor, PartitionSpec]] = []
     for name, (owner, leaf, tensor) in _places(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import meshdist as md
 from meshdist import lax
@@ -52,6 +55,45 @@ def clipped_whole(gradients: Sequence[torch.Tensor], max_norm: float, order: flo
     # torch knows no largest value of an empty gradient.
     norm = nn.utils.clip_grad_norm_([p for p in parameters if p.numel()], max_norm, order)
     return norm, [parameter.grad for parameter in parameters]
+
+
+# -- copies of modules ----------------------------------------------------------------------------
+
+
+def on_meta_and_back(model: nn.Module) -> nn.Module:
+    return model.to("meta").to_empty(device="cpu")
+
+
+def assigned(model: nn.Module) -> nn.Module:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    return model
+
+
+COPIES: dict[str, Callable[[Any], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": AveragedModel,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "assign": assigned,
+    "to_empty": on_meta_and_back,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_that_has_not_run_knows_its_parts(way: str) -> None:
+    def body(mesh: md.DeviceMesh) -> list[float]:
+        md.seed(0)
+        made = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 3, bias=False))
+        annotated = md.annotate(nn.Linear(3, 4, bias=False), {"weight": "f@tp d"})
+        split = md.parallelize(made, mesh["tp"], {"0": "column", "1": "row"})
+        norms = []
+        for model in map(COPIES[way], (split, annotated)):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            norms.append(md.clip_grad_norm_(model.parameters(), 1.0, mesh=mesh).item())
+        return norms
+
+    for norms in in_mesh(body):
+        assert norms == pytest.approx([math.sqrt(48), math.sqrt(24)])
 
 
 # -- one device as the oracle ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import meshdist as md
 from meshdist.errors import ArgumentError, AxisError, AxisTypeError, KindError, MeshdistError
@@ -78,12 +79,24 @@ def with_new_data(module: nn.Module) -> nn.Module:
     return module
 
 
-LOSING: dict[str, Callable[[Any], Any]] = {
+def with_copies_put_in(module: nn.Module) -> nn.Module:
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            setattr(owner, name, copy.deepcopy(parameter))
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, name, buffer.clone())
+    return module
+
+
+REPLACING: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "deepcopy twice": lambda module: copy.deepcopy(copy.deepcopy(module)),
     "assign": assigned,
     "to_empty": on_meta_and_back,
     "a pickled deepcopy": lambda module: pickle.loads(pickle.dumps(copy.deepcopy(module))),
+    "a deepcopy of a pickle": lambda module: copy.deepcopy(pickle.loads(pickle.dumps(module))),
+    "AveragedModel": lambda module: AveragedModel(module).module,
+    "copies put in": with_copies_put_in,
 }
 KEEPING: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,
@@ -107,12 +120,15 @@ def test_each_tensor_that_a_pattern_names_is_annotated() -> None:
     assert module.state_dict().keys() == Block().state_dict().keys()
 
 
-@pytest.mark.parametrize("way", LOSING)
-def test_marks_that_a_copy_loses_are_restored(way: str) -> None:
-    module = LOSING[way](block())
-    assert types(module) != TYPES
-    assert restore_marks(module) is module
+@pytest.mark.parametrize("way", REPLACING)
+def test_new_tensors_of_a_module_have_its_marks_at_once(way: str) -> None:
+    before = block()
+    tensors = [*before.parameters(), *before.buffers()]
+    module = REPLACING[way](before)
+    for own, other in zip([*module.parameters(), *module.buffers()], tensors, strict=True):
+        assert own is not other
     assert types(module) == TYPES
+    assert types(restore_marks(module)) == TYPES
 
 
 @pytest.mark.parametrize("way", KEEPING)
@@ -124,9 +140,22 @@ def test_marks_that_stay_stay(way: str) -> None:
 
 def test_half_changes_the_dtype_alone() -> None:
     halved = {name: text.replace("float32", "float16") for name, text in TYPES.items()}
-    assert types(restore_marks(block().half())) == halved  # buffers are new tensors
-    assert types(restore_marks(copy.deepcopy(block().half()))) == halved
-    assert types(restore_marks(copy.deepcopy(block()).half())) == halved
+    assert types(block().half()) == halved  # buffers are new tensors
+    assert types(copy.deepcopy(block().half())) == halved
+    assert types(copy.deepcopy(block()).half()) == halved
+
+
+def test_a_compiled_functional_call_puts_its_own_tensors_in() -> None:
+    module = block()
+    given = {name: x.detach() for name, x in module.mlp["up"].named_parameters()}
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module.mlp["up"], given, (x,))
+
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    x = torch.ones(2, 4)
+    assert torch.equal(compiled(x), module.mlp["up"](x))
+    assert types(module) == TYPES
 
 
 class Tied(nn.Module):
@@ -148,9 +177,9 @@ class Tied(nn.Module):
 )
 def test_a_tied_tensor_is_noted_by_each_owner(specs: dict[str, Any]) -> None:
     module = md.annotate(Tied(), specs)
-    copied = restore_marks(copy.deepcopy(module))
+    copied = copy.deepcopy(module)
     assert copied.head.weight is copied.embedding.weight
-    untied = restore_marks(assigned(copy.deepcopy(module)))
+    untied = assigned(copy.deepcopy(module))
     assert untied.head.weight is not untied.embedding.weight
     for each in (module, copied, untied):
         assert str(md.typeof(each.head.weight)) == "float32[8@tp, 4]"
@@ -160,7 +189,7 @@ def test_a_tied_tensor_is_noted_by_each_owner(specs: dict[str, Any]) -> None:
 def test_a_shared_submodule_is_one_owner_with_two_names() -> None:
     layer = nn.Linear(4, 6, bias=False)
     module = md.annotate(nn.ModuleDict({"a": layer, "b": layer}), {"b.weight": "f@tp d"})
-    copied = restore_marks(copy.deepcopy(module))
+    copied = copy.deepcopy(module)
     assert copied["a"] is copied["b"]
     assert str(md.typeof(copied["a"].weight)) == "float32[6@tp, 4]"
 
@@ -191,7 +220,7 @@ def test_later_annotations_win() -> None:
     module = md.annotate(block(), {"mlp.up.weight": "f d {R:tp}"})
     md.annotate(module.norm.weight)  # by the tensor itself, which is not noted
     assert str(md.typeof(restore_marks(module).norm.weight)) == "float32[4]"
-    copied = restore_marks(copy.deepcopy(module))
+    copied = copy.deepcopy(module)
     assert types(copied) == {**TYPES, "mlp.up.weight": "float32[6, 4]{R:tp}"}
 
 
@@ -453,6 +482,7 @@ def test_a_wrapped_module() -> None:
 def test_a_tensor_of_another_shape_that_has_lost_its_mark() -> None:
     module = block()
     module.mlp["up"].weight = nn.Parameter(torch.ones(12, 4))
+    assert ATTRIBUTE not in module.mlp["up"].weight.__dict__
     del module.mlp["up"].bias.__dict__[ATTRIBUTE]
     with pytest.raises(md.errors.ShapeError) as caught:
         restore_marks(module)
