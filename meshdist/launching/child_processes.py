@@ -79,6 +79,7 @@ class Launch:
         self.running: dict[int, subprocess.Popen[Any]] = {}  # by rank
         self.endings: list[ProcessExit] = []  # of the others, in the order of their ends
         self.failed: ProcessExit | None = None  # the first child that failed
+        self.killed: list[int] = []  # ranks that had not ended when stop() had waited
         self.hurried = False  # set it to make stop() kill without waiting
         self._handles: dict[int, int] = {}
         self._selector = selectors.DefaultSelector()
@@ -197,6 +198,7 @@ class Launch:
             grace = Grace(patience_s)
             while self.running and not self.hurried and not grace.is_over:
                 self.step(grace.left_s)
+        self.killed = sorted(self.running)
         self._send(signal.SIGKILL)
         grace = Grace(1.0)
         while self.running and not grace.is_over:

@@ -301,6 +301,8 @@ class _LocalRanks:
         is_quick = received == signal.SIGINT and self._stopping_s is None
         by_signal = ((received or signal.SIGTERM, self._patience_s(GRACE_S)),)
         launch.stop(_ON_INTERRUPT if is_quick else by_signal)
+        if launch.killed and not launch.hurried:
+            self._say_who_was_killed(launch.killed)
         self._drain()
         # Where a rank has said where it is, its traceback of the interrupt says the same again.
         self._show([it for it in self._take_reports() if not it.is_of_interrupt(places)])
@@ -316,6 +318,10 @@ class _LocalRanks:
         if received == signal.SIGINT:
             text += " (Ctrl-C again kills them at once)"
         show(sys.stderr, f"{text}\n".encode())
+
+    def _say_who_was_killed(self, ranks: Sequence[int]) -> None:
+        text = f"meshdist: killed {ranks_text(ranks)}, still running after the signal"
+        show(sys.stderr, f"{text}; --shutdown-timeout gives more seconds\n".encode())
 
     def _step(self, timeout_s: float | None = None) -> None:
         """Wait for the launch's next event, and show the output that has waited long enough."""

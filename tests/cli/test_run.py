@@ -308,6 +308,18 @@ def test_a_signal_to_the_launcher_ends_all(
 
 
 @linux
+def test_it_says_which_rank_it_killed(script: Script) -> None:
+    path = script("if rank: signal.signal(15, signal.SIG_IGN)\nsay(rank)\ntime.sleep(60)\n")
+    with start("-n", 2, "--shutdown-timeout", 0.5, path) as job:
+        numbers(job, 2)
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=20)
+    wanted = "meshdist: killed rank 1, still running after the signal; --shutdown-timeout gives"
+    assert wanted in errors
+    assert "rank 0" not in errors
+
+
+@linux
 def test_a_second_interrupt_does_not_wait(script: Script) -> None:
     deaf = "[signal.signal(n, signal.SIG_IGN) for n in (2, 15)]\n"
     with start("-n", 1, script(deaf + FAMILY + "time.sleep(60)")) as job:
