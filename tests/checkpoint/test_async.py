@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 import meshdist as md
 from meshdist.checkpoint import files
 from meshdist.errors import CheckpointError
-from tests.pool import Pool
+from tests.pool import Pool, places
 
 WIRES = ["shm", "gloo"]
 
@@ -158,23 +156,19 @@ def test_a_killed_rank_is_told_to_those_that_wait(pool: Pool, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_that_ends_at_once_has_saved(tmp_path: Path) -> None:
-    code = (
+def test_a_program_that_ends_at_once_has_saved(pool: Pool, tmp_path: Path) -> None:
+    program = (
         "import torch, meshdist as md\n"
-        "def program():\n"
-        "    mesh = md.init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))\n"
-        "    x = md.full((3000, 1000), 2.0, sharding=md.NamedSharding(mesh, md.P('dp')))\n"
-        f"    md.checkpoint.save_async({{'x': x}}, {str(tmp_path / 'one')!r})\n"
-        "if __name__ == '__main__':\n"
-        "    md.spawn(program, nprocs=2)\n"
+        "mesh = md.init_device_mesh('cpu', (2,), mesh_dim_names=('dp',))\n"
+        "x = md.full((3000, 1000), 2.0, sharding=md.NamedSharding(mesh, md.P('dp')))\n"
+        f"md.checkpoint.save_async({{'x': x}}, {str(tmp_path / 'one')!r})\n"
     )
-    script = tmp_path / "program.py"
-    script.write_text(code)
-    subprocess.run([sys.executable, str(script)], check=True, timeout=120)
+    for ended in pool.start(program, places(2)):
+        assert ended.returncode == 0, ended.stderr
     assert bool((md.checkpoint.open(tmp_path / "one").read("x") == 2).all())
 
 
-def test_an_error_that_nothing_raised_stands_on_stderr(tmp_path: Path) -> None:
+def test_an_error_that_nothing_raised_stands_on_stderr(pool: Pool, tmp_path: Path) -> None:
     code = (
         "import torch, meshdist as md\n"
         "from meshdist.checkpoint import files\n"
@@ -183,9 +177,7 @@ def test_an_error_that_nothing_raised_stands_on_stderr(tmp_path: Path) -> None:
         "files.save_file = fail\n"
         f"md.checkpoint.save_async({{'x': torch.ones(2)}}, {str(tmp_path / 'one')!r})\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+    (ended,) = pool.start(code)
     assert "CheckpointError: checkpoint.save_async: the disk or the file system failed" in (
         ended.stderr
     )

@@ -117,11 +117,9 @@ def test_each_rank_killed_at_random_steps(wire: str, tmp_path: Path) -> None:
         assert "difference from one rank" in ended.stdout
 
 
-def test_the_example_goes_on_on_other_ranks(tmp_path: Path) -> None:
-    words = [sys.executable, str(EXAMPLE), "--root", str(tmp_path / "run"), "--simulate"]
+def test_the_example_goes_on_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    words = ["--root", str(tmp_path / "run"), "--check", "--simulate"]
     for more in (["4", "--tp", "2", "--steps", "10"], ["3"], ["1", "--steps", "25"]):
-        ended = subprocess.run(
-            [*words, *more, "--check"], capture_output=True, text=True, timeout=120, check=False
-        )
+        (ended,) = pool.start(EXAMPLE, ({},), *words, *more)
         assert ended.returncode == 0, ended.stderr
     assert torch.is_tensor(md.checkpoint.open(tmp_path / "run" / "step-25").read("model.0.bias"))

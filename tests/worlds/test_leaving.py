@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.inner import Deadline, wait_until
 from tests.load import is_within
-from tests.pool import free_port
+from tests.pool import Pool, free_port
 
 SIZE = 3
-# Every rank is a process that imports torch, and rank 0 serves the store on both wires alike.
 BACKENDS = ["shm", pytest.param("gloo", marks=pytest.mark.soak)]
 OPENING = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from datetime import timedelta
 import torch
 import meshdist as md
 
-rank = int(sys.argv[1])
+rank = int(os.environ["PLACE"])
 
 def init():
     md.init_process_group(
@@ -41,57 +39,37 @@ def told(call):
         text = f"{{type(error).__name__}}: {{error}}"
         print(text, f"after {{time.monotonic() - begin:.1f}} s", sep=chr(10), flush=True)
 
-md.init_process_group, md.all_reduce  # imports what they need
-print("ready", flush=True)
-sys.stdin.readline()
+def freeze(frozen):
+    "Stop the process of a rank, and kill it once those of the others have ended."
+    pids = [None] * {size}
+    md.all_gather_object(pids, os.getpid())
+    if rank == frozen:
+        alive = " || ".join(f"kill -0 {{pid}}" for pid in pids if pid != os.getpid())
+        loop = f"while {{alive}}; do sleep 0.1; done 2> /dev/null; kill -9 {{os.getpid()}}"
+        subprocess.Popen(["sh", "-c", loop])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
 init()
 """
 
 
-@contextmanager
-def started(
-    body: str, url: str, backend: str, timeout_s: float = 30.0
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process per rank that begins a world and executes ``body``.
-
-    They begin when all are ready, so that a short timeout is not spent on imports.
-    """
+def ended(
+    pool: Pool, body: str, url: str, backend: str, timeout_s: float = 30.0
+) -> list[subprocess.CompletedProcess[str]]:
+    """How each rank of a world ends that executes ``body``."""
     opening = OPENING.format(backend=backend, url=url, timeout_s=timeout_s, size=SIZE)
-    code = opening + textwrap.dedent(body)
-    pipe = subprocess.PIPE
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank)],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    return pool.start(
+        opening + textwrap.dedent(body),
+        [{"PLACE": str(rank)} for rank in range(SIZE)],
+        timeout_s=100.0,
+    )
 
 
-def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """What each of them writes to its standard output until it ends, which it does with code 0."""
-    found = []
-    for process in processes:
-        out, err = process.communicate(timeout=100)
-        assert process.returncode == 0, err
-        found.append(out)
-    return found
+def outputs(pool: Pool, body: str, url: str, backend: str, timeout_s: float = 30.0) -> list[str]:
+    """What each rank writes to its standard output until it ends, which it does with code 0."""
+    found = ended(pool, body, url, backend, timeout_s)
+    assert [done.returncode for done in found] == [0] * SIZE, found
+    return [done.stdout for done in found]
 
 
 def address() -> str:
@@ -117,7 +95,9 @@ OFTEN = ("mesh",)
     "call",
     [call if call in OFTEN else pytest.param(call, marks=pytest.mark.soak) for call in CALLS],
 )
-def test_rank_0_may_end_at_once_when_its_own_call_is_done(call: str, backend: str) -> None:
+def test_rank_0_may_end_at_once_when_its_own_call_is_done(
+    pool: Pool, call: str, backend: str
+) -> None:
     body = f"""
 if rank:
     time.sleep(0.2 * rank)
@@ -126,14 +106,13 @@ if rank == 0:
     os._exit(0)
 print("went on", flush=True)
 """
-    with started(body, address(), backend) as processes:
-        assert outputs(processes)[1:] == ["went on\n"] * 2
+    assert outputs(pool, body, address(), backend)[1:] == ["went on\n"] * 2
 
 
 @pytest.mark.parametrize(
     "ending", [pytest.param("", marks=pytest.mark.soak), "md.destroy_process_group()"]
 )
-def test_a_normal_end_of_rank_0_leaves_the_others_what_they_need(ending: str) -> None:
+def test_a_normal_end_of_rank_0_leaves_the_others_what_they_need(pool: Pool, ending: str) -> None:
     body = f"""
 if rank:
     time.sleep(0.5)
@@ -143,42 +122,37 @@ if rank:
     print(x.tolist(), flush=True)
 {ending}
 """
-    with started(body, address(), "gloo") as processes:
-        assert outputs(processes)[1:] == ["[2.0, 2.0]\n"] * 2
+    assert outputs(pool, body, address(), "gloo")[1:] == ["[2.0, 2.0]\n"] * 2
 
 
-def test_rank_0_waits_at_its_end_no_longer_than_its_timeout() -> None:
-    body = """
-if rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    with started(body, address(), "gloo", timeout_s=2.0) as processes:
-        for rank in (0, 2):
-            assert processes[rank].wait(60) == 0
+def test_rank_0_waits_at_its_end_no_longer_than_its_timeout(pool: Pool) -> None:
+    found = ended(pool, "freeze(1)", address(), "gloo", timeout_s=2.0)
+    assert [done.returncode for done in found] == [0, -signal.SIGKILL, 0], found
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_a_frozen_rank_0_ends_no_wait_late_and_is_named(backend: str) -> None:
+def test_a_frozen_rank_0_ends_no_wait_late_and_is_named(pool: Pool, backend: str) -> None:
     body = """
-if rank == 0:
-    os.kill(os.getpid(), signal.SIGSTOP)
+freeze(0)
 told(lambda: md.all_reduce(torch.ones(3)))
 told(lambda: md.new_group(timeout=timedelta(seconds=2)))
 told(lambda: md.monitored_barrier(timeout=timedelta(seconds=2)))
 """
-    with started(body, address(), backend, timeout_s=2.0) as processes:
-        for process in processes[1:]:
-            out, err = process.communicate(timeout=100)
-            seconds = [float(line.split()[1]) for line in out.splitlines() if line[:6] == "after "]
-            assert len(seconds) == 3, err
-            assert is_within(sum(seconds), 10.0), out  # together: their waits do not add up
-            assert out.count("rank 0, which serves the store, does not answer") == 3, out
-            assert "rank 0: arrived" not in out
+    for done in ended(pool, body, address(), backend, timeout_s=2.0)[1:]:
+        out = done.stdout
+        seconds = [float(line.split()[1]) for line in out.splitlines() if line[:6] == "after "]
+        assert len(seconds) == 3, done.stderr
+        assert is_within(sum(seconds), 10.0), out  # together: their waits do not add up
+        assert out.count("rank 0, which serves the store, does not answer") == 3, out
+        assert "rank 0: arrived" not in out
 
 
 FAILURES = {
-    "raises": ("raise ValueError('no data')", "rank 0 ended by ValueError: no data (<string>:"),
+    "raises": (
+        "raise ValueError('no data')",
+        r"rank 0 ended by ValueError: no data \(\S+program\.py:\d+\)",
+    ),
     "ends": ("", "rank 0 ended without an exception"),
     "leaves": ("md.destroy_process_group()", "rank 0 destroyed its process group"),
 }
@@ -188,7 +162,7 @@ FAILURES = {
 @pytest.mark.parametrize(
     "how", ["raises", *(pytest.param(how, marks=pytest.mark.soak) for how in ("leaves", "ends"))]
 )
-def test_the_others_learn_how_rank_0_has_left(how: str, backend: str) -> None:
+def test_the_others_learn_how_rank_0_has_left(pool: Pool, how: str, backend: str) -> None:
     body = f"""
 if rank == 0:
     time.sleep(0.3)
@@ -196,10 +170,8 @@ if rank == 0:
 else:
     told(lambda: md.all_reduce(torch.ones(3)))
 """
-    with started(body, address(), backend) as processes:
-        for process in processes[1:]:
-            out, err = process.communicate(timeout=100)
-            assert FAILURES[how][1] in out, (out, err)
+    for done in ended(pool, body, address(), backend)[1:]:
+        assert re.search(FAILURES[how][1], done.stdout), done
 
 
 def test_ranks_of_one_launch_meet_in_a_file_that_ends_with_it(tmp_path: Path) -> None:
