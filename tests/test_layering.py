@@ -416,7 +416,7 @@ def imports_of(module: str, tree: ast.AST, modules: set[str], is_package: bool) 
                 else:
                     found.append(Import(node.lineno, origin, alias.name))
         elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func).split(".")[-1]
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             target = node.args[0]
             name = str(target.value) if isinstance(target, ast.Constant) else ""
             if called in ("import_module", "__import__") and name.split(".")[0] == PACKAGE:
@@ -458,7 +458,7 @@ def own_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            is_own = ast.unparse(node.value) in ("self", "cls")
+            is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             names.update([node.attr] if is_own else [])
     return names
 
@@ -602,7 +602,7 @@ def inner_imports(path: Path, text: str) -> list[str]:
         for item in imports_of("tests", tree, set(package_sources()), is_package=False)
     ]
     for node in ast.walk(tree):  # monkeypatch.setattr("meshdist.wires.registry.get_wire", ...)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr"):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
             target = node.args[0]
             if isinstance(target, ast.Constant):
                 reached.append((node.lineno, str(target.value).rpartition(".")[0]))
