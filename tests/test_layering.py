@@ -128,6 +128,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "agreement",
             "matching",
             "host_comparison",
+            "presence",
             "communicators",
             "explainer",
             "other_members",

@@ -72,6 +72,16 @@ def within(deadline: Deadline) -> Iterator[None]:
         _deadline.reset(token)
 
 
+@contextmanager
+def looking(look: Callable[[], object] | None) -> Iterator[None]:
+    """Let waits of this thread for keys call ``look`` now and then, which may raise."""
+    token = _look.set(look)
+    try:
+        yield
+    finally:
+        _look.reset(token)
+
+
 class BoundedStore(Store):
     """A client of ``raw`` for all threads of this process, whose requests end in time.
 
@@ -451,15 +461,12 @@ def await_key(
     set."""
     if not isinstance(root_of(store), BoundedStore):
         return bool(wait_until(lambda: store.check([key]), deadline, look))
-    token = _look.set(look)
     try:
-        with within(deadline):
+        with within(deadline), looking(look):
             store.wait([key])
         return True
     except _NotInTime:
         return False
-    finally:
-        _look.reset(token)
 
 
 def _junk(key: str, value: bytes) -> StoreError:

@@ -9,13 +9,12 @@ from typing import Any
 
 from ..arguments import get_whole_number
 from ..errors import CheckpointError
-from ..mesh.current_mesh import find_current_mesh
 from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
 from .members import Members
 from .pending_saves import PendingSave
-from .saving import checked_path, save, save_async
+from .saving import checked_path, mesh_of, save, save_async
 
 __all__ = ["Checkpointer"]
 
@@ -26,7 +25,7 @@ class Checkpointer:
     Args:
         root: the folder of the run. One run saves there at a time.
         keep: how many steps stay; None keeps all.
-        mesh: of the ranks that take part; None takes the mesh in force at each call, or the world.
+        mesh: of the ranks that take part; None finds them at each call, as ``save`` does.
 
     Example:
         >>> import tempfile, torch, meshdist as md
@@ -74,7 +73,8 @@ class Checkpointer:
                 self._pending.wait()
             self._last = step
             return None if wait else PendingSave(path, is_there=True)
-        members = Members(self._mesh or find_current_mesh(), "Checkpointer.save")
+        call = "Checkpointer.save"
+        members = Members(mesh_of(state, self._mesh, call), call)
         members.first_does(self._begin)
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)
@@ -102,7 +102,8 @@ class Checkpointer:
             step: which step; None: the newest.
         """
         if step is None:
-            members = Members(self._mesh or find_current_mesh(), "Checkpointer.load")
+            call = "Checkpointer.load"
+            members = Members(mesh_of(state, self._mesh, call), call)
             step = members.first_does(self.latest)
         if step is None:
             return None

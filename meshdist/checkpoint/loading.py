@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -32,8 +32,8 @@ from .manifest import Manifest
 from .members import Members
 from .opened import OpenArrays, read_manifest
 from .pieces import SMALL, own_parts, whole_box
-from .saving import agreed_entries, checked_path, read_state
-from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of, find_mesh
+from .saving import agreed_entries, checked_path, mesh_of, read_state
+from .trees import EachRanks, StateArray, Tree, axes_told, entries_of, facts_of
 
 __all__ = ["load"]
 
@@ -77,7 +77,7 @@ def load(
 
     Raises:
         CheckpointError: no checkpoint, or it is damaged; names that it lacks; a disk that fails:
-            then the state is undefined.
+            then the state is undefined, as where an object's ``load_state_dict`` raises on a rank.
         ShapeError: an array has another shape there. DtypeError: another dtype.
         AgreementError: ranks call otherwise. ArgumentError: ``only`` fits no name.
 
@@ -93,10 +93,7 @@ def load(
         [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
     """
     call = "checkpoint.load"
-    arrays: Collection[Any] = ()
-    if isinstance(state, Mapping):
-        arrays = read_state(call, state, mesh)[0].arrays.values()
-    members = Members(mesh or find_mesh(arrays), call)
+    members = Members(mesh_of(state, mesh, call), call)
     folder, manifest = members.first_does(lambda: read_manifest(checked_path(call, path)))
     tree, error = read_state(call, state, mesh, manifest)
     values: dict[str, Any] = {}
@@ -123,7 +120,8 @@ def load(
     for name, leaf in tree.leaves.items():
         leaf.owner[leaf.key] = values[name]
     if hasattr(state, "was_loaded"):
-        state.was_loaded([*tree.arrays, *tree.leaves], source, members)
+        names = [*tree.arrays, *tree.leaves]
+        members.all_do(lambda: state.was_loaded(names, source, members))
     return state
 
 

@@ -144,6 +144,11 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
     return job
 
 
+def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
+    """Return the mesh of the ranks that take part: as named, or in force, or of the arrays."""
+    return mesh or find_mesh(read_state(call, state, None)[0].arrays.values())
+
+
 def read_state(
     call: str, state: Any, mesh: DeviceMesh | None, saved: Manifest | None = None
 ) -> tuple[Tree, Exception | None]:

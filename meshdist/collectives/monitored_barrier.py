@@ -129,7 +129,7 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
     )
     outcome = barrier.wait()
     came = [rank for rank in ranks if rank not in outcome.absent]
-    registry.finish(f"{prefix}/{number}", came)
+    registry.presence.finish(f"{prefix}/{number}", came)
     if outcome.failure:
         raise _timed_out(group.world, ranks, outcome, where, names_all)
 

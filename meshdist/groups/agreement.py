@@ -327,8 +327,11 @@ class _PendingAgreement:
             looks.take(partial(self._look_at, counted))
 
     def _look_at(self, counted: HeadCount) -> None:
-        """Write the outcome if missing members have ended, or surely wait in another agreement."""
+        """Write the outcome if all have come, or missing members cannot come any more."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
+        if not missing and counted is self._all:  # the last may have ended before it concluded
+            self._conclude()
+            return
         if self.endings.find_all(missing):
             ended = self.endings.find_all(self._find_missing(counted))
             # In this order: a member may come and end meanwhile.

@@ -25,8 +25,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from ..bootstrap.bounded_store import await_key, find_value, read_json, read_number, within
-from ..bootstrap.head_counts import head_count_of
+from ..bootstrap.bounded_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
 from ..checking.call_words import CallWords
 from ..checking.header_table import HeaderTable
@@ -34,7 +33,7 @@ from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..errors import AgreementError, MeshdistError, StoreError
 from ..launching.questions import Answerer
-from ..runtime.deadlines import Deadline, Grace, Looks, wait_until
+from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import (
     DESTROYED,
     call_at_end,
@@ -53,12 +52,12 @@ from .host_comparison import (
     HeaderTables,
     HostComparison,
     HostComparisons,
-    key_of_all,
     parse_abort,
     parse_disagreement,
     reason_of,
 )
 from .matching import Matching
+from .presence import Presence, key_of_opened
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
@@ -66,7 +65,6 @@ __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 _log = logging.getLogger("meshdist.groups")
 _making = threading.Lock()
 _PATIENCE = timedelta(seconds=5)
-_DONE = timedelta(seconds=30)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01
 _COLLECTED_S = 1.0
@@ -136,6 +134,7 @@ class Registry:
         """Calls that go through the store instead of a communicator."""
         self.header_tables = HeaderTables(world)
         self.endings = Endings(world)
+        self.presence = Presence(world, self.endings)
         self.guard: JoinContext | None = None
         """The join context by which ranks without data answer calls, while this rank may join."""
         self.look: Callable[[], None] | None = None
@@ -191,7 +190,9 @@ class Registry:
             has_failed = False
         finally:
             for each in made:
-                patience = self._patience_of_server() or (_PATIENCE if each.opened else None)
+                patience = self.presence.patience_of_server() or (
+                    _PATIENCE if each.opened else None
+                )
                 self._finish_opening(each, None if has_failed else patience)
             agreed = {label for each in made for label in each.shared.values()}
             with self._lock:
@@ -225,39 +226,18 @@ class Registry:
                     communicator.users[id(group)] = lambda: group
         return any(id(group) in communicator.users for communicator in opened)
 
-    def _patience_of_server(self) -> timedelta | None:
-        """Return the time to wait for others that need the store here; None without waiting."""
-        return _DONE if self.world.server == self.world.rank else None
-
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
         """Wait for the other members; find which communicators are seen by all of theirs."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
         with suppress(StoreError):  # the next call that needs it says so
-            are_open = self._count(f"{agreement.name}/opened", members, patience)
+            are_open = self.presence.count(key_of_opened(agreement), members, patience)
             for opened in agreement.opened if are_open else ():
                 table = opened.header_table
                 if opened.communicator.on_stream and table is not None and table.sees_all():
                     is_blind = find_value(world.store, f"{opened.label}/blind") is not None
                     opened.sees_all_calls = not is_blind
-
-    def finish(self, call: str, members: Collection[int]) -> None:
-        """Note in the store that ``call`` is over here; the store's server waits for
-        ``members``."""
-        # On the rank whose process serves the store this returns once all have come here, or cannot
-        # come any more: it may end right after the call. It deletes a key for each 60 members.
-        world, key = self.world, f"{call}/finished"
-        came_late = world.rank not in members  # when the call had ended for them
-        if world.server is None or not world.has_processes or len(members) < 2 or came_late:
-            return
-        with suppress(StoreError):  # the next call that needs it says so
-            patience = self._patience_of_server()
-            self._count(key, tuple(sorted(members)), patience)
-            if patience is not None:
-                names = head_count_of(tuple(sorted(members)), world.hosts).names()
-                for old in (key_of_all(key), *(f"{key}/{name}" for name in names)):
-                    world.store.delete_key(old)
 
     def acquire(
         self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
@@ -459,28 +439,9 @@ class Registry:
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
         """Compare the last calls across hosts; return an error that the program has not seen."""
         compared = [each.comparison for each in opened if each.comparison and each.comparison.last]
-        return self._comparisons.compare_at_end(compared, self.aborts, self._count, self.find_abort)
-
-    def _count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank, and return whether all ``members`` come within ``patience``."""
-        # Where a member of this host is seen to have ended, none waits any more.
-        store, all_key, rank = self.world.store, key_of_all(key), self.world.rank
-        counts = head_count_of(members, self.world.hosts)
-        num_come, is_last = counts.count(store.add, key, rank)
-        if is_last:
-            store.set(all_key, "")
-            return True
-        if not patience:
-            return False
-
-        def look() -> None:
-            absent = counts.block_of(rank).find_absent(partial(read_number, store), [key])
-            if self.endings.find_all(absent):
-                store.set(all_key, "")
-
-        looks = Looks(len(members), num_come)
-        limit = Grace(min(patience, self.world.timeout or patience))
-        return await_key(store, all_key, limit, lambda: looks.take(look))
+        return self._comparisons.compare_at_end(
+            compared, self.aborts, self.presence.count, self.find_abort
+        )
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

@@ -363,7 +363,10 @@ class ProcessGroup(VerbMethods):
                 agreed = known or agree(*told, timeout, offers=offers, lack=lack)
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
-        opening = self._opening(label, device_type, timeout)
+        opening = replace(
+            self._opening(label, device_type, timeout),
+            check_present=registry.presence.make_check(agreement, self.ranks),
+        )
         with self._explained_opening(wire):
             try:
                 opened = registry.acquire(wire, opening, agreement, label, self)

@@ -42,6 +42,8 @@ class Opening:
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where that is not known.
+        check_present: called now and then while members connect; raises WireFailure where one of
+            them has ended before that.
         look: called now and then, by a wire that does not compare calls, while a caller waits;
             raises WireFailure where that is in vain. None where calls are not compared for it.
     """
@@ -57,6 +59,7 @@ class Opening:
     name: str = ""
     num_local: int = 1
     hosts: tuple[int, ...] = ()
+    check_present: Callable[[], None] = lambda: None
     look: Callable[[], None] | None = None
 
     def below(self, prefix: str, **changes: Any) -> Opening:

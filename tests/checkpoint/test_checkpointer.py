@@ -168,3 +168,20 @@ def test_a_part_of_the_world_saves_under_its_mesh(tmp_path: Path) -> None:
             return checkpoints.load({"x": torch.zeros(2)})
 
     assert md.simulate(on_part, 3) == [4, 4, None]
+
+
+def test_the_ranks_of_the_arrays_take_part_alone(tmp_path: Path) -> None:
+    def program() -> tuple[int | None, Any] | None:
+        mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
+        pair = md.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        if mesh.get_rank() == 2:
+            return None  # it calls nothing
+        x = md.full((4,), 3.0, sharding=md.NamedSharding(pair, md.P("tp")))
+        checkpoints = md.checkpoint.Checkpointer(tmp_path)
+        checkpoints.save({"x": x}, 1)
+        state = md.checkpoint.State(x=x)
+        checkpoints.save(state, 2)
+        x.local.zero_()
+        return checkpoints.load(state), x.local.tolist()
+
+    assert md.simulate(program, 3) == [(2, [3.0, 3.0])] * 2 + [None]

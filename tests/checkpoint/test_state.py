@@ -476,3 +476,27 @@ def test_another_bit_generator_of_numpy_is_refused(tmp_path: Path) -> None:
         np.random.set_bit_generator(former)
     assert caught.value.summary == "State cannot save NumPy's global generator"
     assert caught.value.found == "PCG64"
+
+
+class Fails:
+    """An object whose state one rank cannot take."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if md.get_rank() == 1:
+            raise ValueError(f"cannot take {state['number']}")
+
+
+def test_an_object_that_fails_on_a_rank_fails_on_all(tmp_path: Path) -> None:
+    def program() -> str:
+        state = md.checkpoint.State(fails=Fails(), rng=False)
+        md.checkpoint.save(state, tmp_path / "saved")
+        with pytest.raises(md.errors.CheckpointError) as caught:
+            md.checkpoint.load(state, tmp_path / "saved")
+        assert isinstance(caught.value.__cause__, ValueError) == (md.get_rank() == 1)
+        return str(caught.value)
+
+    text = "checkpoint.load: ValueError: cannot take 1\n  where:    rank 1"
+    assert md.simulate(program, 3) == [text] * 3

@@ -7,18 +7,22 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
 from torch.distributed import DebugLevel, ProcessGroupGloo, distributed_c10d
 
+from ...bootstrap.bounded_store import looking
 from ...error_text import first_line, ranks_text
+from ...runtime.bounded_calls import BoundedCall
 from ...runtime.hosts import num_cores
 from ..communicator import Communicator
-from ..operations import WireFailure, failure_of, plain_text
+from ..operations import WireFailure, WireRefused, WireTimeout, failure_of, plain_text
 from ..registry import Opening, Wire, find_wire, register_wire
 from .communicator import C10dCommunicator
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
@@ -36,6 +40,7 @@ __all__ = [
     "adopt_torch_backends",
 ]
 
+_GIVING_UP = timedelta(seconds=5)  # so much later than Gloo, which says what is missing
 _CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
 
 
@@ -106,13 +111,23 @@ class GlooWire(Wire):
         try:
             devices = agreed_devices(opening)
             options._devices = devices.made
-            with devices.hearing():
-                group = kind(opening.store, opening.rank, len(opening.ranks), options)
+
+            def connect() -> Any:
+                with devices.hearing(), looking(opening.check_present):
+                    return kind(opening.store, opening.rank, len(opening.ranks), options)
+
+            # Gloo waits for a member that has ended as for any other: its thread is left behind.
+            connecting = BoundedCall(partial(copy_context().run, connect), "connect")
+            group = connecting.wait(opening.timeout + _GIVING_UP, opening.check_present)
             options._timeout = opening.timeout
-        except RuntimeError as error:
+        except TimeoutError:
+            raise WireTimeout.after(opening.timeout) from None
+        except WireRefused:
+            raise
+        except (RuntimeError, WireFailure) as error:
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
-            raise failure_of(error) from None
+            raise (failure_of(error) if isinstance(error, RuntimeError) else error) from None
         return GlooCommunicator(
             self.name,
             opening.rank,

@@ -13,12 +13,10 @@ others, whatever level they wait on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import ClassVar
 
 import torch
-from torch.distributed import Store
 
 from ...reduce_ops import ReduceKind
 from ...runtime.deadlines import Deadline, wait_until
@@ -206,7 +204,7 @@ class HierarchicalWire(Wire):
                 refusal = str(refused)
         gloo, across = get_wire("gloo"), None
         try:
-            _agree(opening.store, places, refusal, opening.timeout)
+            _agree(opening, places, refusal)
             if places.local < places.num_owners:
                 owners = tuple(members[places.local] for members in places.members)
                 across = gloo.open(_among(opening, f"owners {places.local}", owners))
@@ -233,12 +231,13 @@ def _among(
     )
 
 
-def _agree(store: Store, places: HostPlaces, refusal: str, timeout: timedelta) -> None:
+def _agree(opening: Opening, places: HostPlaces, refusal: str) -> None:
     """Return when all hosts can share memory; raise on every member where a host cannot."""
+    store, deadline = opening.store, Deadline(opening.timeout)
     if places.local == 0:
         store.set(f"host {places.host} says", refusal or "yes")
     keys = [f"host {host} says" for host in range(len(places.members))]
-    if not wait_until(partial(store.check, keys), Deadline(timeout)):
+    if not wait_until(partial(store.check, keys), deadline, opening.check_present):
         raise WireTimeout("a host did not come")
     if refusals := [said.decode() for said in store.multi_get(keys) if said != b"yes"]:
         raise WireRefused("; ".join(refusals))

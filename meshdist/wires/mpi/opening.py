@@ -255,7 +255,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
     store = opening.store
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
-    if not wait_until(lambda: store.check(keys), Deadline(opening.timeout)):
+    if not wait_until(lambda: store.check(keys), Deadline(opening.timeout), opening.check_present):
         raise WireTimeout("a member did not come to open its connection")
     try:
         return read_jsons(store, keys, parse_member)

@@ -280,7 +280,8 @@ def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared],
 
     seconds = opening.timeout.total_seconds()
     try:
-        share(opening.store, opening.rank, opening.ranks, make, attach_and_close, seconds)
+        of_group = opening.store, opening.rank, opening.ranks
+        share(*of_group, make, attach_and_close, seconds, opening.check_present)
     except BaseException:
         made.clear()  # nothing of it stays, however long the error is kept
         raise

@@ -55,6 +55,7 @@ def share(
     make_memory: Callable[[], int],
     attach: Callable[[Shared], None],
     timeout_s: float,
+    check_present: Callable[[], None] = lambda: None,
 ) -> None:
     """Share memory among the members of one group; return when all of them have attached to it.
 
@@ -65,12 +66,14 @@ def share(
         make_memory: makes the memory and returns its open file; called on the first member.
         attach: begins to use it; called on every member. Raises OSError, MemoryError or
             RuntimeError where it cannot.
+        check_present: raises WireFailure where a member has ended before it came.
     """
     try:
         with ExitStack() as stack:  # what is still open is closed when the reason is known to all
             try:
                 deadline = Grace(timeout_s + (_GRACE_S if rank else 0.0))
-                member = _Member(store, rank, ranks, make_memory, attach, deadline, stack)
+                of_group = store, rank, ranks, make_memory, attach, check_present
+                member = _Member(*of_group, deadline, stack)
                 if rank == 0:
                     member.lead()
                 else:
@@ -91,6 +94,7 @@ class _Member:
     ranks: Sequence[int]
     make_memory: Callable[[], int]
     attach: Callable[[Shared], None]
+    check_present: Callable[[], None]
     deadline: Deadline
     stack: ExitStack
     next_look: Deadline = field(default_factory=lambda: Grace(_SLICE_S))  # into the store
@@ -178,6 +182,7 @@ class _Member:
             for socket_ in sockets:
                 selector.register(socket_, selectors.EVENT_READ)
             ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(_SLICE_S)]
+        self._look()
         if self.next_look.is_over:  # another member may have written its trouble to the store
             self.next_look = Grace(_SLICE_S)
             if self.store.check([_TROUBLE]):
@@ -188,12 +193,19 @@ class _Member:
         return ready
 
     def _await_address(self) -> str:
-        if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline):
+        if not wait_until(lambda: self.store.check([_ADDRESS]), self.deadline, self._look):
             raise _Trouble("late", f"rank {self.ranks[0]} did not come to share memory")
         address = self.store.get(_ADDRESS).decode(errors="replace")
         if not address:  # its reason is in the store
             raise _Trouble("left", f"rank {self.ranks[0]} has made no memory")
         return address
+
+    def _look(self) -> None:
+        """Raise where a member that is waited for has ended."""
+        try:
+            self.check_present()
+        except WireFailure as gone:
+            raise _Trouble("left", str(gone)) from None
 
 
 @contextmanager
