@@ -5,6 +5,7 @@
 #   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
 #   ENGINES      of engines: which (default: all, and then the report is written)
+#   MUTANTS_ARGS of mutants: such as --workers 4, --again, --against OLD.json
 #   WIRE, COUNT, LOOPS, EXITS, SEED   of soak-faults: over what (shm, gloo, mpi; hosts: two, made of
 #                namespaces), how many faults, faults in programs of join contexts and models,
 #                and exits, drawn from what
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint test quick soak soak-faults torch-conformance trainers engines sanitize bench docs wheels newcomer torch-versions clean
+.PHONY: help demo lint test quick soak soak-faults torch-conformance trainers engines mutants sanitize bench docs wheels newcomer torch-versions clean
 
 help: ## show this list
 	@echo "meshdist: N-D parallel programs on a named device mesh"
@@ -62,6 +63,9 @@ trainers: $(VENV)/.installed-test $(VENV)/.installed-trainers ## accelerate, Lig
 
 engines: $(VENV)/.installed-test ## the programs of docs/engines.md, each under its engine; see packaging/engines.md
 	$(BIN)/python packaging/engines.py $(ENGINES)
+
+mutants: $(VENV)/.installed-test ## 200 small faults in copies of the checkout, which tests must catch; see packaging/mutants.md
+	$(BIN)/python packaging/mutants.py --seed $(SEED) $(MUTANTS_ARGS)
 
 sanitize: $(VENV)/.installed-test ## the native core under ThreadSanitizer and AddressSanitizer
 	@mkdir -p build; set -e; for kind in thread address,undefined; do \

@@ -39,9 +39,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         """,
         "pages, examples and the checkout": """
             examples test_a_new_verb.py test_benchmarks.py test_compiled_names.py test_docs.py
-            test_in_a_notebook.py test_misuse_page.py test_packaging.py test_readme.py
-            test_scale_page.py test_trainers.py test_tutorial.py test_user_programs.py
-            test_verbs_page.py
+            test_in_a_notebook.py test_misuse_page.py test_mutants.py test_packaging.py
+            test_readme.py test_scale_page.py test_trainers.py test_tutorial.py
+            test_user_programs.py test_verbs_page.py
         """,
         "models that train for many steps, are compiled, or stand beside torch's": """
             collectives/test_marks.py ddp/comm_hooks ddp/test_compiled.py
