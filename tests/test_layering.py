@@ -41,6 +41,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {
         "runtime": (
             "whole_numbers",
+            "module_locks",
             "hosts",
             "deadlines",
             "bounded_calls",

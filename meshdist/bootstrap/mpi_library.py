@@ -19,7 +19,6 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,6 +32,7 @@ from ..errors import RendezvousError
 from ..launching.child_processes import remove_after
 from ..launching.rank_environment import find_mpiexec
 from ..runtime.hosts import process_start, read_process
+from ..runtime.module_locks import ModuleLock
 from ..runtime.whole_numbers import find_whole_number
 from .environments import Surroundings
 from .stores import TCPStore, bind_listener, connect_store, serve_store
@@ -164,7 +164,7 @@ def load_mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
-_starting = threading.Lock()
+_starting = ModuleLock()
 _HANDLERS = {"exception": "ERRORS_RETURN", "abort": "ERRORS_ABORT", "fatal": "ERRORS_ARE_FATAL"}
 _loaded_here: list[int] = []
 """The process in which mpi4py was loaded without an end of MPI of its own."""

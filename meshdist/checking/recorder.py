@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any
 
+from ..runtime.module_locks import ModuleLock
 from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
 from .program import is_between, program_frame, stack_above
@@ -20,7 +20,7 @@ FORGOTTEN = "its call is no longer known"
 """The text for a call that is not kept any more."""
 
 _moments = memoryview(bytearray(8)).cast("Q")  # one number, which the core counts on, too
-_making = Lock()
+_making = ModuleLock()
 _NO_STACK: Sequence[str] = ()
 _SEQUENCE, _MOMENT, _NUM_NOTES = range(3)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import product
@@ -22,6 +21,7 @@ from ..error_text import first_texts, ranks_text
 from ..errors import ArgumentError, DtypeError, GradientError
 from ..groups.process_group import GroupLike, resolve_group
 from ..reduce_ops import ReduceOp
+from ..runtime.module_locks import ModuleLock
 from ..wires.work import Work
 from .bucket_layout import bucket_caps
 from .replicas import check_equal_lines, tensor_line
@@ -31,7 +31,7 @@ __all__ = ["GradientBuckets"]
 _NAMESPACE = "meshdist"
 """Where classes are registered, so that programs and other libraries see no difference."""
 
-_registering = threading.Lock()
+_registering = ModuleLock()
 
 
 def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree.PyTreeSpec]:

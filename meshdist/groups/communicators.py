@@ -43,6 +43,7 @@ from ..runtime.hosts import (
     find_last_exception,
     is_ending_by_exception,
 )
+from ..runtime.module_locks import ModuleLock
 from ..wires.communicator import Communicator
 from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
@@ -63,7 +64,7 @@ from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 __all__ = ["OpenCommunicator", "Registry", "get_registry"]
 
 _log = logging.getLogger("meshdist.groups")
-_making = threading.Lock()
+_making = ModuleLock()
 _PATIENCE = timedelta(seconds=5)
 _RECEIPTS_S = 1.0
 _NOTING_S = 0.01

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
@@ -25,6 +24,7 @@ from ..bootstrap.world import find_world
 from ..checking.program import never_nested
 from ..errors import BackendError, WorldError
 from ..runtime.deadlines import Deadline
+from ..runtime.module_locks import ModuleLock
 from ..runtime.torch_worlds import isolate_names
 from ..wires import capabilities as capabilities  # all wires register themselves
 from ..wires.registry import Opening, get_wire
@@ -157,7 +157,7 @@ def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[S
 # meanwhile: a hundredth of these questions may take 5 s. So all groups of a process that are open
 # over one server share one connection, and 100 groups on 4 ranks ask for 4 names, not for 800.
 _connections: WeakValueDictionary[tuple[int, str, int], _Connection] = WeakValueDictionary()
-_sharing = threading.Lock()
+_sharing = ModuleLock()
 
 
 class _Connection:

@@ -10,7 +10,6 @@ up earlier goes straight to the core, and is refused when the core asks for ``fo
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from ..error_text import explain
 from ..errors import AxisTypeError, VaryingNumberWarning
 from ..functional.axis_types import ATTRIBUTE, kinds_in, shown
 from ..mesh.device_mesh import DeviceMesh
+from ..runtime.module_locks import ModuleLock
 from .context import ContextMode, find_context, tensors_in
 from .refusals import tensor_text, type_of, where
 from .torch_functions import LINEARITY, TorchFunction
@@ -148,7 +148,7 @@ def _swapped(given: Any, swaps: Mapping[Any, torch.Tensor], length: int) -> Any:
     return given
 
 
-_changing = threading.Lock()
+_changing = ModuleLock()
 _num_open = 0
 
 

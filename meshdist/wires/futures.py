@@ -27,6 +27,7 @@ import torch
 
 from ..error_text import without_frames
 from ..errors import BackendError
+from ..runtime.module_locks import ModuleLock
 
 _here = threading.local()
 
@@ -280,7 +281,7 @@ def _forget_watcher() -> None:
 os.register_at_fork(after_in_child=_forget_watcher)
 
 
-_collecting = threading.Lock()
+_collecting = ModuleLock()
 _num_collecting = 0
 _torchs_collect_all = torch._C._collect_all
 

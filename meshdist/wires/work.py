@@ -19,6 +19,7 @@ from ..checking.program import end_here, is_nested, run_unnested, under_way
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
+from ..runtime.module_locks import ModuleLock
 from .futures import WorkFuture, find_deferral, get_watcher
 from .operations import Operation, WireFailure, WireTimeout
 from .simulated.scheduler import find_rank_here
@@ -490,7 +491,7 @@ class StartedWork(Work):
         return self.__reduce_ex__(protocol)
 
 
-_unfolding = threading.RLock()  # a signal's handler may ask for another Work meanwhile
+_unfolding = ModuleLock(threading.RLock)  # a signal's handler may ask for another Work meanwhile
 
 
 def _unfold(work: StartedWork) -> None:

@@ -14,9 +14,10 @@ from ..bootstrap.stores import HashStore
 from ..bootstrap.world import find_unjoined_place, find_world, join_by
 from ..checking.program import call_site, show_site
 from ..errors import WorldError
+from ..runtime.module_locks import ModuleLock
 from .initialization import end_orphan, init_process_group
 
-_joining = threading.RLock()
+_joining = ModuleLock(threading.RLock)
 """Lets one thread join; others that touch the world meanwhile find it made."""
 
 

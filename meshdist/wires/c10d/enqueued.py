@@ -151,7 +151,7 @@ class EnqueuedWork(Operation):
     def wait(self, seconds: float) -> int:
         """Let the current stream wait for the work; return 0, or 1 if ``finish`` must raise."""
         communicator = self.communicator
-        if communicator.is_aborted:
+        if communicator.is_failing:
             return 1
         try:
             self.work.wait()
@@ -159,7 +159,7 @@ class EnqueuedWork(Operation):
             if is_of_handler(error):
                 raise
             return 1
-        if communicator.is_aborted:
+        if communicator.is_failing:
             return 1
         if (then := self.then) is not None:  # as ``complete``, in a frame less
             self.then = refuse_to_complete
@@ -223,6 +223,11 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._last_call: BoundedCall | None = None
         keep_thread()
         watch(self)
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether it is aborted, or will be once a failure has been explained."""
+        return self.is_aborted or self._failing.locked()
 
     def connect(self, device: torch.device) -> None:
         if self._device is not None:
@@ -385,10 +390,12 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
         """Raise where a work was cut off."""
-        if not self.is_aborted or outcome.is_good:
+        if not self.is_failing or outcome.is_good:
             return
         with self._failing:  # the watchdog may be about to say why
             pass
+        if not self.is_aborted:  # another thread has only taken the error
+            return
         error = outcome.error
         if error is None:
             raise WireAborted("aborted while it was on the device")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from ...bootstrap.bounded_store import looking
 from ...error_text import first_line, ranks_text
 from ...runtime.bounded_calls import BoundedCall
 from ...runtime.hosts import num_cores
+from ...runtime.module_locks import ModuleLock
 from ..communicator import Communicator
 from ..operations import WireFailure, WireRefused, WireTimeout, failure_of, plain_text
 from ..registry import Opening, Wire, find_wire, register_wire
@@ -232,7 +232,7 @@ class NcclWire(XcclWire):
             return kind(*arguments)
 
 
-_changing = threading.Lock()
+_changing = ModuleLock()
 
 _LEFT_TO_US = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

@@ -287,6 +287,28 @@ def test_nobody_need_wait_for_what_is_late(device: Device) -> None:
     assert communicator.take_error() is None  # it was raised
 
 
+def test_a_wait_while_a_failure_is_explained_raises_it(device: Device) -> None:
+    device.holds = True
+    communicator = opened()
+    is_explaining, goes_on = threading.Event(), threading.Event()
+
+    def tell(failure: WireFailure, note: int | None) -> Exception:
+        is_explaining.set()
+        assert goes_on.wait(10.0)
+        return explain(failure, 0)
+
+    communicator.watch(tell)
+    failed = work_of(all_reduce(communicator, timeout=SHORT))
+    other = work_of(all_reduce(communicator))
+    assert is_explaining.wait(10.0)
+    assert not communicator.is_aborted
+    threading.Timer(0.2, goes_on.set).start()
+    with pytest.raises(CollectiveTimeoutError, match=r"explained: not finished after 0.3 s"):
+        failed.wait()
+    with pytest.raises(BackendError, match="aborted while it was on the device"):
+        other.wait()
+
+
 def test_a_verbs_own_timeout_is_its_bound(device: Device) -> None:
     device.holds = True
     communicator = opened()
