@@ -49,10 +49,8 @@ import time
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -61,7 +59,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from mutations import PACKAGE, ROOT, Site, all_sites, digest, draw, mutated, room_of
 
-MARK = "MESHDIST_MUTANT_RUN"
 STEPS = ("room", "named", "folder", "rest")
 MOST_NAMED = 8
 OF_THIS = "test_mutants.py"
@@ -154,7 +151,7 @@ def become_pytest(folder: Path, arguments: Sequence[str], output: Path) -> None:
     os.chdir(folder)
     os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD")
     scratch = str(output.parent / "tmp")
-    os.environ |= {"PYTHONPATH": str(folder), "TMPDIR": scratch, MARK: output.parent.name}
+    os.environ |= {"PYTHONPATH": str(folder), "TMPDIR": scratch}
     tempfile.tempdir = None
     sys.meta_path[:] = [it for it in sys.meta_path if PACKAGE not in type(it).__module__]
     here = str(Path(__file__).parent)
@@ -175,11 +172,13 @@ def become_pytest(folder: Path, arguments: Sequence[str], output: Path) -> None:
     os._exit(code)
 
 
-def end_marked(mark: str) -> None:
-    """End the processes whose environment has the run's mark."""
+def end_processes_of(folder: Path) -> None:
+    """End the processes whose command or environment names a folder: those that its tests left."""
+    name = os.fsencode(folder)
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"{MARK}={mark}".encode() in (path / "environ").read_bytes().split(b"\0"):
+            known = (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
+            if name in known and int(path.name) != os.getpid():
                 os.kill(int(path.name), signal.SIGKILL)
 
 
@@ -209,7 +208,7 @@ def run_tests(
             os.killpg(pid, signal.SIGKILL)
         if code is None:
             os.waitpid(pid, 0)
-        end_marked(folder.parent.name)
+        end_processes_of(folder.parent)
         shutil.rmtree(folder.parent / "tmp", ignore_errors=True)
         shutil.rmtree(folder / ".hypothesis", ignore_errors=True)
     return code, output.read_text(errors="replace")
@@ -274,6 +273,7 @@ def examine(site: Site, step: str, options: argparse.Namespace) -> dict[str, Any
         here.bad.add(failed)
         verdict, failed = "missed", ""
     return {
+        "name": site.name,
         "verdict": verdict,
         "step": step,
         "test": failed,
@@ -286,6 +286,14 @@ def find_again(rows: Sequence[dict[str, Any]]) -> tuple[list[Site], list[str]]:
     known = {site.name: site for site in all_sites()}
     names = [row["name"] for row in rows]
     return [known[name] for name in names if name in known], [it for it in names if it not in known]
+
+
+def new_row(site: Site) -> dict[str, Any]:
+    """Return what the verdicts have of a mutant that has met no test."""
+    return {"name": site.name, "file": site.file, "function": site.function} | {
+        "was": site.was,
+        "now": site.now,
+    }
 
 
 def steps_left(row: dict[str, Any]) -> Iterator[str]:
@@ -327,19 +335,17 @@ def run_all(rows: dict[str, dict[str, Any]], sites: list[Site], options: Any) ->
     base = Path(tempfile.mkdtemp(prefix="mu"))
     fork = multiprocessing.get_context("fork")
     try:
-        with ProcessPoolExecutor(options.workers, fork, Copy.begin, (base,)) as pool:
+        with fork.Pool(options.workers, Copy.begin, (base,)) as pool:
             for step in STEPS:
                 left = [site for site in sites if step in steps_left(rows[site.name])]
-                jobs = {pool.submit(examine, site, step, options): site for site in left}
-                for number, job in enumerate(as_completed(jobs), 1):
-                    rows[jobs[job].name].update(job.result())
-                    row = rows[jobs[job].name]
+                examined = pool.imap_unordered(partial(examine, step=step, options=options), left)
+                for number, row in enumerate(examined, 1):
+                    rows[row["name"]].update(row)
                     options.verdicts.write_text(json.dumps([*rows.values()], indent=1) + "\n")
                     state = f"{row['verdict']} {row['seconds']} s {row['test']}"
                     print(f"{step} {number}/{len(left)} {row['name']}: {state}", flush=True)
     finally:
-        for folder in base.glob("*"):
-            end_marked(folder.name)
+        end_processes_of(base)
         shutil.rmtree(base, ignore_errors=True)
 
 
@@ -363,7 +369,7 @@ def main() -> int:
         options.verdicts = ROOT / "build" / "mutants.json"
     known = json.loads(options.verdicts.read_text()) if options.verdicts.exists() else []
     before = {row["name"]: row for row in known}
-    rows = {site.name: before.get(site.name, {"name": site.name, **asdict(site)}) for site in sites}
+    rows = {site.name: before.get(site.name, new_row(site)) for site in sites}
     for row in rows.values():
         if options.again and row.get("verdict") not in CAUGHT:
             row.pop("step", None)

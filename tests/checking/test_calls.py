@@ -193,6 +193,12 @@ def test_headers_are_equal_where_calls_may_differ() -> None:
     assert lists[0] != lists[1]
 
 
+def test_headers_of_lists_differ_where_any_of_their_tensors_does() -> None:
+    wider: Data = (torch.Size([4]), torch.float32)
+    lists: list[Data] = [(X,), (X, X), (X, Y), (X, wider), (X, X, X)]
+    assert len({Call("all_reduce_coalesced", data, 0).header for data in lists}) == len(lists)
+
+
 def test_messages_fit_by_dtype_count_and_kind() -> None:
     x = torch.ones(2, 3)
     mine = get_message("send", x, 1, 0).fingerprint

@@ -223,6 +223,25 @@ def test_the_whole_table(
     assert "BAND, BOR, BXOR integers, unsigned, bool - floating, complex, float8" in shown
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_rows_of_mpi_say_what_the_library_does(is_whole: bool) -> None:
+    found = {"library": "Some MPI 1.0", "standard": "4.0", "mpiexec": "/bin/mpiexec"}
+    facts = {"threads": "MULTIPLE", "cuda_aware": is_whole, "large_counts": is_whole}
+    assert doctor._mpi_rows({**found, **facts}) == [
+        ("library", "Some MPI 1.0, MPI 4.0"),
+        ("mpiexec", "/bin/mpiexec"),
+        ("threads", "MULTIPLE"),
+        ("CUDA memory", "taken as it is" if is_whole else "by way of host memory"),
+        (
+            "counts above 2^31",
+            "by calls of its own" if is_whole else "by datatypes made for them",
+        ),
+    ]
+    poor = dict(doctor._mpi_rows({**found, **facts, "mpiexec": None, "threads": "SINGLE"}))
+    assert poor["mpiexec"].startswith("none\nfix: pip install")
+    assert poor["threads"] == "SINGLE, and meshdist needs MULTIPLE"
+
+
 def test_everything_as_json(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--no-check", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -250,3 +269,4 @@ def test_a_torch_that_does_not_load(words: list[str], tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (1, "")
     assert "torch does not load: OSError: no libcudart.so" in done.stdout
+    assert ("fix" in done.stdout and "pip install torch" in done.stdout) == (not words)

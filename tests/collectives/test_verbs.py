@@ -406,6 +406,7 @@ REFUSED = [
         ValueError,
         "cannot reduce complex64 with MAX",
     ),
+    (lambda: md.all_reduce(X, async_op="no"), TypeError, "async_op must be True or False"),
     (lambda: md.all_reduce(X, group="tp"), TypeError, "'tp' is not a group"),
     (
         lambda: md.all_reduce(X, group="tp"),

@@ -232,6 +232,7 @@ def test_a_drawing_has_no_colors_unless_asked(monkeypatch):
     colored = draw(layout, highlight_rank=1, color=True)
     assert "\x1b[" in colored
     assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == plain
+    assert re.findall(r"\x1b\[1;7m *(.*?) *\x1b", colored) == ["[1]"]
     hosts = draw(layout, hosts=["a", "a", "b", "b"], color=True)
     assert "\x1b[36m" in hosts
     assert "\x1b[35m" in hosts

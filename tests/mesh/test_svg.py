@@ -52,6 +52,14 @@ def test_svg_of_a_large_mesh_stays_small_and_inside_its_box(shape):
         assert float(box.get("y")) + float(box.get("height")) <= height
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 2, 2), (8, 8, 8, 8)])
+def test_no_cell_of_an_svg_lies_on_another(shape):
+    root = ElementTree.fromstring(draw_svg(Layout.from_shape(shape, NAMES[: len(shape)])))
+    boxes = [group.find(f"{SVG}rect") for group in root.iter(f"{SVG}g")]
+    places = [(box.get("x"), box.get("y")) for box in boxes]
+    assert len(places) == len({*places}) >= 16
+
+
 def test_svg_escapes_what_hosts_are_called():
     svg = draw_svg(Layout.from_shape((2,)), hosts=["<a&b>", '"c"'])
     texts = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]

@@ -119,6 +119,25 @@ def test_lists_packed_and_blocks_exchanged(pool: Pool) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "total", "mean"),
+    [
+        (torch.float32, [6.0, -9.0, 1.5], [1.5, -2.25, 0.375]),
+        (torch.complex64, [4 + 8j], [1 + 2j]),
+        (torch.int8, [7, -7, 8, -128], [1, -1, 2, -32]),
+        (torch.int64, [-(2**62) - 1, 3], [-(2**60), 0]),
+        (torch.uint64, [2**64 - 1, 7], [2**62 - 1, 1]),
+    ],
+    ids=str,
+)
+def test_means_of_whole_numbers_are_rounded_toward_zero(
+    dtype: torch.dtype, total: list[complex], mean: list[complex]
+) -> None:
+    x = torch.tensor(total, dtype=dtype)
+    built_verbs.divide(x, 4)
+    assert x.dtype is dtype and x.tolist() == mean
+
+
 def test_what_torch_cannot_reduce_is_refused_before_anything_is_sent() -> None:
     wire, x = Bare(_nothing()), torch.zeros(2, dtype=torch.float4_e2m1fn_x2)
     with pytest.raises(md.DtypeError) as caught:

@@ -16,6 +16,7 @@ from meshdist.wires.operations import (
     Operation,
     WireFailure,
     WireTimeout,
+    followed,
 )
 
 SECONDS = timedelta(seconds=9)
@@ -59,6 +60,17 @@ def test_a_chain_finishes_its_parts_in_one_timeout_and_then_acts_once() -> None:
     assert SECONDS >= first >= second > timedelta(seconds=5)
     chain.finish(SECONDS)
     assert acts == [[True, True]]
+
+
+def test_what_follows_a_done_operation_is_done_at_once_and_else_behind_it() -> None:
+    acts: list[str] = []
+    assert followed(DONE, lambda: acts.append("at once")) is DONE and acts == ["at once"]
+    step = Step()
+    assert followed(step, None) is step
+    chain = followed(step, lambda: acts.append("behind"))
+    assert acts == ["at once"]
+    chain.finish(SECONDS)
+    assert step.is_done and acts == ["at once", "behind"]
 
 
 def test_a_part_that_fails_is_the_chains_failure() -> None:

@@ -551,6 +551,13 @@ def test_verbs_made_of_others_run_here_too() -> None:
 # ---- abort, end, opening ------------------------------------------------------------------------
 
 
+def every_kind_of_call(group: Any) -> list[Callable[[], object]]:
+    """A collective, a send and a receive, which start as they are called."""
+    direct, x = Direct(group), torch.zeros(1)
+    peer = (group.rank + 1) % group.size
+    return [direct.barrier, lambda: direct.send(x, peer, 0), lambda: direct.recv(x, peer, 0)]
+
+
 def test_abort_frees_all_members() -> None:
     def program() -> str:
         group = open_group()
@@ -559,8 +566,9 @@ def test_abort_frees_all_members() -> None:
         start = [lambda: Direct(group).recv(torch.zeros(1), 1, 0), lambda: Direct(group).barrier()]
         with pytest.raises(WireAborted) as caught:
             start[min(group.rank, 1)]().finish(T)
-        with pytest.raises(WireAborted):
-            Direct(group).barrier()
+        for refused in every_kind_of_call(group):
+            with pytest.raises(WireAborted):
+                refused()
         return str(caught.value)
 
     assert simulate(program, 3) == ["the communicator was aborted"] * 3
@@ -572,8 +580,9 @@ def test_a_closed_communicator_refuses_calls() -> None:
         pending = Direct(group).barrier()
         group.close()
         pending.finish(T)
-        with pytest.raises(WireFailure, match="the communicator was closed"):
-            Direct(group).barrier()
+        for refused in every_kind_of_call(group):
+            with pytest.raises(WireFailure, match="the communicator was closed"):
+                refused()
 
     simulate(program, 2)
 
