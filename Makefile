@@ -42,10 +42,10 @@ lint: $(VENV)/.installed-test ## format, lint, words, types
 	$(BIN)/python packaging/lint_words.py
 	$(BIN)/mypy
 
-test: lint ## format, lint, words, types, and every test but the soak
+test: $(VENV)/.rewritten lint ## format, lint, words, types, and every test but the soak
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-quick: lint ## format, lint, types, pure rooms, simulated ranks, shared memory; says what it left out
+quick: $(VENV)/.rewritten lint ## format, lint, types, pure rooms, simulated ranks, shared memory; says what it left out
 	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
@@ -95,6 +95,12 @@ torch-versions: $(VENV)/.made ## tests, demo and torch programs under torch 2.11
 clean: ## remove the virtual environment, build output and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find meshdist tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Pytest keeps the test files that it has compiled, asserts rewritten. In a fresh clone this does it
+# once, on the core that the type checker leaves idle; else each worker would do it.
+$(VENV)/.rewritten: $(VENV)/.installed-test
+	@$(BIN)/python -m pytest --collect-only --quiet --quiet > /dev/null & $(BIN)/mypy > /dev/null; wait
+	@touch $@
 
 # The environment is made anew only when what it is made from changes. The install is editable: it
 # is pip's real install of this checkout (metadata, dependencies, the `meshdist` command), and edits

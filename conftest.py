@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         end_with_parent(os.getppid())
+    gc.disable()  # what is collected is there to stay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,6 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif isinstance(wire, str) and wire.endswith("two hosts"):
             item.add_marker("soak")
     items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there before the first test out of every search for cycles.
+
+    Else a test's ``gc.collect()`` looks through all tests, modules and what torch has imported.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -26,11 +26,9 @@ PRIVATE = md.AxisOptions(private=True)
 
 
 @pytest.fixture(autouse=True)
-def collecting_is_quick() -> Iterator[None]:
+def collecting_is_quick() -> None:
     """Simulated ranks lie in this process, of which only what is made from here on is looked at."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make_mesh() -> md.DeviceMesh:
@@ -61,6 +59,7 @@ def num_held() -> tuple[int, int, int]:
 def forty_meshes() -> tuple[tuple[int, int, int], tuple[int, int, int], bool]:
     """What is held after two meshes and after forty; whether the last is collected."""
     warnings.simplefilter("ignore", ResourceWarning)
+    gc.freeze()  # what earlier tests have left in a worker is not looked through forty times
     kept, found = [], []
     for _ in range(40):
         found = make_and_drop()

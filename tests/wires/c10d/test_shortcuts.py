@@ -42,8 +42,18 @@ CASES = [(1, OFTEN_USED), (2, IN_EVERY_DTYPE), (3, OFTEN_USED), (5, OFTEN_USED)]
 Call = Callable[..., Any]
 
 
+_MADE: dict[tuple[torch.dtype, int, int, int], torch.Tensor] = {}
+
+
 def some(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     """Any bits, with zeros of both signs and NaNs among them; equal at each call."""
+    key = (dtype, count, seed, md.get_rank())
+    if key not in _MADE:  # drawn once for all ways and operations
+        _MADE[key] = drawn(dtype, count, seed)
+    return _MADE[key].clone()
+
+
+def drawn(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     made = torch.Generator().manual_seed(100 * seed + md.get_rank())
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=made).bool()
