@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers import programs, run
+from tests.pool import Pool, places
+from tests.trainers import NUM_RANKS, RESULT, programs, run
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,8 +37,10 @@ def test_each_trainer_that_is_installed_has_a_program() -> None:
     assert set(re.findall(r'"(\w+)', installed[1])) == imported - {"meshdist", "torch", "tempfile"}
 
 
-def test_plain_torch_ends_with_equal_weights() -> None:
-    first, second = run(programs()["Plain torch"])
+def test_plain_torch_ends_with_equal_weights(pool: Pool) -> None:
+    ended = pool.start(programs()["Plain torch"], places(NUM_RANKS))
+    assert [done.returncode for done in ended] == [0] * NUM_RANKS, ended
+    first, second = RESULT.findall("".join(done.stdout for done in ended))
     assert first == second
 
 

@@ -18,7 +18,7 @@ SPLIT_HOW = ("", "--tied", "--model qwen3", "--model qwen3 --tied --tp 4", "--si
 NUM_RANKS, TIMEOUT_S = 2, 300
 
 _SECTION = re.compile(r"^## (.+?)$.*?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_RESULT = re.compile(r"weights (-?[\d.]+) over shm")
+RESULT = re.compile(r"weights (-?[\d.]+) over shm")
 
 
 def programs() -> dict[str, str]:
@@ -41,7 +41,7 @@ def run(program: str) -> list[str]:
         )
     if done.returncode:
         raise RuntimeError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
-    return _RESULT.findall(done.stdout)
+    return RESULT.findall(done.stdout)
 
 
 def check_split(how: str) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.pool import Pool
+
 PROGRAM = """
 import sys, torch, meshdist as md
 from meshdist.wires.core import core
@@ -64,18 +62,15 @@ except RuntimeError as error:
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def answers(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What the program prints where the core reads torch's objects (""), and where it may not."""
     folder = tmp_path_factory.mktemp("stores")
     found = {}
     for choice in ("", "0"):
-        command = [sys.executable, "-c", PROGRAM, str(folder / f"store{choice}")]
-        environment = {**os.environ, "MESHDIST_TORCH_LAYOUT": choice}
-        run = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
-        )
-        assert run.returncode == 0, run.stderr
-        found[choice] = run.stdout.splitlines()
+        environment = {"MESHDIST_TORCH_LAYOUT": choice}
+        (ended,) = pool.start(PROGRAM, [environment], str(folder / f"store{choice}"))
+        assert ended.returncode == 0, ended.stderr
+        found[choice] = ended.stdout.splitlines()
     return found
 
 
@@ -111,7 +106,8 @@ print(core.knows_torch())
 @pytest.mark.parametrize(
     "context", ["torch.no_grad()", "torch.inference_mode()", "torch.device('meta')"]
 )
-def test_it_is_found_whatever_the_first_call_is_in(context: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FIRST_CALL, str(tmp_path / "store"), context]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert run.stdout.strip() == "True", run.stderr
+def test_it_is_found_whatever_the_first_call_is_in(
+    context: str, pool: Pool, tmp_path: Path
+) -> None:
+    (ended,) = pool.start(FIRST_CALL, [{}], str(tmp_path / "store"), context)
+    assert ended.stdout.strip() == "True", ended.stderr
