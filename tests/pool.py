@@ -467,7 +467,11 @@ class Failure:
 def parent_main(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     gc.disable()  # what is imported is there to stay
-    import tests.inner  # noqa: F401 - what most tests need is imported once
+    # What many tests need is imported once. An optimizer imports the compiler: half a second.
+    import torch._dynamo  # noqa: F401
+
+    import meshdist.checkpoint  # noqa: F401
+    import tests.inner  # noqa: F401
 
     gc.freeze()  # else each process would look through all of it, and have it copied for that
     gc.enable()
