@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 import meshdist as md
+from tests.pool import Pool, places
 
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path("examples") / "train_lm.py"
 TINY = ["--layers=2", "--width=32", "--heads=4", "--context=16", "--batch=4", "--lr=1e-2"]
 TINY += ["--sample=8"]
@@ -271,15 +273,24 @@ OPEN_MPI = {  # as root, and on fewer cores than ranks
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # at a port of the system's choice
 
 
+def test_on_two_processes(pool: Pool) -> None:
+    words = ["--mesh", "dp=1,tp=2", "--check", "--steps", "5", *TINY]
+    ended = pool.start(ROOT / SCRIPT, places(2), *words)
+    assert [done.returncode for done in ended] == [0, 0], ended
+    said = "".join(done.stdout for done in ended)
+    assert "dp=1, tp=2  step 5/5  loss " in said
+    assert "(limit 1e-04): equal" in said
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("launcher", "mesh"),
     [
-        ([*RUN, "-n", "2"], "dp=1,tp=2"),
-        pytest.param([*RUN, "-n", "4"], "dp=2,tp=2", marks=pytest.mark.soak),
-        pytest.param([*TORCHRUN, "--nproc-per-node=2"], "dp=2,tp=1", marks=pytest.mark.soak),
-        pytest.param([], "dp=1,tp=1", marks=pytest.mark.soak),
+        ([*RUN, "-n", "4"], "dp=2,tp=2"),
+        ([*TORCHRUN, "--nproc-per-node=2"], "dp=2,tp=1"),
+        ([], "dp=1,tp=1"),
     ],
-    ids=["meshdist run 1x2", "meshdist run 2x2", "torchrun 2x1", "plain python"],
+    ids=["meshdist run 2x2", "torchrun 2x1", "plain python"],
 )
 def test_launched(start: Callable[..., Any], launcher: list[str], mesh: str) -> None:
     done = start(*launcher, SCRIPT, "--mesh", mesh, "--check", "--steps", "5", *TINY)
@@ -318,8 +329,8 @@ def test_axis_backends_are_read(lm: ModuleType, capsys: pytest.CaptureFixture[st
         assert "invalid wires value" in capsys.readouterr().err
 
 
-def test_without_a_launcher_a_mesh_of_several_says_how_to_start(start: Callable[..., Any]) -> None:
-    done = start(SCRIPT, "--mesh", "dp=2,tp=2", *TINY)
+def test_without_a_launcher_a_mesh_of_several_says_how_to_start(pool: Pool) -> None:
+    (done,) = pool.start(ROOT / SCRIPT, [{"COLUMNS": "200"}], "--mesh", "dp=2,tp=2", *TINY)
     assert done.returncode == 1
     assert "the program was started without a launcher" in done.stderr
-    assert "meshdist run -n 4 examples/train_lm.py" in done.stderr
+    assert "meshdist run -n 4 train_lm.py" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -14,6 +12,7 @@ import pytest
 
 from meshdist.wires.operations import QueuedOperation, WireTimeout, WorkerQueue
 from tests.load import is_within
+from tests.pool import Pool
 
 SECONDS = timedelta(seconds=5)
 
@@ -103,7 +102,7 @@ def test_the_thread_ends_with_whoever_could_start_something() -> None:
     assert not found[0].is_alive()
 
 
-def test_a_process_ends_while_an_operation_waits() -> None:
+def test_a_process_ends_while_an_operation_waits(pool: Pool) -> None:
     program = """
 import threading
 from meshdist.wires.operations import WorkerQueue
@@ -112,5 +111,6 @@ queue = WorkerQueue(gate.set)
 queue.start(lambda: gate.wait(60.0))
 """
     begin = time.monotonic()
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)
+    (ended,) = pool.start(program, timeout_s=50.0)
+    assert ended.returncode == 0, ended.stderr
     assert time.monotonic() - begin < 45
