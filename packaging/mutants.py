@@ -12,9 +12,8 @@ step      tests of a mutant of ``meshdist/FOLDER/ROOM.py``
 ========  =====================================================================================
 room      doctests of the file; ``tests/FOLDER/test_ROOM*.py`` (room ``steps``: ``test_steps.py``),
           or else those files of the folder's tests that name the room or the mutant's function
-named     the eight files of all other tests that name the function, or its class, most often
-folder    the other files of ``tests/FOLDER``
-rest      ``tests/verbs``, and test files elsewhere that name the room
+folder    the other files of ``tests/FOLDER``; first those that name the function most often
+rest      ``tests/verbs``, and test files elsewhere that name the function or the room
 ========  =====================================================================================
 
 Tests over MPI stand only for rooms of MPI; no test of soaking or of a GPU is run. A test that
@@ -48,7 +47,7 @@ import tempfile
 import time
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import cache, partial
 from importlib.metadata import version
@@ -59,8 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from mutations import PACKAGE, ROOT, Site, all_sites, digest, draw, mutated, room_of
 
-STEPS = ("room", "named", "folder", "rest")
-MOST_NAMED = 8
+STEPS = ("room", "folder", "rest")
 OF_THIS = "test_mutants.py"
 CAUGHT = ("caught", "hangs")
 ELSEWHERE = {
@@ -120,23 +118,12 @@ def tests_of(site: Site, step: str, root: Path) -> list[str]:
         files = sorted(place.rglob("test_*.py"))
     elsewhere = {*(root / "tests").rglob("test_*.py")} - {*files, root / "tests" / OF_THIS}
     own = {path for path in files or elsewhere if path.stem.startswith(f"test_{room}".rstrip("s"))}
+    naming = {path for path in elsewhere | {*files} if {function, room} & {*names_of(path)}}
     if not own:
-        own = {path for path in files if names_of(path)[function] or names_of(path)[room]}
-
-    def mentions(path: Path) -> tuple[int, bool, Path]:
-        """Sort tests by how often they name the function, those of the folder first."""
-        return -names_of(path)[function], path in elsewhere, path
-
-    naming = {path for path in elsewhere | {*files} if names_of(path)[function]} - own
-    named = sorted(naming, key=mentions)[:MOST_NAMED]
-    of_room = {path for path in elsewhere if names_of(path)[room] or path.parent.name == "verbs"}
-    chosen: dict[str, Iterable[Path]] = {
-        "room": own,
-        "named": named,
-        "folder": {*files} - own - {*named},
-        "rest": of_room - own - {*named},
-    }
-    ordered = sorted(chosen[step], key=mentions)
+        own = naming.intersection(files)
+    verbs = {path for path in elsewhere if path.parent.name == "verbs"}
+    step_of = {"room": own, "folder": {*files} - own, "rest": (naming & elsewhere | verbs) - own}
+    ordered = sorted(step_of[step], key=lambda path: (-names_of(path)[function], path))
     doctests = [site.file] if step == "room" else []
     return [*doctests, *(str(path.relative_to(root)) for path in ordered)]
 

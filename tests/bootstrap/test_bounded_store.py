@@ -255,6 +255,21 @@ def test_a_file_that_stays_locked_is_told_in_time(
     client.close()
 
 
+def test_a_closed_store_keeps_no_file_open(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+
+    def num_open() -> int:
+        links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.realpath(link) == str(path) for link in links)
+
+    client = BoundedStore(FileStore(str(path), -1), LONG)
+    client.set("a", "1")
+    assert num_open() == 1
+    client.close()
+    client.close()
+    assert num_open() == 0
+
+
 def test_a_closed_store_refuses_and_a_forked_child_too() -> None:
     before = set(threading.enumerate())
     client = BoundedStore(HashStore(), LONG)

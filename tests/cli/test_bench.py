@@ -55,6 +55,8 @@ def test_what_takes_tensors_is_measured_at_every_size_whatever_its_name() -> Non
     cells = measure(ranks, ["send_recv", "barrier"], [8, 64], 1, lambda cell: None)
     found = [(cell.verb, cell.num_bytes) for cell in cells]
     assert found == [("send_recv", 8), ("send_recv", 64), ("barrier", 0)]
+    (cell,) = measure(ranks, ["all_reduce"], [8], 3, lambda cell: None, "bfloat16")
+    assert (cell.dtype, cell.samples) == ("bfloat16", {"ours": [1.0] * 3})
 
 
 def test_strangers_that_connect_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

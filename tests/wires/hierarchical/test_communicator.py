@@ -60,6 +60,12 @@ def test_on_one_host_it_needs_what_shared_memory_does(size: int) -> None:
         assert HierarchicalWire().needs(two) == (2 * (size - 2) + 1 + size - 1, 4)
 
 
+def test_it_is_refused_where_hosts_are_not_known() -> None:
+    opening = Opening(HashStore(), HashStore, (0, 1), 0, "cpu", SECONDS, is_one_host=False)
+    with pytest.raises(WireRefused, match="on which hosts"):
+        HierarchicalWire().open(opening)
+
+
 def test_a_named_wire_stays(pool: Pool) -> None:
     def program() -> list[str]:
         groups = [md.group.WORLD, md.new_group(backend="hierarchical")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -63,3 +65,33 @@ def test_members_of_other_worlds_of_mpi_are_refused(
 def test_what_a_signals_handler_raises_leaves_the_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError, match="mine"):
         open_alone(monkeypatch, ZeroDivisionError("mine"))
+
+
+def test_the_watchdog_ends_no_process_whose_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr(module, "_end_with", lambda error, of: ended.append((str(error), of)))
+    stays = [(3, 2.0)]
+    arrivals: Any = SimpleNamespace(find_stay=lambda: stays[0])
+    arrivals.link = SimpleNamespace(opening="its opening")
+    watched: dict[Any, Any] = {}
+    monkeypatch.setattr(module, "_watched", SimpleNamespace(get=lambda _: watched.get("group")))
+    module._end_process(arrivals, (3, 2.0))  # the group was closed meanwhile
+    watched["group"] = lambda failure, _: failure
+    module._end_process(arrivals, (2, 2.0))  # another call is under way by now
+    assert ended == []
+    module._end_process(arrivals, (3, 2.0))
+    assert ended == [("not finished after 2 s", "its opening")]
+
+
+def test_a_process_that_is_ended_loses_nothing_that_it_has_written() -> None:
+    program = (
+        "from types import SimpleNamespace\n"
+        "from meshdist.wires.mpi.opening import _end_with\n"
+        "print('the last line', end='')\n"
+        "_end_with(ValueError('late'), SimpleNamespace(ranks=(4, 6), rank=1))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "the last line")
+    assert done.stderr.startswith("meshdist: rank 6 ends: nothing else can end the call")
+    assert done.stderr.endswith("\nValueError: late\n")
