@@ -589,8 +589,8 @@ FRONT_DOOR = {PACKAGE} | {
     f"{PACKAGE}.{name}"
     for name in ("distributed", "errors", "experts", "launch", "lax", "torch_backends")
 }
-# Forked ranks, of torch's own suite and of ours, have the first two from their parent; the core is a
-# unit of its own.
+# Forked ranks, of torch's own suite and of ours, have the first two from their parent; the core is
+# a unit of its own.
 PRELOADED = {
     f"{PACKAGE}.{name}" for name in ("torch_process_groups.creating", "checkpoint", "wires.native")
 }
