@@ -12,9 +12,6 @@
 namespace meshdist {
 namespace {
 
-// Copies of less are not worth a fence.
-constexpr std::size_t kStreamableBytes = 4096;
-
 // Copy elements between `rows`, where they lie in row-major order, and their places in `there`.
 template <class Element>
 void copy_elements(const Layout& layout, std::uint64_t count, Element* rows, Element* there,
@@ -57,21 +54,18 @@ void copy_elements(const Layout& layout, std::uint64_t count, std::size_t item, 
   }
 }
 
-// Let the header show layouts: 64-bit FNV-1a over their numbers.
+// Let the header show layouts, by a digest of their numbers.
 void sign(Header& header, const std::vector<Layout>& layouts) {
-  std::uint64_t digest = 14695981039346656037u;
-  const auto add = [&](std::uint64_t number) {
-    for (int i = 0; i < 8; ++i) digest = (digest ^ (number >> (8 * i) & 0xff)) * 1099511628211u;
-  };
+  Digest digest;
   for (const Layout& layout : layouts) {
-    add(layout.sizes.size());
+    digest.add(layout.sizes.size());
     for (std::size_t dim = 0; dim < layout.sizes.size(); ++dim) {
-      add(layout.sizes[dim]);
-      add(layout.strides[dim]);
+      digest.add(layout.sizes[dim]);
+      digest.add(layout.strides[dim]);
     }
   }
-  header.fingerprint ^= static_cast<std::uint32_t>(digest);
-  header.layout = static_cast<std::uint8_t>(digest >> 56 | 1);
+  header.fingerprint ^= static_cast<std::uint32_t>(digest.value);
+  header.layout = static_cast<std::uint8_t>(digest.value >> 56 | 1);
 }
 
 }  // namespace
@@ -218,21 +212,13 @@ Status Collectives::try_reading(const Call& call) {
   if (has_tried_reading_) return Status::ok;
   has_tried_reading_ = true;
   if (end_.size < 2) return Status::ok;
-  std::uint64_t round = rounds_.next();  // all are there now
-  rounds_.publish();
-  Status status = rounds_.wait(round, call);
+  bool has_missed = end_.is_crowded;
+  Status status = rounds_.wait_for_next(call);  // all are there now
   if (status != Status::ok) return status;
-  bool reads_all = !end_.is_crowded;
-  for (unsigned j = 0; j < end_.size && reads_all; ++j) {
-    reads_all = j == end_.rank || can_read(end_, j);
-  }
-  round = rounds_.next();
-  rounds_.line(end_.rank, round).hints = reads_all ? 0u : kHintMissed;
-  rounds_.publish();
-  status = rounds_.wait(round, call);
-  if (status != Status::ok) return status;
-  reads_others_ = !rounds_.anyone_hints(round, kHintMissed);
-  return Status::ok;
+  for (unsigned j = 0; j < end_.size && !has_missed; ++j) has_missed = j != end_.rank && !can_read(end_, j);
+  status = rounds_.wait_for_next(call, has_missed);
+  reads_others_ = status == Status::ok && !rounds_.has_anyone_missed();
+  return status;
 }
 
 // The first call that is large: announce it without data, and where all members agree on it go on with
@@ -276,22 +262,6 @@ Status Collectives::dispatch(Job& job) {
   return Status::unsupported;
 }
 
-void Collectives::copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {
-  if (streams_in_ && bytes >= kStreamableBytes) {
-    kernels_.stream(slot, from, bytes);
-  } else if (bytes != 0) {
-    std::memcpy(slot, from, bytes);
-  }
-}
-
-void Collectives::copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const {
-  if (streams_out_ && bytes >= kStreamableBytes) {
-    kernels_.stream(to, slot, bytes);
-  } else if (bytes != 0) {
-    std::memcpy(to, slot, bytes);
-  }
-}
-
 // The bytes of each round of a call on `bytes` bytes: few, so that they stay in the caches; but more
 // where ranks share cores, to which every round is dear.
 std::size_t Collectives::near_chunk(std::size_t bytes) const {
@@ -302,6 +272,12 @@ std::size_t Collectives::near_chunk(std::size_t bytes) const {
 // Lay out rounds of `pieces` equal pieces, at most `chunk` bytes in all, of which the longest has `longest`
 // bytes in the whole call: return the bytes of a piece in one round, whole cache lines.
 std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk) {
+  if (pieces == 1 && longest <= kCacheLine) {  // of a small call, which cannot wait for divisions
+    span_ = kCacheLine;
+    num_places_ = 1;
+    streams_in_ = streams(span_);
+    return kCacheLine;
+  }
   const std::size_t room = std::min(chunk, slots_.bytes());
   const std::size_t most = room / std::max<std::size_t>(pieces, 1) / kCacheLine * kCacheLine;
   const std::size_t needed = round_up(std::max<std::size_t>(longest, 1), kCacheLine);
@@ -362,14 +338,6 @@ Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t 
   return offers == 0 ? Sharing::none : offers == givers ? Sharing::all : Sharing::some;
 }
 
-// Whether all members have offered in `round`, and memory that all map; all find the same.
-bool Collectives::is_all_mapped(std::uint64_t round) const {
-  for (unsigned j = 0; j < end_.size; ++j) {
-    if ((rounds_.line(j, round).hints & kHintShared) == 0) return false;
-  }
-  return true;
-}
-
 // Copy what `member` has offered, from `offset` on; whether that could be done.
 bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const {
   const std::uint8_t* from = theirs_[member] + offset;
@@ -382,16 +350,13 @@ bool Collectives::fetch(Bytes to, unsigned member, std::size_t offset, std::size
 // all to say so: no member's input may change before. If any could not, no member reads others' memory
 // again, and the status is `unsupported`: the caller takes another way.
 Status Collectives::finish_direct(const Job& job, bool is_done) {
-  const std::uint64_t round = rounds_.next();
-  rounds_.line(end_.rank, round).hints = is_done ? 0u : kHintMissed;
-  rounds_.publish();
-  const Status status = rounds_.wait(round, job.call);
+  const Status status = rounds_.wait_for_next(job.call, !is_done);
   if (status != Status::ok) return status;
   // A member that has published, and then gave up waiting, may have written over its input
   // while this one read it; it ended the communicator before.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (end_.is_over()) return end_.over_status();
-  if (!rounds_.anyone_hints(round, kHintMissed)) return Status::ok;
+  if (!rounds_.has_anyone_missed()) return Status::ok;
   reads_others_ = false;
   return Status::unsupported;
 }

@@ -13,6 +13,14 @@
 
 namespace meshdist {
 
+// 64-bit FNV-1a over numbers.
+struct Digest {
+  std::uint64_t value = 14695981039346656037u;
+  void add(std::uint64_t number) {
+    for (int i = 0; i < 8; ++i) value = (value ^ (number >> (8 * i) & 0xff)) * 1099511628211u;
+  }
+};
+
 // Consecutive elements somewhere in this process.
 struct Part {
   std::uint8_t* data = nullptr;
@@ -104,7 +112,6 @@ class Collectives {
   bool offers(const Input& input) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
-  bool is_all_mapped(std::uint64_t round) const;
   bool fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const;
   Status finish_direct(const Job& job, bool is_done);
   Input reduce_input(const Job& job) const;
@@ -144,9 +151,6 @@ class Collectives {
                   Direct direct);
   template <class Write, class Read>
   Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read);
-  template <class Write, class Read, class Direct>
-  Status exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest, Write write,
-                        Read read, Direct direct);
 
   // For verbs whose parts differ: publish how much this member gives to each and expects of each,
   // and where, and check it for all pairs, so that all members come to the same result.
@@ -162,8 +166,12 @@ class Collectives {
   // The place of `to`'s piece among those in `from`'s slot.
   static unsigned place(unsigned from, unsigned to) { return to < from ? to : to - 1; }
 
-  void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const;
-  void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const;
+  void copy_in(Bytes slot, const std::uint8_t* from, std::size_t bytes) const {
+    copy_bytes(slot, from, bytes, streams_in_);
+  }
+  void copy_out(Bytes to, const std::uint8_t* slot, std::size_t bytes) const {
+    copy_bytes(to, slot, bytes, streams_out_);
+  }
   void reduce_out(Bytes to, std::uint64_t count);
   std::size_t near_chunk(std::size_t bytes) const;
   std::size_t lay_out(std::size_t pieces, std::size_t longest, std::size_t chunk);

@@ -1,5 +1,6 @@
 #include "endpoint.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <random>
@@ -8,12 +9,17 @@
 namespace meshdist {
 namespace {
 
+unsigned forks = 0;
+const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+
 std::uint64_t random_number() {
   std::random_device device;
   return std::uint64_t{device()} << 32 | device();
 }
 
 }  // namespace
+
+unsigned num_forks() { return forks; }
 
 Processes::~Processes() {
   for (int pidfd : pidfds_) {
@@ -57,10 +63,6 @@ void Endpoint::end(Status cause, int culprit) const {
     ending.is_over.store(1, std::memory_order_seq_cst);
   }
   wake_everyone();
-}
-
-bool Endpoint::is_forked() const {
-  return me().report.pid.load() != static_cast<std::int32_t>(getpid());
 }
 
 void Endpoint::close() {

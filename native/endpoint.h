@@ -13,6 +13,9 @@
 
 namespace meshdist {
 
+// How many forks lie between this process and that which loaded the core.
+unsigned num_forks();
+
 // What went wrong, and which members had gone at that moment.
 struct Failure {
   Status status = Status::ok;   // where a member ended the communicator, that member's
@@ -72,7 +75,7 @@ class Endpoint {
   void end(Status cause, int culprit = -1) const;
 
   // Whether this is a forked child's copy, which must not touch the parent's state.
-  bool is_forked() const;
+  bool is_forked() const { return num_forks_ != num_forks(); }
 
   // End this member's part; the others go on until they need it.
   void close();
@@ -90,6 +93,7 @@ class Endpoint {
   bool has_closed(unsigned peer) const;
 
   const std::shared_ptr<const Segment> owned_;
+  const unsigned num_forks_ = num_forks();
   const std::uint64_t proof_;  // the others read it where it is
   const Processes processes_;
   std::atomic<bool> is_closing_{false};

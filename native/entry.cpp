@@ -1,17 +1,14 @@
 #include "entry.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <utility>
+
+#include "endpoint.h"
 
 namespace meshdist {
 namespace {
 
 constexpr std::size_t kMostCalls = 4096;
-
-unsigned forks = 0;  // between this process and the one that loaded the module
-const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
 
 namespace names {
 const Name fingerprint{"fingerprint"}, value{"value"};
@@ -25,7 +22,7 @@ Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list re
              nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
              std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
              nb::object get_level, std::uint64_t most_level, std::int32_t device_type)
-    : num_forks_(forks),
+    : num_forks_(num_forks()),
       reader_(device_type),
       notes_(notes),
       group_(std::move(group)),
@@ -50,7 +47,7 @@ Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list re
       most_level_(most_level) {}
 
 bool Entry::is_open() const {
-  if (num_forks_ != forks) return false;
+  if (num_forks_ != num_forks()) return false;
   if (PyDict_Size(aborts_.ptr()) != 0 && PyDict_Contains(aborts_.ptr(), label_.ptr()) != 0) {
     return false;
   }
@@ -111,7 +108,9 @@ bool Entry::read(nb::handle x, Message& message) {
     message.log = nb::inst_ptr<MessageLog>(message.log_owner);
     if (!message.log->is_plain(message.number)) return false;
   }
-  return read(x, message.plain);
+  if (!read(x, message.plain)) return false;
+  message.known = find(message);
+  return true;
 }
 
 std::uint32_t Entry::enter(const Call& call, const Plain& plain, const Sizes* sizes) {
@@ -143,26 +142,20 @@ void Entry::note_write(nb::handle tensors) {
   for (Py_ssize_t i = 0; i < count; ++i) torch.note_write(PyTuple_GetItem(tensors.ptr(), i));
 }
 
-std::uint64_t Entry::note(const Message& message) {
-  const Known known = find(message);
-  return notes_.keep_message(group_, known.call, known.kind);
-}
-
 void Entry::compare(const Message& message) {
   if (message.log == nullptr) return;
   const std::uint64_t kind = static_cast<std::uint64_t>(message.number) << 1 | !message.is_send;
-  const Known known = find(message);
-  const std::uint64_t number = message.log->note(kind, known.fingerprint);
+  const std::uint64_t number = message.log->note(kind, message.known.fingerprint);
   if (number == 0) return;
-  notes_.keep_message(group_, known.call, known.kind);
-  raise_error(call_with(disagree_, whole(number), known.kind));
+  note(message);
+  raise_error(call_with(disagree_, whole(number), message.known.kind));
 }
 
-Entry::Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
+Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const nb::handle data = plain.dtype.is_valid() ? nb::handle(plain.data) : nb::handle(Py_None);
   const nb::handle title = called.title.is_valid() ? called.title : nb::handle(empty_);
   const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
-  return find(key, plain.is_kept || data.is_none(), [&] {
+  return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
     return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple(),
                               empty_),
@@ -170,10 +163,10 @@ Entry::Known Entry::find(const Call& called, const Plain& plain, bool is_uneven)
   });
 }
 
-Entry::Known Entry::find(const Message& message) {
+Known Entry::find(const Message& message) {
   const nb::object& data = message.plain.data;
   const Key key{message.verb.ptr(), data.ptr(), nullptr, message.number, message.member, false};
-  return find(key, message.plain.is_kept, [&] {
+  return find(key, message.plain.is_kept, last_[message.is_send], [&] {
     return std::pair(tuple_of(message.verb, data, nb::none(), nb::none(), empty_, nb::bool_(false),
                               nb::tuple(), empty_, message.peer, message.tag),
                      tuple_of(nb::bool_(message.is_send), message.peer, message.tag));
@@ -181,18 +174,21 @@ Entry::Known Entry::find(const Message& message) {
 }
 
 template <class Make>
-Entry::Known Entry::find(const Key& key, bool is_kept, Make make) {
-  if (last_ != nullptr && last_->first == key) return last_->second.known;
+Known Entry::find(const Key& key, bool is_kept, const Row*& last, Make make) {
+  if (last != nullptr && last->first == key) return last->second.known;
   auto found = known_.find(key);
   if (found == known_.end()) {
     const auto [fields, kind] = make();
     const nb::object call = checked(PyObject_GetItem(calls_.ptr(), fields.ptr()));
     const Known known{call, kind, number(get(call, names::fingerprint))};
     if (!is_kept) return known;  // its data lie at another address each time
-    if (known_.size() >= kMostCalls) known_.clear();
+    if (known_.size() >= kMostCalls) {
+      known_.clear();
+      last_ = {};
+    }
     found = known_.emplace(key, Kept{known, fields}).first;
   }
-  last_ = &*found;
+  last = &*found;
   return found->second.known;
 }
 

@@ -24,6 +24,12 @@ struct Headers {
   std::uint64_t window, check_every, uneven_window;
 };
 
+// The `Call` of Python's; `kind` is of a message (is_send, peer, tag).
+struct Known {
+  nb::object call, kind;
+  std::uint64_t fingerprint = 0;
+};
+
 struct Message {
   nb::handle verb, peer, tag;  // peer: None for a receive from any member
   bool is_send = false;
@@ -33,6 +39,7 @@ struct Message {
   MessageLog* log = nullptr;  // null where none is kept
   nb::object log_owner{};     // another thread may close the group meanwhile
   Plain plain{};
+  Known known{};
 };
 
 class Entry {
@@ -95,7 +102,9 @@ class Entry {
   bool enter_even(nb::handle call, std::uint64_t fingerprint);
 
   // Note a message; returns the number of the note.
-  std::uint64_t note(const Message& message);
+  std::uint64_t note(const Message& message) {
+    return notes_.keep_message(group_, message.known.call, message.known.kind);
+  }
 
   // Compare it with its counterpart, if that is there; where they differ note it, and raise.
   void compare(const Message& message);
@@ -130,21 +139,18 @@ class Entry {
           static_cast<std::uint64_t>((key.op * 64 + key.root) * 2 + key.is_uneven)});
     }
   };
-  // The `Call` of Python's; `kind` is of a message (is_send, peer, tag).
-  struct Known {
-    nb::object call, kind;
-    std::uint64_t fingerprint = 0;
-  };
   struct Kept {
     Known known;
     nb::object fields;  // of the call, whose addresses are the key
   };
+  using Row = std::pair<const Key, Kept>;
 
   Known find(const Call& called, const Plain& plain, bool is_uneven);
   Known find(const Message& message);
-  // `make` gives the fields and the kind of a call that is not known yet.
+  // `last` is what was found last for such calls; `make` gives the fields and the kind of a call that is not
+  // known yet.
   template <class Make>
-  Known find(const Key& key, bool is_kept, Make make);
+  Known find(const Key& key, bool is_kept, const Row*& last, Make make);
   void compare(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   void compare_here(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part);
   bool differs(std::size_t other, std::uint64_t word, std::uint64_t sequence,
@@ -166,7 +172,7 @@ class Entry {
   const std::uint64_t most_level_;
   std::vector<Words> others_;
   std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls
-  const std::pair<const Key, Kept>* last_ = nullptr;
+  std::array<const Row*, 3> last_{};           // of receives, sends and collectives
   nb::object sizes_;  // as notes have them, of the last uneven call
   Counts last_sent_, last_taken_;
 };

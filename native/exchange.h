@@ -8,7 +8,7 @@
 namespace meshdist {
 
 inline std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
-  return count == 0 ? 1 : (count + per_chunk - 1) / per_chunk;
+  return count <= per_chunk ? 1 : (count + per_chunk - 1) / per_chunk;
 }
 
 template <class Write, class Read, class Direct>
@@ -57,18 +57,6 @@ Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write wr
   }
   if (num_rounds > 0) read(num_rounds - 1, first + num_rounds - 1);
   return Status::ok;
-}
-
-// The same for parts of up to `longest` bytes, whose sizes and places the members have published.
-template <class Write, class Read, class Direct>
-Status Collectives::exchange_parts(Job& job, std::uint64_t num_rounds, std::size_t longest,
-                                   Write write, Read read, Direct direct) {
-  if (longest == 0) return Status::ok;
-  if (is_fetched(longest)) {
-    const Status status = finish_direct(job, direct());
-    if (status != Status::unsupported) return status;
-  }
-  return exchange_agreed(job, num_rounds, write, read);
 }
 
 }  // namespace meshdist

@@ -27,22 +27,20 @@ namespace {
 namespace names {
 #define MESHDIST_NAME_OF(verb) const Name verb{#verb};
 MESHDIST_FAST_VERBS(MESHDIST_NAME_OF)
-const Name started{"_started"}, fields{"_fields"};
+const Name started{"_started"}, result{"_result"}, user{"_user"}, starting{"starting"};
 }  // namespace names
 
 class FastPath {
  public:
   // `reductions` has tuples: a ReduceOp, its number, and for each dtype that it takes the wire's
   // names for both, and how it recodes the numbers, if it does. `works`, of a path whose calls are
-  // started: the class of a Work whose operation is Python's, that of one whose is the core's, the group's
-  // timeout, what makes the error of a failure, the group's name, what warns of a Work that is dropped,
-  // what returns the group, and whether streams may have to wait for the call.
+  // started, has the fields of `WorkTerms`.
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
-      auto one = work_.begin();
-      for (nb::handle each : works) *one++ = nb::borrow(each);
-      timeout_s_ = nb::cast<double>(work_[2].attr("total_seconds")());
+      terms_ = std::make_shared<WorkTerms>(WorkTerms{works[0], works[1], works[2], works[3], works[4], works[5],
+                                                     works[6], works[7]});
+      timeout_s_ = nb::cast<double>(terms_->timeout.attr("total_seconds")());
     }
     for (nb::handle one : reductions) {
       Reduction made{one[0], nb::cast<std::int64_t>(one[1]), {}};
@@ -58,32 +56,15 @@ class FastPath {
 
   // The title of a call is None where it has none.
   bool all_reduce(nb::handle x, nb::handle op, nb::handle title) {
-    Collective call{Verb::all_reduce, {names::all_reduce.object, title_of(title)}};
-    Plain plain;
-    if (!is_ready() || !entry_.read(x, plain) || !reduces(op, plain, call)) return false;
-    call.in = call.out = plain.address;
-    call.written = tuple_of(x);
-    return run(call, plain, plain);
+    return run_in_place({Verb::all_reduce, {names::all_reduce.object, title_of(title)}}, x, op);
   }
 
   bool reduce(nb::handle x, nb::handle op, int root) {
-    Collective call{Verb::reduce, {names::reduce.object}};
-    Plain plain;
-    if (!is_ready() || !entry_.read(x, plain) || !reduces(op, plain, call)) return false;
-    call.header.root = root;
-    call.in = call.out = plain.address;
-    (is_me(root) ? call.written : call.read) = tuple_of(x);
-    return run(call, plain, plain);
+    return run_in_place({Verb::reduce, {names::reduce.object}}, x, op, root);
   }
 
   bool broadcast(nb::handle x, int root, nb::handle title) {
-    Collective call{Verb::broadcast, {names::broadcast.object, title_of(title)}};
-    Plain plain;
-    if (!is_ready() || !entry_.read(x, plain)) return false;
-    call.header.root = root;
-    call.out = plain.address;
-    (is_me(root) ? call.read : call.written) = tuple_of(x);
-    return run(call, plain, plain);
+    return run_in_place({Verb::broadcast, {names::broadcast.object, title_of(title)}}, x, {}, root);
   }
 
   bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
@@ -201,6 +182,17 @@ class FastPath {
     std::array<Way, kNumDtypes> ways;
   };
 
+  // A call on one tensor, which is reduced if there is an op, and has a root unless that is negative.
+  bool run_in_place(Collective&& call, nb::handle x, nb::handle op, int root = -1) {
+    Plain plain;
+    if (!is_ready() || !entry_.read(x, plain) || (op.is_valid() && !reduces(op, plain, call))) return false;
+    call.header.root = root;
+    call.in = call.out = plain.address;
+    const bool is_written = root < 0 || is_me(root) == op.is_valid();
+    (is_written ? call.written : call.read) = tuple_of(x);
+    return run(call, plain, plain);
+  }
+
   // A call that has a block of each member in one tensor, and one block in the other.
   bool run_blocks(Collective&& call, nb::handle out, nb::handle in, nb::handle op = {}) {
     Plain output, input;
@@ -315,34 +307,28 @@ class FastPath {
     return true;
   }
 
-  // The Work of a call that was started; `Work` in Python says in which order it takes its arguments.
+  // The Work of a call that was started.
   nb::object make_work(const Collective& call, const nb::object& operation) {
-    nb::object result = nb::list();
-    if (call.written.is_valid()) {
-      result = checked(PySequence_List(call.written.ptr()));
-    } else if (call.read.is_valid()) {
+    // Where this member only sends, those that receive may tell.
+    const bool warns = call.written.is_valid() || !call.read.is_valid();
+    const WorkFacts facts{terms_, call.header.verb, warns ? terms_->warn_dropped : nb::none(), call.note};
+    const nb::object result = call.written.is_valid() ? checked(PySequence_List(call.written.ptr())) : nb::list();
+    if (!warns) {
       PyList_Append(result.ptr(), PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0)
                                                                  : call.read.ptr());
     }
-    const auto& [of_python, of_core, timeout, explain, group, warn_dropped, user, uses_streams] = work_;
-    // Where this member only sends, those that receive may tell.
-    const bool warns = call.written.is_valid() || !call.read.is_valid();
-    const nb::object none = nb::none(), no = nb::bool_(false), warn = warns ? warn_dropped : none;
-    const auto passed_to = [&](auto make) {
-      return make(operation, timeout, explain, result, none, call.header.verb, group, no, none,
-                  whole(call.note), warn, call_with(user), uses_streams);
-    };
+    const nb::object user = call_with(terms_->user);
     PyOperation* started = nullptr;
     if (!nb::try_cast(operation, started)) {
-      return passed_to([&](const auto&... given) { return call_with(of_python, given...); });
+      const nb::object fields = facts.with(operation, result, user);
+      return checked(PyObject_CallObject(terms_->of_python.ptr(), fields.ptr()));
     }
-    started->serve(timeout_s_, wait_of(call.header.verb), warn, call.note);
+    started->serve(facts, timeout_s_, wait_of(call.header.verb));
     const nb::object work =
-        checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(of_core.ptr()), 0));
-    const nb::object fields = passed_to([](const auto&... given) { return tuple_of(given...); });
-    if (PyObject_GenericSetAttr(work.ptr(), names::started.object, operation.ptr()) != 0 ||
-        PyObject_GenericSetAttr(work.ptr(), names::fields.object, fields.ptr()) != 0) {
-      throw nb::python_error();
+        checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(terms_->of_core.ptr()), 0));
+    for (const auto& [name, value] : {std::pair(&names::started, operation), std::pair(&names::result, result),
+                                      std::pair(&names::user, user)}) {
+      if (PyObject_GenericSetAttr(work.ptr(), name->object, value.ptr()) != 0) throw nb::python_error();
     }
     return work;
   }
@@ -364,7 +350,7 @@ class FastPath {
   Entry& entry_;
   Runner& runner_;
   const bool starts_;
-  std::array<nb::object, 8> work_;
+  std::shared_ptr<const WorkTerms> terms_;
   double timeout_s_ = 0;  // of the group
   std::unordered_map<PyObject*, nb::object> waits_;
   nb::object found_ = nb::none();  // from the end of a method until it returns, without a step of Python
@@ -423,6 +409,10 @@ FastFunction find_fast_method(const std::string& verb) {
 }
 
 bool is_fast_path(nb::handle path) { return path.type().is(fast_path_type); }
+
+nb::object starting_path(nb::handle path) {
+  return is_fast_path(path) ? nb::inst_ptr<FastPath>(path)->starting : get(path, names::starting);
+}
 
 void bind_fast_path(nb::module_& m) {
   const nb::object type =

@@ -13,5 +13,7 @@ void bind_fast_path(nb::module_& module);
 FastFunction find_fast_method(const std::string& verb);
 // Whether `path` is of the class; tests have others with the same methods.
 bool is_fast_path(nb::handle path);
+// That of the calls that are started; None where none are.
+nb::object starting_path(nb::handle path);
 
 }  // namespace meshdist

@@ -43,4 +43,12 @@ const Kernels& kernels() {
   return chosen;
 }
 
+void copy_bytes(void* to, const void* from, std::size_t bytes, bool past_cache) {
+  if (past_cache && bytes >= 4096) {
+    kernels().stream(to, from, bytes);
+  } else if (bytes != 0) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
 }  // namespace meshdist

@@ -36,4 +36,7 @@ struct Kernels {
 // The kernels for this processor.
 const Kernels& kernels();
 
+// Copy, with stores that go past the cache where that is wanted and worth their fence.
+void copy_bytes(void* to, const void* from, std::size_t bytes, bool past_cache);
+
 }  // namespace meshdist

@@ -492,6 +492,7 @@ void put_bool(Row& row) {
 }
 
 void put_nothing(Row&) {}
+void put_nothing(Kernels&, Dtype) {}
 
 // ---- recoding
 
@@ -573,21 +574,11 @@ Kernels make_kernels() {
   Kernels k;
   memset(&k, 0, sizeof k);
   k.stream = stream;
-#define MESHDIST_PUT(name, bytes, put_loops) put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]);
+#define MESHDIST_PUT(name, bytes, put_loops, ...)          \
+  put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]); \
+  __VA_ARGS__(k, Dtype::k##name);
   MESHDIST_DTYPES(MESHDIST_PUT)
 #undef MESHDIST_PUT
-  put_recoding<double>(k, Dtype::kfloat64);
-  put_recoding<float>(k, Dtype::kfloat32);
-  put_recoding<Float16, float>(k, Dtype::kfloat16);
-  put_recoding<BFloat16, float>(k, Dtype::kbfloat16);
-  put_recoding<int8_t, int32_t>(k, Dtype::kint8);
-  put_recoding<int16_t, int32_t>(k, Dtype::kint16);
-  put_recoding<int32_t>(k, Dtype::kint32);
-  put_recoding<int64_t>(k, Dtype::kint64);
-  put_recoding<uint8_t, int32_t>(k, Dtype::kuint8);
-  put_recoding<uint16_t, int32_t>(k, Dtype::kuint16);
-  put_recoding<uint32_t>(k, Dtype::kuint32);
-  put_recoding<uint64_t>(k, Dtype::kuint64);
   return k;
 }
 

@@ -146,6 +146,8 @@ NB_MODULE(native, m) {
       .def_prop_ro_static("is_plain", [](nb::handle) { return true; })
       .def_prop_ro_static("on_stream", [](nb::handle) { return false; })
       .def_prop_ro_static("adds_to_stream", [](nb::handle) { return false; });
+  nb::class_<PyTicket, PyOperation>(m, "StartedCollective");  // known, its objects are made faster
+  nb::class_<PyTransfer, PyOperation>(m, "StartedTransfer");
   m.def("explain_failures_by", [](nb::object made) {
     delete std::exchange(PyOperation::failures, new nb::object(std::move(made)));
   });
@@ -158,11 +160,14 @@ NB_MODULE(native, m) {
   c.def("run", with_job<double>([](PyCommunicator& self, Job&& job, double timeout) {
           return self.run(job, timeout);
         }));
-  c.def("start", with_job<double, nb::object, nb::object>(
-                     [](PyCommunicator& self, Job&& job, double timeout, nb::object kept, nb::object note) {
-                       return self.start(std::move(job), timeout, std::move(kept), std::move(note));
+  c.def("start", with_job<double, nb::object, std::uint64_t>(
+                     [](PyCommunicator& self, Job&& job, double timeout, nb::object kept, std::uint64_t number) {
+                       return self.start(std::move(job), timeout, std::move(kept), number);
                      }));
-  c.def("run_transfer", &PyCommunicator::run_transfer);
+  c.def("run_transfer", [](PyCommunicator& self, bool is_send, Address data, Count count, unsigned dtype, int peer,
+                           std::int64_t tag, std::uint64_t note, double timeout) {
+    return self.run_transfer(self.transfer(is_send, data, count, dtype, peer, tag, note), timeout, [] {});
+  });
   c.def("start_transfer", &PyCommunicator::start_transfer);
   nb::class_<MessageLog>(m, "MessageLog")
       .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::object, std::uint64_t>())
@@ -257,23 +262,14 @@ NB_MODULE(native, m) {
                 [](PyCommunicator& self) { return self.progress->collectives().reads_others(); });
   // For measurements.
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
+#define MESHDIST_TUNED(name) {#name, &Tuning::name}
     static const std::map<std::string, std::size_t Tuning::*> thresholds{
-        {"begun_most_bytes", &Tuning::begun_most_bytes},
-        {"chunk_bytes", &Tuning::chunk_bytes},
-        {"far_halves_least_bytes", &Tuning::far_halves_least_bytes},
-        {"fetch_block_bytes", &Tuning::fetch_block_bytes},
-        {"fetch_broadcast_most_bytes", &Tuning::fetch_broadcast_most_bytes},
-        {"fetch_least_bytes", &Tuning::fetch_least_bytes},
-        {"fetch_most_bytes", &Tuning::fetch_most_bytes},
-        {"halves_least_bytes", &Tuning::halves_least_bytes},
-        {"halves_most_bytes", &Tuning::halves_most_bytes},
-        {"near_chunk_bytes", &Tuning::near_chunk_bytes},
-        {"shared_bytes", &Tuning::shared_bytes},
-        {"spread_bytes", &Tuning::spread_bytes},
-        {"spread_most_bytes", &Tuning::spread_most_bytes},
-        {"stream_out_bytes", &Tuning::stream_out_bytes},
-        {"whole_reduce_bytes", &Tuning::whole_reduce_bytes},
-    };
+        MESHDIST_TUNED(begun_most_bytes), MESHDIST_TUNED(chunk_bytes), MESHDIST_TUNED(far_halves_least_bytes),
+        MESHDIST_TUNED(fetch_block_bytes), MESHDIST_TUNED(fetch_broadcast_most_bytes),
+        MESHDIST_TUNED(fetch_least_bytes), MESHDIST_TUNED(fetch_most_bytes), MESHDIST_TUNED(halves_least_bytes),
+        MESHDIST_TUNED(halves_most_bytes), MESHDIST_TUNED(near_chunk_bytes), MESHDIST_TUNED(shared_bytes),
+        MESHDIST_TUNED(spread_bytes), MESHDIST_TUNED(spread_most_bytes), MESHDIST_TUNED(stream_out_bytes),
+        MESHDIST_TUNED(whole_reduce_bytes)};
     Collectives& collectives = self.progress->collectives();
     if (const auto found = thresholds.find(name); found != thresholds.end()) {
       collectives.tuning.*found->second = value;

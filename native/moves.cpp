@@ -75,7 +75,11 @@ Status Collectives::all_gather(Job& job) {
     return is_done;
   };
   const std::uint64_t rounds = num_chunks(longest, chunk);
-  if (varies) return exchange_parts(job, rounds, longest, write, read, direct);
+  if (varies) {  // sizes and places are published already
+    if (longest == 0) return Status::ok;
+    const Status status = is_fetched(longest) ? finish_direct(job, direct()) : Status::unsupported;
+    return status == Status::unsupported ? exchange_agreed(job, rounds, write, read) : status;
+  }
   const Input input{own, longest, kEveryone, is_for_all && is_fetched(longest)};
   return exchange(job, rounds, input, write, read, direct);
 }

@@ -85,7 +85,7 @@ class MpiStarted final : public PyOperation {
  public:
   MpiStarted(nb::object owner, MpiFlights& flights, MpiFlights::FlightPtr flight, nb::object link,
              nb::object error, Nanoseconds spin)
-      : PyOperation({}, {}),
+      : PyOperation({}, 0),
         owner_(std::move(owner)),
         flights_(flights),
         flight_(std::move(flight)),

@@ -34,7 +34,7 @@ constexpr double kClearly = 0.6;
 }  // namespace
 
 Probe::Probe(const Endpoint& endpoint, Rounds& rounds, const Slots& slots)
-    : end_(endpoint), rounds_(rounds), slots_(slots), kernels_(kernels()) {}
+    : end_(endpoint), rounds_(rounds), slots_(slots) {}
 
 bool Probe::Times::streams() const { return streamed < kClearly * plain; }
 
@@ -89,12 +89,7 @@ Status Probe::time_round(const Call& call, bool streams, std::size_t bytes, doub
   const std::size_t num_places = slots_.bytes() / bytes;
   const std::size_t at = round / kDepth % num_places * bytes;
   const Nanoseconds begin_in = now_ns();
-  std::uint8_t* mine = slots_.at(end_.rank, round) + at;
-  if (streams) {
-    kernels_.stream(mine, from_.data(), bytes);
-  } else {
-    std::memcpy(mine, from_.data(), bytes);
-  }
+  copy_bytes(slots_.at(end_.rank, round) + at, from_.data(), bytes, streams);
   const Nanoseconds end_in = now_ns();
   rounds_.publish();
   const Status status = rounds_.wait(round, call);
@@ -144,12 +139,10 @@ Status Probe::before(const Call& call) {
   is_due_ = false;
   if (end_.size < 2) return Status::ok;
   // Start together; and learn from the first member, by a second round, what is to follow.
-  std::uint64_t round = rounds_.next();
-  rounds_.publish();
-  Status status = rounds_.wait(round, call);
+  Status status = rounds_.wait_for_next(call);
   if (status != Status::ok) return status;
   const double hop = end_.is_crowded ? 1.0 : hop_ns();
-  round = rounds_.next();
+  const std::uint64_t round = rounds_.next();
   std::uint32_t hints = rounds_.hints_ & (kHintStreamLittle | kHintStreamMuch);
   const auto ratio = [hop](const Known& one) { return std::max(hop / one.hop, one.hop / hop); };
   auto known = std::min_element(known_.begin(), known_.end(), [&](const Known& a, const Known& b) {

@@ -59,7 +59,6 @@ class Probe {
   const Endpoint& end_;
   Rounds& rounds_;
   const Slots& slots_;
-  const Kernels& kernels_;
   std::vector<std::uint8_t> from_, to_;
   std::vector<Known> known_;
   bool is_due_ = true;

@@ -14,8 +14,6 @@ namespace {
 // runs a collective itself has called close(), from a signal's handler.
 constexpr std::chrono::seconds kLongestEnd{10};
 constexpr Nanoseconds kBegunSlice = 1'000'000;
-// How often a call looks for the others before it lets other threads of the program go on: some 2 us.
-constexpr int kLooks = 64;
 
 }  // namespace
 
@@ -26,7 +24,7 @@ std::unique_lock<std::mutex> Progress::lock_if_idle() {
 }
 
 bool Progress::is_complete_soon() const {
-  for (int i = 0; i < kLooks && !end_->is_crowded; ++i) {
+  for (unsigned i = 0; i < kLooks && !end_->is_crowded; ++i) {
     if (collectives_.is_complete()) return true;
     pause_core();
   }
@@ -112,10 +110,11 @@ bool Progress::finish_begun(const Call& waiting) {
   return true;
 }
 
-bool Progress::test(const TicketPtr& ticket) {
+bool Progress::test(const TicketPtr& ticket, bool is_awaited) {
   if (!ticket->has_ended() && has_begun_.load(std::memory_order_acquire) && !end_->is_forked()) {
     std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-    if (lock.owns_lock() && begun_ != nullptr && collectives_.may_finish()) finish_begun({});
+    const bool is_mine = lock.owns_lock() && begun_ != nullptr;
+    if (is_mine && (is_awaited ? is_complete_soon() : collectives_.may_finish())) finish_begun({});
   }
   return ticket->has_ended();
 }

@@ -51,8 +51,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Begin `job`, or queue it.
   TicketPtr start(Job&& job);
 
-  // Whether `ticket` is done, also by what takes no waiting.
-  bool test(const TicketPtr& ticket);
+  // Whether `ticket` is done, also by what takes no waiting; where it `is_awaited`, by some two microseconds.
+  bool test(const TicketPtr& ticket, bool is_awaited = false);
 
   // Wait for `ticket`. Where time runs out the communicator ends, since nothing behind it can run.
   Status wait(const TicketPtr& ticket, Nanoseconds deadline, Interruption interruption);

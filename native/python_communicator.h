@@ -48,13 +48,37 @@ int wait_for(Owner& owner, const What& what, double timeout) {
   return outcome(status);
 }
 
+// What the Works of one path's calls are made with, in the order in which Python gives it: the class of a
+// Work whose operation is Python's, that of one whose is the core's, the group's timeout, what makes the
+// error of a failure, the group's name, what warns of a Work that is dropped, what returns the group, and
+// whether streams may have to wait for the call.
+struct WorkTerms {
+  nb::object of_python, of_core, timeout, explain, group, warn_dropped, user, uses_streams;
+};
+
+// What one Work has of its own, but for its result and its user: no collector of garbage sees what is here.
+struct WorkFacts {
+  std::shared_ptr<const WorkTerms> terms;
+  nb::handle verb;  // which lives as long as the process
+  nb::object warn_dropped;
+  std::uint64_t note = 0;
+
+  // The arguments of a Work, in the order of `Work` in Python.
+  nb::object with(nb::handle operation, nb::handle result, nb::handle user) const {
+    const nb::object none = nb::none();
+    return tuple_of(operation, terms->timeout, terms->explain, result, none, verb, terms->group, nb::bool_(false),
+                    none, whole(note), warn_dropped, user, terms->uses_streams);
+  }
+};
+
 // A collective or a message in flight, which keeps its tensors: an `Operation` of Python's. Where it
 // is dropped before it is done the tensors stay, since a thread of the core may write to them; the
 // next that is made frees those of calls that are done by then.
 class PyOperation {
  public:
-  // `note` is a tuple: the arguments of `failures` behind the status and the failure.
-  PyOperation(nb::object kept, nb::object note) : kept_(std::move(kept)), note_(std::move(note)) {
+  // `number` is that of the call, and `message` (is_send, peer, tag) or None, as `failures` takes them.
+  PyOperation(nb::object kept, std::uint64_t number, nb::object message = nb::none())
+      : kept_(std::move(kept)), number_(number), message_(std::move(message)) {
     std::vector<nb::object> freed;  // at the end: that may make another operation
     for (int i = 0; i < 2 && !left.empty(); ++i) {
       auto oldest = std::move(left.front());
@@ -67,10 +91,11 @@ class PyOperation {
     }
   }
   virtual ~PyOperation() {
-    if (!warn_dropped_.is_valid() || warn_dropped_.is_none()) return;
+    const nb::object& warn_dropped = facts_.warn_dropped;
+    if (!warn_dropped.is_valid() || warn_dropped.is_none()) return;
     const nb::error_scope scope;  // the program may drop it as an error goes on
     try {
-      call_with(warn_dropped_, whole(note_of_work_));
+      call_with(warn_dropped, whole(facts_.note));
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("a Work that was dropped");
     }
@@ -83,13 +108,12 @@ class PyOperation {
   virtual Failure failure() const = 0;
   virtual int source() const { return -1; }
 
-  // Serve a Work that has no more than this: wait within the group's timeout, as what `wait` names, and call
-  // `warn_dropped(note)` where it is dropped before that.
-  void serve(double timeout, nb::handle wait, nb::object warn_dropped, std::uint64_t note) {
+  // Serve a Work that has this, its result and its user alone: wait within the group's timeout, as what `wait`
+  // names, and warn where it is dropped before that.
+  void serve(WorkFacts facts, double timeout, nb::handle wait) {
+    facts_ = std::move(facts);
     timeout_ = timeout;
     wait_name_ = nb::borrow(wait);
-    warn_dropped_ = std::move(warn_dropped);
-    note_of_work_ = note;
   }
 
   // Whether it is done and well, as the only verb of its thread; where it is not, `finish` says why.
@@ -103,19 +127,21 @@ class PyOperation {
   }
 
   // Nobody need know when it is done.
-  void may_be_dropped() { warn_dropped_ = nb::none(); }
+  void may_be_dropped() { facts_.warn_dropped = nb::none(); }
 
-  // The Work has fields of its own from now on: what it calls where it is dropped, and whether it has waited.
-  nb::object leave_work() {
+  // The Work has fields of its own from now on: what it is made with, and whether it has waited.
+  nb::object leave_work(nb::handle result, nb::handle user) {
+    const nb::object fields = facts_.with(nb::find(this), result, user);
     wait_name_.reset();
-    return tuple_of(std::exchange(warn_dropped_, nb::none()), nb::bool_(is_waited_for_));
+    may_be_dropped();
+    return tuple_of(fields, nb::bool_(is_waited_for_));
   }
 
   virtual void finish(nb::handle timeout) {
     const int status = wait(nb::cast<double>(timeout.attr("total_seconds")()));
     kept_.reset();
     if (status == 0) return;
-    raise_error((*failures)(status, failure(), *nb::borrow<nb::tuple>(note_)));
+    raise_error((*failures)(status, failure(), number_, message_));
   }
 
   // Makes the error of a status, a failure, the number of a call, and of a message (is_send, peer, tag).
@@ -132,19 +158,18 @@ class PyOperation {
 
  private:
   static inline std::list<std::pair<std::function<bool()>, PyObject*>> left;
-  nb::object note_;
-  // Of a Work.
-  double timeout_ = 0;
+  const std::uint64_t number_;
+  const nb::object message_;
+  WorkFacts facts_;
+  double timeout_ = 0;  // of a Work
   nb::object wait_name_;
-  nb::object warn_dropped_;
-  std::uint64_t note_of_work_ = 0;
   bool is_waited_for_ = false;
 };
 
 class PyTicket final : public PyOperation {
  public:
-  PyTicket(std::shared_ptr<Progress> progress, TicketPtr ticket, nb::object kept, nb::object note)
-      : PyOperation(std::move(kept), std::move(note)),
+  PyTicket(std::shared_ptr<Progress> progress, TicketPtr ticket, nb::object kept, std::uint64_t number)
+      : PyOperation(std::move(kept), number),
         progress_(std::move(progress)),
         ticket_(std::move(ticket)) {}
   ~PyTicket() override {
@@ -152,7 +177,8 @@ class PyTicket final : public PyOperation {
   }
 
   int wait(double timeout) override {
-    const int status = is_done() ? static_cast<int>(ticket_->status) : wait_for(*progress_, ticket_, timeout);
+    const bool is_over = progress_->test(ticket_, true);
+    const int status = is_over ? static_cast<int>(ticket_->status) : wait_for(*progress_, ticket_, timeout);
     kept_.reset();
     return status;
   }
@@ -170,8 +196,8 @@ class PyTicket final : public PyOperation {
 class PyTransfer final : public PyOperation {
  public:
   PyTransfer(std::shared_ptr<Endpoint> end, std::shared_ptr<Transfers> transfers,
-             TransferPtr transfer, nb::object kept, nb::object note)
-      : PyOperation(std::move(kept), std::move(note)),
+             TransferPtr transfer, nb::object kept, nb::object message)
+      : PyOperation(std::move(kept), transfer->note, std::move(message)),
         end_(std::move(end)),
         transfers_(std::move(transfers)),
         transfer_(std::move(transfer)) {}
@@ -280,10 +306,10 @@ class PyCommunicator : public Communicator {
     last_failure_ = std::move(failure);
     return outcome(status);
   }
-  std::unique_ptr<PyOperation> start(Job&& job, double timeout, nb::object kept, nb::object note) {
+  std::unique_ptr<PyTicket> start(Job&& job, double timeout, nb::object kept, std::uint64_t number) {
     job.call.deadline = deadline_after(timeout);
     TicketPtr ticket = progress->start(std::move(job));  // waits for nobody
-    return std::make_unique<PyTicket>(progress, std::move(ticket), std::move(kept), std::move(note));
+    return std::make_unique<PyTicket>(progress, std::move(ticket), std::move(kept), number);
   }
 
   // ---- transfers
@@ -308,25 +334,39 @@ class PyCommunicator : public Communicator {
   std::unique_ptr<PyOperation> start_transfer(bool is_send, Address data, Count count,
                                               unsigned dtype, int peer, std::int64_t tag,
                                               std::uint64_t note, nb::object kept,
-                                              nb::object failing) {
+                                              nb::object message) {
     TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
     {
       nb::gil_scoped_release release;
-      it = transfers->start(std::move(it), true);
+      transfers->start(it, true);
     }
-    return std::make_unique<PyTransfer>(end, transfers, std::move(it), std::move(kept),
-                                        std::move(failing));
+    return std::make_unique<PyTransfer>(end, transfers, std::move(it), std::move(kept), std::move(message));
   }
-  // Returns the status, and after a receive keeps its source in `last_source`.
-  int run_transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                   std::int64_t tag, std::uint64_t note, double timeout) {
-    TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
-    Status status;
+  // Do a transfer, and call `note()`, which may raise: as soon as it has started, where that takes no waiting,
+  // so that the other side waits less. Returns the status, and after a receive keeps its source in `last_source`.
+  template <class Note>
+  int run_transfer(const TransferPtr& it, double timeout, Note note) {
+    const bool is_quick = transfers->starts_at_once(*it);
+    if (!is_quick) note();
+    Status status = Status::ok;
     {
-      nb::gil_scoped_release release;
-      const Nanoseconds deadline = deadline_after(timeout);
-      it = transfers->start(std::move(it), false);
-      status = transfers->wait(it, deadline, is_interrupted);
+      std::optional<nb::gil_scoped_release> release;
+      if (!is_quick) release.emplace();
+      transfers->start(it, false);
+      if (is_quick) {
+        try {
+          note();
+        } catch (...) {  // its memory is the program's again
+          transfers->wait(it, 0, nullptr);
+          throw;
+        }
+      }
+      if (!is_quick || !transfers->is_done_soon(*it)) {
+        if (!release) release.emplace();
+        status = transfers->wait(it, deadline_after(timeout), is_interrupted);
+      } else {
+        status = it->status;
+      }
     }
     last_source = it->source;
     if (status == Status::ok) return 0;
@@ -349,14 +389,14 @@ class PyCommunicator : public Communicator {
     return parts == Parts::any ||
            buffers.size() == (are_all ? end->size : parts == Parts::one ? 1u : 0u);
   }
-  // A list's header: FNV-1a over the counts in place of a root, so that lists of other cuts differ.
+  // A list's header: a digest of the counts in place of a root, so that lists of other cuts differ.
   static void sign(Job& job) {
-    std::uint32_t digest = 2166136261u;
+    Digest digest;
     for (const Part& part : job.outs) {
       job.call.header.count += part.count;
-      for (int i = 0; i < 8; ++i) digest = (digest ^ (part.count >> (8 * i) & 0xff)) * 16777619u;
+      digest.add(part.count);
     }
-    job.call.header.root = static_cast<std::int32_t>(digest);
+    job.call.header.root = static_cast<std::int32_t>(digest.value);
   }
 
   static void lay(Job& job, const Layouts& layouts) {

@@ -162,7 +162,7 @@ Status Collectives::reduce_by_halves(Job& job) {
   Status status = agree(job, first);
   if (status != Status::ok) return status;
   find_offers(input, first);
-  if (is_all_mapped(first)) {
+  if (rounds_.everyone_hints(first, kHintShared)) {
     reduce_shared(job);
     return finish_direct(job, true);
   }
@@ -203,16 +203,13 @@ Status Collectives::reduce_half(const Job& job, Ends& ends) {
     at += n;
   }
   const std::uint64_t round = rounds_.next();
-  Line& line = rounds_.line(end_.rank, round);
-  std::memcpy(line.bytes, &at, sizeof at);
-  line.hints = at < to ? kHintMissed : 0u;
-  rounds_.publish();
-  const Status status = rounds_.wait(round, job.call);
+  std::memcpy(rounds_.line(end_.rank, round).bytes, &at, sizeof at);
+  const Status status = rounds_.wait_for_next(job.call, at < to);
   if (status != Status::ok) return status;
   for (unsigned j = 0; j < end_.size; ++j) {
     std::memcpy(&ends[j], rounds_.line(j, round).bytes, sizeof ends[j]);
   }
-  return rounds_.anyone_hints(round, kHintMissed) ? Status::unsupported : Status::ok;
+  return rounds_.has_anyone_missed() ? Status::unsupported : Status::ok;
 }
 
 // Finish by slots: each member has reduced what lies before its end in its half, and not the rest.

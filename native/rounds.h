@@ -65,6 +65,15 @@ class Rounds {
     return Status::ok;
   }
 
+  // Publish the next round, with whether this member could not do what all had to, and wait for all.
+  Status wait_for_next(const Call& call, bool has_missed = false) {
+    line(end_.rank, next_).hints = has_missed ? kHintMissed : 0u;
+    publish();
+    return wait(next_ - 1, call);
+  }
+  // Whether any member has published so in that round.
+  bool has_anyone_missed() const { return anyone_hints(next_ - 1, kHintMissed); }
+
   // Skip to a later round, which all members will run; others may still run those before it.
   void go_on_with(std::uint64_t round) { next_ = round; }
 

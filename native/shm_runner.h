@@ -34,16 +34,19 @@ class ShmRunner final : public Runner {
 
   bool starts(const Collective&) const override { return true; }
   nb::object start(const Collective& call, std::uint64_t number) override {
-    const nb::object none = nb::none(), kept = tuple_of(or_none(call.written), or_none(call.read));
-    return nb::cast(core_.start(job_of(call), timeout_, kept, tuple_of(whole(number), none)));
+    nb::object kept = call.read.is_valid() ? tuple_of(or_none(call.written), call.read) : or_none(call.written);
+    return nb::cast(core_.start(job_of(call), timeout_, std::move(kept), number));
   }
 
   void run(Message& message, nb::handle x, Entry& entry) override {
-    const std::uint64_t note = entry.note(message);
-    if (!message.is_send) entry.note_write(tuple_of(x));
     const Plain& plain = message.plain;
-    const int status = core_.run_transfer(message.is_send, plain.address, plain.count, plain.code,
-                                          message.member, message.number, note, timeout_);
+    const std::uint64_t note = entry.num_notes() + 1;
+    const TransferPtr transfer = core_.transfer(message.is_send, plain.address, plain.count, plain.code,
+                                                message.member, message.number, note);
+    const int status = core_.run_transfer(transfer, timeout_, [&] {
+      entry.note(message);
+      if (!message.is_send) entry.note_write(tuple_of(x));
+    });
     if (status != 0) {
       const nb::object sides =
           tuple_of(nb::bool_(message.is_send), whole(message.member), message.tag);

@@ -28,13 +28,9 @@ class Slots {
   // Go on with whole slots, all members together. Where one has no memory for them, the first parts
   // stay in use.
   Status grow(const Call& call) {
-    const bool is_reserved = end_.segment.reserve_slots();
-    const std::uint64_t round = rounds_.next();
-    rounds_.line(end_.rank, round).hints = is_reserved ? 0u : kHintMissed;
-    rounds_.publish();
-    const Status status = rounds_.wait(round, call);
+    const Status status = rounds_.wait_for_next(call, !end_.segment.reserve_slots());
     if (status != Status::ok) return status;
-    are_whole_ = !rounds_.anyone_hints(round, kHintMissed);
+    are_whole_ = !rounds_.has_anyone_missed();
     has_failed_ = !are_whole_;
     return Status::ok;
   }

@@ -262,7 +262,8 @@ struct Rank {
         it->count = count;
         it->bytes = 4 * count;
         it->dtype = static_cast<std::uint8_t>(Dtype::kint32);
-        all.push_back(c.transfers->start(std::move(it), true));
+        c.transfers->start(it, true);
+        all.push_back(std::move(it));
       }
     }
     std::shuffle(all.begin(), all.end(), std::mt19937_64(s * 64 + me));

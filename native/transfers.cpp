@@ -8,17 +8,6 @@
 #include "reach.h"
 
 namespace meshdist {
-namespace {
-
-void copy(std::uint8_t* to, const std::uint8_t* from, std::size_t bytes, bool past_cache) {
-  if (past_cache && bytes >= 4096) {
-    kernels().stream(to, from, bytes);
-  } else if (bytes != 0) {
-    std::memcpy(to, from, bytes);
-  }
-}
-
-}  // namespace
 
 Transfers::Transfers(std::shared_ptr<Endpoint> endpoint)
     : end_(std::move(endpoint)), peers_(end_->size) {
@@ -43,12 +32,17 @@ std::uint64_t Transfers::piece_limit(unsigned peer) const {
   return std::min<std::uint64_t>(64 * 1024, peers_[peer].out.bytes / 4 - sizeof(Packet));
 }
 
-TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
+bool Transfers::starts_at_once(const Transfer& transfer) const {
+  return transfer.bytes <= tuning.begun_most_bytes &&
+         std::unique_lock<std::mutex>(mutex_, std::try_to_lock).owns_lock();
+}
+
+void Transfers::start(const TransferPtr& transfer, bool in_background) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (end_->is_over()) {
     transfer->status = end_->over_status();
     transfer->is_done.store(true);
-    return transfer;
+    return;
   }
   ++pending_;
   const bool to_self = transfer->peer == static_cast<int>(end_->rank);
@@ -61,7 +55,6 @@ TransferPtr Transfers::start(TransferPtr transfer, bool in_background) {
     push(transfer->peer);
   }
   if ((in_background && !transfer->is_done.load()) || num_owed_ > 0) leave_to_helper(lock);
-  return transfer;
 }
 
 // Let the helper advance what is under way, when this thread no longer does.
@@ -82,6 +75,16 @@ bool Transfers::test(const TransferPtr& transfer) {
   advance();
   if (!transfer->is_done.load() && end_->is_over()) give_up(transfer, end_->over_status());
   return transfer->is_done.load();
+}
+
+bool Transfers::is_done_soon(const Transfer& transfer) {
+  for (unsigned i = 0; i < 2 * kLooks && !transfer.is_done.load(std::memory_order_acquire); i += end_->size) {
+    if (end_->is_crowded) return false;
+    pause_core();
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) advance();
+  }
+  return transfer.is_done.load(std::memory_order_acquire);
 }
 
 Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
@@ -380,7 +383,7 @@ void Transfers::send_to_self(const TransferPtr& send) {
 void Transfers::pass_to_self(const TransferPtr& send, const TransferPtr& receive,
                              const Packet& packet) {
   const Status status = fits(receive, end_->rank, packet) ? Status::ok : Status::mismatch;
-  if (status == Status::ok) copy(receive->data, send->data, send->bytes, false);
+  if (status == Status::ok) copy_bytes(receive->data, send->data, send->bytes, false);
   send->other_note = receive->note;
   complete(receive, status);
   complete(send, status);
@@ -454,8 +457,8 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       if (arriving == peer.arriving.end()) break;
       const TransferPtr& receive = arriving->second.receive;
       if (receive != nullptr) {
-        copy(receive->data + packet.offset, payload, packet.payload,
-             receive->bytes > tuning.stream_out_bytes);
+        copy_bytes(receive->data + packet.offset, payload, packet.payload,
+                   receive->bytes > tuning.stream_out_bytes);
         receive->moved += packet.payload;
       }
       arriving->second.left -= packet.payload;
@@ -508,8 +511,8 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   }
   std::uint8_t* where = ring.at(at);
   std::memcpy(where, &packet, sizeof packet);
-  copy(where + sizeof packet, payload, packet.payload,
-       packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
+  copy_bytes(where + sizeof packet, payload, packet.payload,
+             packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
   channel.written.store(at + need, std::memory_order_seq_cst);
   ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
                   static_cast<std::int32_t>(end_->rank));

@@ -48,14 +48,18 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   explicit Transfers(std::shared_ptr<Endpoint> endpoint);
 
   // Begin, and do what can be done at once. Where `in_background`, the helper does the rest.
-  TransferPtr start(TransferPtr transfer, bool in_background);
+  void start(const TransferPtr& transfer, bool in_background);
+
+  // Whether `start` moves few bytes, and would not wait for another thread.
+  bool starts_at_once(const Transfer& transfer) const;
 
   // Wait until it is done; on timeout, interruption or death it is given up and its memory is not
   // touched again.
   Status wait(const TransferPtr& transfer, Nanoseconds deadline, Interruption interruption);
 
-  // Whether it is done, after a look at what has arrived.
+  // Whether it is done, after a look at what has arrived; after some, for about two microseconds.
   bool test(const TransferPtr& transfer);
+  bool is_done_soon(const Transfer& transfer);
 
   // Give up all that is under way, and end the helper.
   void close();
@@ -63,17 +67,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   Tuning tuning;
 
  private:
-  enum class Kind : std::uint32_t {
-    pad = 1,
-    message,
-    offer,
-    accept,
-    fetched,
-    refuse,
-    data,
-    cancel,
-    grow
-  };
+  enum class Kind : std::uint32_t { pad = 1, message, offer, accept, fetched, refuse, data, cancel, grow };
   struct alignas(kCacheLine) Packet {
     Kind kind;
     std::uint32_t payload;  // bytes that follow

@@ -5,13 +5,11 @@
 // has happened. It refuses wrong arguments, too.
 #include "verb_calls.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <array>
 #include <string>
-#include <utility>
-#include <vector>
-
-#include <nanobind/stl/string.h>
 
 #include "fast_path.h"
 #include "main_thread.h"
@@ -25,17 +23,17 @@ constexpr std::size_t kMostParameters = 8;
 constexpr int kNone = -1;
 
 namespace names {
-const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, fast_path_on_device{"fast_path_on_device"}, starting{"starting"}, ranks{"ranks"},
-    open_group{"open_group"}, is_on_stream{"is_on_stream"}, is_profiler_enabled{"_is_profiler_enabled"},
-    current_level{"_current_level"};
+const Name get{"get"}, group{"group"}, fast_path{"fast_path"}, fast_path_on_device{"fast_path_on_device"},
+    ranks{"ranks"}, open_group{"open_group"}, is_on_stream{"is_on_stream"},
+    is_profiler_enabled{"_is_profiler_enabled"}, current_level{"_current_level"};
 }
 
-// What all verbs look at: the names of torch's modules for profiles and for forward mode, the world of
-// the context and of the process (a list of it), and the class of groups.
+// What all verbs look at: the names of torch's modules for profiles and for forward mode, lists of the
+// context variable of worlds, once it is in use, and of the group of the process's world, and the class
+// of groups.
 struct Surroundings {
   nb::dict profiler, forward_ad;
-  nb::object context;
-  nb::list process;
+  nb::list contexts, group_of_process;
   nb::object group_type;
 
   bool are_profiled() const {
@@ -50,10 +48,10 @@ struct Surroundings {
   nb::object find_group(nb::handle given) const {
     if (is_group(given)) return nb::borrow(given);
     if (given.is_none()) {
-      nb::object world = call(context, names::get);
-      if (world.is_none()) world = nb::borrow(PyList_GetItem(process.ptr(), 0));
-      if (world.is_none()) return {};
-      nb::object group = get(world, names::group);
+      nb::object world = nb::none();
+      if (PyList_Size(contexts.ptr()) != 0) world = call(PyList_GetItem(contexts.ptr(), 0), names::get);
+      nb::object group = world.is_none() ? nb::borrow(PyList_GetItem(group_of_process.ptr(), 0))
+                                         : get(world, names::group);
       return is_group(group) ? group : nb::object();
     }
     return PyObject_HasAttrString(given.ptr(), "open_group") != 0 ? call(given, names::open_group)
@@ -142,7 +140,7 @@ class VerbCall {
     for (int at : taken_) passed[count++] = at == root_ ? member.ptr() : given[at];
     for (const Name* kind : {&names::fast_path, &names::fast_path_on_device}) {
       nb::object path = get(group, *kind);
-      if (is_async && !path.is_none()) path = get(path, names::starting);
+      if (is_async && !path.is_none()) path = starting_path(path);
       if (path.is_none()) continue;
       passed[0] = path.ptr();
       const nb::object done =
@@ -204,8 +202,8 @@ PyObject* call_verb(PyObject* self, PyObject* const* given, Py_ssize_t num_given
 void bind_verb_calls(nb::module_& m) {
   nb::class_<Surroundings>(m, "Surroundings")
       .def("__init__",
-           filled_in<Surroundings, nb::dict, nb::dict, nb::object, nb::list, nb::object>(),
-           nb::kw_only(), "profiler"_a, "forward_ad"_a, "context"_a, "process"_a, "group_type"_a);
+           filled_in<Surroundings, nb::dict, nb::dict, nb::list, nb::list, nb::object>(), nb::kw_only(),
+           "profiler"_a, "forward_ad"_a, "contexts"_a, "group_of_process"_a, "group_type"_a);
   m.def("verb_call", [](const Surroundings& around, const std::string& name, const nb::kwargs& facts) {
     // Verbs live as long as the process, and so does what calls them, and its surroundings.
     nb::find(around).inc_ref();

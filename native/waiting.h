@@ -133,6 +133,9 @@ class CoreDemand {
 
 CoreDemand& core_demand();
 
+// How often a small call looks for the others before it lets other threads of the program go on: some 2 us.
+constexpr unsigned kLooks = 64;
+
 // A sleeper wakes this often to check the clock, and whether the awaited members still live.
 constexpr Nanoseconds kSlice = 100'000'000;
 

@@ -257,16 +257,27 @@ class World:
 
 
 _of_process: list[World | None] = [None]
+_group_of_process: list[Closable | None] = [None]
+"""The group of all ranks of that world, once it is made."""
 _forks_at_world: int | None = None
 """``num_forks()`` as this process got its last world; None, or another number, before its first."""
 _join: Callable[[], None] | None = None
 """Makes the world of this process at its first touch; given by the module that can."""
 _of_context: ContextVar[World | None] = ContextVar("meshdist_world", default=None)
+_used_contexts: list[ContextVar[World | None]] = []
+"""``_of_context``, once any thread has a world of its own: till then no call need ask it."""
 
 
-def places_of_worlds() -> tuple[ContextVar[World | None], list[World | None]]:
-    """Return the context variable and the process's slot that hold the world in force."""
-    return _of_context, _of_process
+def places_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
+    """Return a list of the variable of worlds, once in use, and of the process's own group."""
+    return _used_contexts, _group_of_process
+
+
+def give_group(world: World, group: Closable) -> None:
+    """Keep the group of all ranks of ``world``."""
+    world.group = group
+    if _of_process[0] is world:
+        _group_of_process[0] = group
 
 
 def find_world() -> World | None:
@@ -350,22 +361,25 @@ def install_world(world: World) -> None:
             fix="call destroy_process_group() first, or drop the second init_process_group",
         )
     _of_process[0], _forks_at_world = world, num_forks()
+    _group_of_process[0] = world.group
 
 
 def remove_world(world: World) -> None:
     """Take ``world`` out of the process's slot, if it is there."""
     if _of_process[0] is world:
-        _of_process[0] = None
+        _of_process[0] = _group_of_process[0] = None
 
 
 def enter_world(world: World) -> None:
     """Put ``world`` in force for this thread (a simulated rank), in place of a closed world."""
+    _used_contexts[:] = [_of_context]
     _of_context.set(world)
 
 
 @contextmanager
 def world_here(world: World | None) -> Iterator[None]:
     """Put ``world`` in force for this thread (a simulated rank) while the context lasts."""
+    _used_contexts[:] = [_of_context]
     token = _of_context.set(world)
     try:
         yield

@@ -144,12 +144,12 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _surroundings() -> Any:
     """Return the modules and variables that the native core reads before each call."""
-    context, process = places_of_worlds()
+    contexts, group_of_process = places_of_worlds()
     return core.Surroundings(
         profiler=vars(profiler),
         forward_ad=vars(forward_ad),
-        context=context,
-        process=process,
+        contexts=contexts,
+        group_of_process=group_of_process,
         group_type=ProcessGroup,
     )
 

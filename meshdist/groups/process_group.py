@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch.distributed import PrefixStore, ProcessGroup as TorchGroup
 
-from ..bootstrap.world import World, get_usable_world, get_world
+from ..bootstrap.world import World, get_usable_world, get_world, give_group
 from ..checking.calls import GroupFacts
 from ..checking.program import call_site, show_site, warn_once_at
 from ..error_text import explain, ranks_text
@@ -438,7 +438,7 @@ def world_group(world: World | None = None) -> ProcessGroup:
     world = world or get_world()
     found = world.group
     if not isinstance(found, ProcessGroup):
-        found = world.group = ProcessGroup(
+        found = ProcessGroup(
             world,
             tuple(range(world.size)),
             name="the world",
@@ -447,6 +447,7 @@ def world_group(world: World | None = None) -> ProcessGroup:
             # A world is all of its ranks by nature; there is nothing to agree upon.
             agreement=Agreement("world", tuple(range(world.size))),
         )
+        give_group(world, found)
     return found
 
 

@@ -254,8 +254,8 @@ class TorchRunner(Runner):
 class Surroundings:
     """The state that public verbs ask before each call.
 
-    ``profiler`` and ``forward_ad`` are the names of torch's modules; ``context`` and ``process``
-    have the world in force.
+    ``profiler`` and ``forward_ad`` are the names of torch's modules; ``contexts`` has the variable
+    of worlds, once it is in use, and ``group_of_process`` the group of the process's world.
     """
 
     def __init__(
@@ -263,8 +263,8 @@ class Surroundings:
         *,
         profiler: dict[str, Any],
         forward_ad: dict[str, Any],
-        context: Any,
-        process: list[Any],
+        contexts: list[Any],
+        group_of_process: list[Any],
         group_type: type,
     ) -> None: ...
 
@@ -459,10 +459,10 @@ class Started:
     def may_be_dropped(self) -> None:
         """Let nothing be said where its ``Work`` is dropped."""
 
-    def leave_work(self) -> tuple[Callable[[int], None] | None, bool]:
-        """What ``Work`` calls with its note where it is dropped; whether ``wait_plainly`` waited.
+    def leave_work(self, result: list[Any], user: object, /) -> tuple[tuple[Any, ...], bool]:
+        """What a ``Work`` of these is made with; whether ``wait_plainly`` waited.
 
-        Nothing is said here from then on.
+        Nothing is said here from then on where the ``Work`` is dropped.
         """
 
     def is_done(self) -> bool: ...
@@ -475,6 +475,12 @@ class Started:
     def has_ended(self) -> bool: ...
     def bound(self, timeout: timedelta, /) -> None: ...
     def source(self) -> int: ...
+
+class StartedCollective(Started):
+    """A collective in flight in shared memory."""
+
+class StartedTransfer(Started):
+    """A message in flight in shared memory."""
 
 class MpiStarted(Started):
     """A collective in flight over MPI, which goes on while it is tested."""
@@ -539,10 +545,10 @@ class Communicator:
         layouts: Sequence[tuple[Sequence[int], Sequence[int]]],
         timeout: float,
         kept: object,
-        note: tuple[int | None, None],
+        number: int,
         /,
     ) -> Started:
-        """The same without waiting; ``kept`` are the tensors, ``note`` its number, and None."""
+        """The same without waiting; ``kept`` are the tensors, ``number`` is that of the call."""
 
     def run_transfer(
         self,
@@ -571,10 +577,10 @@ class Communicator:
         tag: int,
         note: int,
         kept: object,
-        failing: tuple[int | None, tuple[bool, int, int] | None],
+        message: tuple[bool, int, int] | None,
         /,
     ) -> Started:
-        """The same without waiting; ``failing`` is the number, and (is_send, peer, tag)."""
+        """The same without waiting; ``message`` is (is_send, peer, tag)."""
 
     @property
     def last_source(self) -> int: ...

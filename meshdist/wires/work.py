@@ -88,7 +88,6 @@ class Work:
     _deadline: Deadline | None = field(default=None, init=False)
     # Of a StartedWork, also once it has become another: a thread may be about to wait for it.
     _started: Any = field(init=False)
-    _fields: tuple[Any, ...] = field(init=False)
 
     def __repr__(self) -> str:
         """The verb and its state, without a poll of the wire."""
@@ -469,8 +468,8 @@ class WatchedWork(Work):
 class StartedWork(Work):
     """The Work of a collective that the core has started, cheap for a program that only waits."""
 
-    # It has ``_started``, the operation, and ``_fields``, what a Work is made with: where a program
-    # asks for more it becomes a Work like others.
+    # It has its result, its user and ``_started``, the operation, which knows the rest: where a
+    # program asks for that it becomes a Work like others.
 
     __slots__ = ()
 
@@ -498,8 +497,9 @@ def _unfold(work: StartedWork) -> None:
     """Make a Work like others of ``work``, unless another thread just has."""
     with _unfolding:
         if type(work) is StartedWork:
-            Work.__init__(work, *work._fields)
-            work._warn_dropped, work._done = work._started.leave_work()
+            fields, is_done = work._started.leave_work(work._result, work._user)
+            Work.__init__(work, *fields)
+            work._done = is_done
             work.__class__ = WatchedWork  # type: ignore[assignment]
 
 

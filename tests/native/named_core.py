@@ -48,7 +48,7 @@ class NamedCore(native.Communicator):
         verb = name.removesuffix("_async")
         if verb not in FORMS:
             raise AttributeError(name)
-        call, more = (self.run, ()) if verb == name else (self.start, ((), (None, None)))
+        call, more = (self.run, ()) if verb == name else (self.start, ((), 0))
         code, form = native.VERBS[verb], FORMS[verb]
         return lambda *given: call(code, *form(*given[:-1]), 0, (), given[-1], *more)
 
@@ -63,7 +63,7 @@ class NamedCore(native.Communicator):
         return self.run_transfer(False, x, n, dtype, peer, tag, note, timeout)
 
     def send_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Started:
-        return self.start_transfer(True, x, n, dtype, peer, tag, 0, (), (None, None))
+        return self.start_transfer(True, x, n, dtype, peer, tag, 0, (), ())
 
     def recv_async(self, x: int, n: int, dtype: int, peer: int, tag: int) -> native.Started:
-        return self.start_transfer(False, x, n, dtype, peer, tag, 0, (), (None, None))
+        return self.start_transfer(False, x, n, dtype, peer, tag, 0, (), ())

@@ -74,7 +74,7 @@ def cases_of_layouts(c: Any) -> None:
                 buffers = (given.data_ptr(), 0, [], [])
                 arguments = (code, count, kind, op, root, *buffers, number % 2, layouts, TIMEOUT)
                 if number % 2:
-                    assert c.start(*arguments, (), (None, None)).wait(TIMEOUT) == OK
+                    assert c.start(*arguments, (), 0).wait(TIMEOUT) == OK
                 else:
                     assert c.run(*arguments) == OK
                 expected = oracle(parts, "SUM", torch.float32).view(shape)

@@ -130,8 +130,10 @@ class ShmCommunicator(Communicator):
         root, seconds = prepared.root or 0, prepared.timeout.total_seconds()
         more = data, outs, ins, fingerprint, layouts, seconds
         if not prepared.waits:
-            kept, note = (outputs, inputs), (prepared.sequence, None)
-            return self._core.start(verb, count, code, number, root, out, *more, kept, note)  # type: ignore[no-any-return]
+            kept = outputs, inputs
+            return self._core.start(  # type: ignore[no-any-return]
+                verb, count, code, number, root, out, *more, kept, prepared.sequence
+            )
         try:
             status = self._run(verb, count, code, number, root, out, *more)
         except BaseException as error:  # of a signal's handler
@@ -149,7 +151,7 @@ class ShmCommunicator(Communicator):
         amount = (tensor.nbytes, _BYTES[0]) if code is None else (tensor.numel(), code)
         call = (is_send, tensor.data_ptr(), *amount, *message[1:], number)
         if not prepared.waits:
-            return self._core.start_transfer(*call, tensor, (number, message))  # type: ignore[no-any-return]
+            return self._core.start_transfer(*call, tensor, message)  # type: ignore[no-any-return]
         status = self._core.run_transfer(*call, prepared.timeout.total_seconds())
         if status:
             raise failure_of(status, self._core.last_transfer_failure(), number, message)
