@@ -17,8 +17,7 @@
 namespace meshdist {
 namespace {
 
-// So many rounds after the last that has data for either, a member has seen that the other read its
-// slots.
+// So many rounds after the last that has data for either, a member has seen that the other read its slots.
 constexpr std::uint64_t kRoundsToRead = 2;
 
 }  // namespace
@@ -154,8 +153,7 @@ std::uint64_t Collectives::find_ends(std::uint64_t first) {
   std::uint64_t most = 1;
   for (const Lane& lane : lanes_) most = std::max(most, lane.num_rounds);
   for (unsigned j = 0; j < n; ++j) {
-    const std::uint64_t rounds =
-        std::max(lanes_[me * n + j].num_rounds, lanes_[j * n + me].num_rounds);
+    const std::uint64_t rounds = std::max(lanes_[me * n + j].num_rounds, lanes_[j * n + me].num_rounds);
     const std::uint64_t last = rounds == 0 ? 1 : std::min(most, rounds + kRoundsToRead);
     ends_[j] = first + last;
   }

@@ -14,8 +14,7 @@ namespace {
 
 // Copy elements between `rows`, where they lie in row-major order, and their places in `there`.
 template <class Element>
-void copy_elements(const Layout& layout, std::uint64_t count, Element* rows, Element* there,
-                   bool into_rows) {
+void copy_elements(const Layout& layout, std::uint64_t count, Element* rows, Element* there, bool into_rows) {
   const std::size_t last = layout.sizes.size() - 1;
   const std::uint64_t size = layout.sizes[last], stride = layout.strides[last];
   std::vector<std::uint64_t> at(last);
@@ -42,8 +41,8 @@ void copy_elements(const Layout& layout, std::uint64_t count, std::size_t item, 
                    std::uint8_t* there, bool into_rows) {
   const auto as = [&](auto* kind) {
     using Element = std::remove_pointer_t<decltype(kind)>;
-    copy_elements(layout, count, reinterpret_cast<Element*>(rows),
-                  reinterpret_cast<Element*>(there), into_rows);
+    copy_elements(layout, count, reinterpret_cast<Element*>(rows), reinterpret_cast<Element*>(there),
+                  into_rows);
   };
   switch (item) {
     case 1: return as(static_cast<std::uint8_t*>(nullptr));
@@ -71,19 +70,11 @@ void sign(Header& header, const std::vector<Layout>& layouts) {
 }  // namespace
 
 Collectives::Collectives(const Endpoint& endpoint)
-    : end_(endpoint),
-      kernels_(kernels()),
-      rounds_(endpoint),
-      slots_(endpoint, rounds_),
-      probe_(endpoint, rounds_, slots_),
-      sources_(endpoint.size),
-      theirs_(endpoint.size),
-      is_afar_(endpoint.size),
-      given_(std::size_t{endpoint.size} * endpoint.size),
+    : end_(endpoint), kernels_(kernels()), rounds_(endpoint), slots_(endpoint, rounds_),
+      probe_(endpoint, rounds_, slots_), sources_(endpoint.size), theirs_(endpoint.size),
+      is_afar_(endpoint.size), given_(std::size_t{endpoint.size} * endpoint.size),
       expected_(std::size_t{endpoint.size} * endpoint.size),
-      lanes_(std::size_t{endpoint.size} * endpoint.size),
-      ends_(endpoint.size) {
-}
+      lanes_(std::size_t{endpoint.size} * endpoint.size), ends_(endpoint.size) {}
 
 Status Collectives::run(Job& job) {
   Job plain;
@@ -106,14 +97,11 @@ bool Collectives::is_of_one_round(const Job& job) const {
   const std::size_t bytes = job.count() * kDtypeBytes[job.call.header.dtype];
   if (end_.size < 2 || bytes > tuning.begun_most_bytes || !job.layouts.empty()) return false;
   switch (job.verb()) {
-    case Verb::all_reduce:
-      return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
+    case Verb::all_reduce: return !is_halved(job) && (end_.size == 2 || bytes <= tuning.whole_reduce_bytes);
     case Verb::broadcast:
     case Verb::all_gather:
-    case Verb::reduce_scatter:
-      return true;
-    default:
-      return false;
+    case Verb::reduce_scatter: return true;
+    default: return false;
   }
 }
 
@@ -235,12 +223,10 @@ Status Collectives::agree_to_grow(const Job& job) {
 // Whether a member's stores into slots, `bytes` a round, go past the cache.
 bool Collectives::streams(std::size_t bytes) const {
   if (kept_stores_ >= 0) return kept_stores_ != 0;
-  return (bytes < kLargeBytes ? end_.streams_little : end_.streams_much)
-      .load(std::memory_order_relaxed);
+  return (bytes < kLargeBytes ? end_.streams_little : end_.streams_much).load(std::memory_order_relaxed);
 }
 
-// Agree on the call that was announced in `round`, and take over which stores the first member found
-// faster.
+// Agree on the call that was announced in `round`, and take over which stores the first member found faster.
 Status Collectives::agree(const Job& job, std::uint64_t round) {
   const Status status = rounds_.agree(round, job.call);
   if (status == Status::ok || status == Status::mismatch) {
@@ -250,9 +236,9 @@ Status Collectives::agree(const Job& job, std::uint64_t round) {
   return status;
 }
 
-#define MESHDIST_RUN(name, method, reduces, ...)                              \
-  case Verb::name:                                                            \
-    loop_ = reduces ? kernels_.reduce[header.dtype][header.op] : nullptr;     \
+#define MESHDIST_RUN(name, method, reduces, ...)                          \
+  case Verb::name:                                                        \
+    loop_ = reduces ? kernels_.reduce[header.dtype][header.op] : nullptr; \
     return reduces && loop_ == nullptr ? Status::unsupported : method(job);
 
 Status Collectives::dispatch(Job& job) {
@@ -291,8 +277,7 @@ std::size_t Collectives::lay_out(std::size_t pieces, std::size_t longest, std::s
 
 // Whether members fetch from each other what has up to `bytes` bytes; all give the same answer.
 bool Collectives::is_fetched(std::size_t bytes) const {
-  return reads_others_ && bytes != 0 && bytes >= tuning.fetch_least_bytes &&
-         bytes <= tuning.fetch_most_bytes;
+  return reads_others_ && bytes != 0 && bytes >= tuning.fetch_least_bytes && bytes <= tuning.fetch_most_bytes;
 }
 
 // Whether this member's `input` is read where it lies, in memory that `offer` would publish.
@@ -301,8 +286,8 @@ bool Collectives::offers(const Input& input) const {
   if (end_.size < 2 || !gives) return false;
   const auto holds = [&](const auto& row) { return row.second->holds(input.data, input.bytes); };
   const auto& memories = end_.memories;
-  return input.is_fetched || (input.bytes >= tuning.shared_bytes &&
-                              std::any_of(memories.begin(), memories.end(), holds));
+  return input.is_fetched ||
+         (input.bytes >= tuning.shared_bytes && std::any_of(memories.begin(), memories.end(), holds));
 }
 
 // Publish, with the announcement in `round`, where `input` lies, if the others can read it there.
@@ -330,9 +315,8 @@ Collectives::Sharing Collectives::find_offers(const Input& input, std::uint64_t 
     Place place;
     std::memcpy(&place, line.bytes, sizeof place);
     is_afar_[j] = (line.hints & kHintOwn) != 0 && j != end_.rank;
-    theirs_[j] = (line.hints & kHintOwn) != 0
-                     ? reinterpret_cast<Bytes>(place.offset)
-                     : end_.memories.at(place.memory)->data() + place.offset;
+    theirs_[j] = (line.hints & kHintOwn) != 0 ? reinterpret_cast<Bytes>(place.offset)
+                                              : end_.memories.at(place.memory)->data() + place.offset;
   }
   const unsigned givers = input.giver == kEveryone ? end_.size : 1;
   return offers == 0 ? Sharing::none : offers == givers ? Sharing::all : Sharing::some;

@@ -141,11 +141,10 @@ class Collectives {
   std::uint64_t find_ends(std::uint64_t first);
   Status barrier(Job& job);
 
-  // One round after the other: `write(i, round)` writes what this member gives in the i-th,
-  // `read(i, round)` takes what the others gave. Reading the i-th overlaps with the others'
-  // writing of the next.
-  // Where each giving member (`giver`, or all) has its `input` in memory that the others map or can
-  // read, `direct()` does it all instead, and returns whether it could.
+  // One round after the other: `write(i, round)` writes what this member gives in the i-th, `read(i, round)`
+  // takes what the others gave. Reading the i-th overlaps with the others' writing of the next. Where each
+  // giving member (`giver`, or all) has its `input` in memory that the others map or can read, `direct()`
+  // does it all instead, and returns whether it could.
   template <class Write, class Read, class Direct>
   Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                   Direct direct);
@@ -193,15 +192,15 @@ class Collectives {
   bool has_tried_reading_ = false;
   bool reads_others_ = false;  // each member from every other; all have the same answer
   ReduceLoop loop_ = nullptr;
-  std::size_t item_ = 1;         // bytes per element of the call that runs
-  std::size_t span_ = 0;         // bytes that it writes to a slot per round; equal on all members
-  std::size_t num_places_ = 1;   // for them in a slot
-  bool streams_in_ = false;      // its stores into slots
-  bool streams_out_ = false;     // its stores into results
+  std::size_t item_ = 1;        // bytes per element of the call that runs
+  std::size_t span_ = 0;        // bytes that it writes to a slot per round; equal on all members
+  std::size_t num_places_ = 1;  // for them in a slot
+  bool streams_in_ = false;     // its stores into slots
+  bool streams_out_ = false;    // its stores into results
   std::vector<const void*> sources_;
-  std::vector<std::uint8_t*> theirs_;  // the members' inputs, where they are shared or fetched
-  std::vector<bool> is_afar_;          // those that lie in the member's own memory
-  std::vector<std::uint8_t> fetched_;  // what was fetched to be reduced
+  std::vector<std::uint8_t*> theirs_;    // the members' inputs, where they are shared or fetched
+  std::vector<bool> is_afar_;            // those that lie in the member's own memory
+  std::vector<std::uint8_t> fetched_;    // what was fetched to be reduced
   std::vector<std::uint64_t> given_;     // [from][to], of the call that runs
   std::vector<std::uint64_t> expected_;  // [by][of]
   std::vector<Lane> lanes_;              // [from][to]

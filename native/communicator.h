@@ -14,8 +14,7 @@ class Communicator {
   // Members in one process, as tests have them, may share their view of the segment.
   Communicator(std::shared_ptr<const Segment> segment, unsigned rank, Processes processes)
       : end(std::make_shared<Endpoint>(std::move(segment), rank, std::move(processes))),
-        progress(std::make_shared<Progress>(end)),
-        transfers(std::make_shared<Transfers>(end)) {}
+        progress(std::make_shared<Progress>(end)), transfers(std::make_shared<Transfers>(end)) {}
   ~Communicator() { close(); }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -23,9 +22,8 @@ class Communicator {
   // Free every thread, of every member, that waits in this communicator.
   void abort() { end->end(Status::aborted); }
 
-  // End this member's part. What is in flight here ends as closed, and uses the caller's memory no
-  // more (see Progress::close). Native threads end by themselves, and the group's memory goes with
-  // the last of them.
+  // End this member's part. What is in flight here ends as closed, and uses the caller's memory no more (see
+  // Progress::close). Native threads end by themselves, and the group's memory goes with the last of them.
   void close() {
     if (end->is_closing()) return;
     end->close();

@@ -32,14 +32,10 @@ bool Processes::has_exited(unsigned member) const {
 }
 
 Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Processes processes)
-    : segment(*segment_),
-      rank(rank_),
-      size(segment.geometry().size),
+    : segment(*segment_), rank(rank_), size(segment.geometry().size),
       is_crowded(segment.geometry().is_crowded != 0),
-      patience(is_crowded ? Patience::crowded() : Patience::usual()),
-      owned_(std::move(segment_)),
-      proof_(random_number()),
-      processes_(std::move(processes)) {
+      patience(is_crowded ? Patience::crowded() : Patience::usual()), owned_(std::move(segment_)),
+      proof_(random_number()), processes_(std::move(processes)) {
   if (rank >= size) throw std::invalid_argument("rank lies outside the segment's members");
   if (processes_.count() != 0 && processes_.count() != size) {
     throw std::invalid_argument("one pidfd per member is expected, or none at all");
@@ -81,9 +77,7 @@ bool Endpoint::has_closed(unsigned peer) const {
   return segment.member(peer).report.was_closed.load(std::memory_order_seq_cst) != 0;
 }
 
-bool Endpoint::is_gone(unsigned peer) const {
-  return has_closed(peer) || processes_.has_exited(peer);
-}
+bool Endpoint::is_gone(unsigned peer) const { return has_closed(peer) || processes_.has_exited(peer); }
 
 bool Endpoint::has_died(unsigned peer) const {
   return processes_.has_exited(peer) && !has_closed(peer) &&

@@ -18,16 +18,15 @@ unsigned num_forks();
 
 // What went wrong, and which members had gone at that moment.
 struct Failure {
-  Status status = Status::ok;   // where a member ended the communicator, that member's
-  int culprit = -1;             // the member that died, or whose call differs
-  std::string text;             // what exactly differs
+  Status status = Status::ok;                // where a member ended the communicator, that member's
+  int culprit = -1;                          // the member that died, or whose call differs
+  std::string text;                          // what exactly differs
   std::vector<bool> was_closed, has_exited;  // of each member
-  int source = -1;              // of a message
-  std::uint64_t other_note = 0; // of a message that did not fit: the other side's
+  int source = -1;                           // of a message
+  std::uint64_t other_note = 0;              // of a message that did not fit: the other side's
 };
 
-// Handles to the members' processes. The descriptors become its own, also where what it is made for
-// fails.
+// Handles to the members' processes. The descriptors become its own, also where what it is made for fails.
 class Processes {
  public:
   // One pidfd per member, -1 for this one and where there is none; or none at all.

@@ -19,32 +19,20 @@ nb::object number_or_none(std::int64_t value) { return value < 0 ? nb::none() : 
 }  // namespace
 
 Entry::Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
-             nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-             std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
-             nb::object get_level, std::uint64_t most_level, std::int32_t device_type)
-    : num_forks_(num_forks()),
-      reader_(device_type),
-      notes_(notes),
-      group_(std::move(group)),
+             nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
+             nb::object calls, nb::object disagree, nb::object compare, nb::object get_level,
+             std::uint64_t most_level, std::int32_t device_type)
+    : num_forks_(num_forks()), reader_(device_type), notes_(notes), group_(std::move(group)),
       headers_(headers == nullptr ? std::nullopt : std::optional<Headers>(*headers)),
-      receives_(std::move(receives)),
-      aborts_(std::move(aborts)),
-      label_(std::move(label)),
-      is_logged_(log.attr("isEnabledFor")),
-      log_level_(std::move(log_level)),
+      receives_(std::move(receives)), aborts_(std::move(aborts)), label_(std::move(label)),
+      is_logged_(log.attr("isEnabledFor")), log_level_(std::move(log_level)),
       // What the logger has answered before; Python empties it whenever the level of any changes. It
       // is no documented part of a logger.
       known_levels_(nb::getattr(log, "_cache", nb::dict())),
       increment_version_(nb::module_::import_("torch").attr("_C").attr("_increment_version")),
-      ranks_(std::move(ranks)),
-      size_(nb::len(ranks_)),
-      member_(member),
-      calls_(std::move(calls)),
-      disagree_(std::move(disagree)),
-      empty_(nb::str("")),
-      compare_(std::move(compare)),
-      get_level_(std::move(get_level)),
-      most_level_(most_level) {}
+      ranks_(std::move(ranks)), size_(nb::len(ranks_)), member_(member), calls_(std::move(calls)),
+      disagree_(std::move(disagree)), empty_(nb::str("")), compare_(std::move(compare)),
+      get_level_(std::move(get_level)), most_level_(most_level) {}
 
 bool Entry::is_open() const {
   if (num_forks_ != num_forks()) return false;
@@ -77,8 +65,7 @@ bool Entry::is_quiet(bool is_uneven) {
   return true;
 }
 
-bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept,
-                      Counts* counts) {
+bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept, Counts* counts) {
   if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
   kept = tuple_from(list);
   if (static_cast<std::uint64_t>(PyTuple_Size(kept.ptr())) != size_) return false;
@@ -157,8 +144,7 @@ Known Entry::find(const Call& called, const Plain& plain, bool is_uneven) {
   const Key key{called.verb.ptr(), data.ptr(), title.ptr(), called.op, called.root, is_uneven};
   return find(key, plain.is_kept || data.is_none(), last_[2], [&] {
     const nb::object op = number_or_none(called.op), root = number_or_none(called.root);
-    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple(),
-                              empty_),
+    return std::pair(tuple_of(called.verb, data, op, root, title, nb::bool_(is_uneven), nb::tuple(), empty_),
                      nb::object());
   });
 }
@@ -200,8 +186,7 @@ void Entry::compare(std::uint64_t sequence, std::uint64_t header, const std::uin
 void Entry::compare_here(std::uint64_t sequence, std::uint64_t header, const std::uint64_t* part) {
   const Words& mine = headers_->mine;
   if (part != nullptr) {
-    const std::uint64_t start =
-        headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
+    const std::uint64_t start = headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
     for (std::uint64_t i = 1; i <= 2 * size_; ++i) mine.put(start + i, *part);
     mine.put(start, sequence);
   }
@@ -225,18 +210,16 @@ bool Entry::differs(std::size_t other, std::uint64_t word, std::uint64_t sequenc
   const std::uint64_t found = theirs.get(sequence % headers_->window);
   if (found != word) return found >> 32 == word >> 32;
   if (part == nullptr) return false;
-  const std::uint64_t start =
-      headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
-  return theirs.get(start + 1 + member_) != *part ||
-         theirs.get(start + 1 + size_ + member_) != *part;
+  const std::uint64_t start = headers_->window + sequence % headers_->uneven_window * (1 + 2 * size_);
+  return theirs.get(start + 1 + member_) != *part || theirs.get(start + 1 + size_ + member_) != *part;
 }
 
 // Kept, as fingerprints are.
 nb::object Entry::sizes_of(const Sizes& sizes) {
   const auto is_kept = [&](const Counts& last, const Counts* given) {
     if (given != nullptr) return last == *given;
-    return last.size() == size_ && std::all_of(last.begin(), last.end(),
-                                               [&](auto one) { return one == sizes.part; });
+    return last.size() == size_ &&
+           std::all_of(last.begin(), last.end(), [&](auto one) { return one == sizes.part; });
   };
   if (sizes_.is_valid() && is_kept(last_sent_, sizes.sent) && is_kept(last_taken_, sizes.taken)) {
     return sizes_;

@@ -44,16 +44,16 @@ struct Message {
 
 class Entry {
  public:
-  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those that wait for their sender.
-  // `calls` has the `Call` of each tuple of its fields, as Python makes it.
+  // Calls are noted as those of `group`. `headers` may be null: then none are compared. `receives` has those
+  // that wait for their sender. `calls` has the `Call` of each tuple of its fields, as Python makes it.
   // `disagree(number, message)` makes the error of members whose calls differ.
   // `compare(sequence, fingerprint)` compares with other hosts, where members are on several; else it
   // is None. Where `get_level`, which may be None, gives more than `most_level`, calls are compared
   // before data move, and left to Python. `device_type` is that of its tensors, as DLPack numbers them.
   Entry(Notes& notes, nb::object group, const Headers* headers, nb::list receives, nb::dict aborts,
-        nb::object label, nb::object log, nb::object log_level, nb::tuple ranks,
-        std::uint64_t member, nb::object calls, nb::object disagree, nb::object compare,
-        nb::object get_level, std::uint64_t most_level, std::int32_t device_type);
+        nb::object label, nb::object log, nb::object log_level, nb::tuple ranks, std::uint64_t member,
+        nb::object calls, nb::object disagree, nb::object compare, nb::object get_level,
+        std::uint64_t most_level, std::int32_t device_type);
 
   // What is called, besides the data: the number of an op, -1 for none, as of a root, and `title` null
   // where there is none.
@@ -127,8 +127,8 @@ class Entry {
     std::int64_t op, root;
     bool is_uneven;
     bool operator==(const Key& o) const {
-      return verb == o.verb && data == o.data && title == o.title && op == o.op &&
-             root == o.root && is_uneven == o.is_uneven;
+      return verb == o.verb && data == o.data && title == o.title && op == o.op && root == o.root &&
+             is_uneven == o.is_uneven;
     }
   };
   struct Hash {
@@ -173,7 +173,7 @@ class Entry {
   std::vector<Words> others_;
   std::unordered_map<Key, Kept, Hash> known_;  // programs repeat their calls
   std::array<const Row*, 3> last_{};           // of receives, sends and collectives
-  nb::object sizes_;  // as notes have them, of the last uneven call
+  nb::object sizes_;                           // as notes have them, of the last uneven call
   Counts last_sent_, last_taken_;
 };
 

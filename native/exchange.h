@@ -12,8 +12,8 @@ inline std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
 }
 
 template <class Write, class Read, class Direct>
-Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write,
-                             Read read, Direct direct) {
+Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
+                             Direct direct) {
   if (phase_ == Phase::begin && (num_rounds > 1 || offers(input))) return Status::unsupported;
   const std::uint64_t first = phase_ == Phase::finish ? begun_ : rounds_.next();
   if (phase_ != Phase::finish) {

@@ -38,8 +38,8 @@ class FastPath {
   FastPath(Entry& entry, Runner& runner, const nb::list& reductions, const nb::object& works)
       : entry_(entry), runner_(runner), starts_(!works.is_none()) {
     if (starts_) {
-      terms_ = std::make_shared<WorkTerms>(WorkTerms{works[0], works[1], works[2], works[3], works[4], works[5],
-                                                     works[6], works[7]});
+      terms_ = std::make_shared<WorkTerms>(
+          WorkTerms{works[0], works[1], works[2], works[3], works[4], works[5], works[6], works[7]});
       timeout_s_ = nb::cast<double>(terms_->timeout.attr("total_seconds")());
     }
     for (nb::handle one : reductions) {
@@ -76,8 +76,8 @@ class FastPath {
   }
 
   bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
-    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_tensor.object, title_of(title)}}, out,
-                      in, op);
+    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_tensor.object, title_of(title)}}, out, in,
+                      op);
   }
 
   bool reduce_scatter_single(nb::handle out, nb::handle in, nb::handle op) {
@@ -109,8 +109,8 @@ class FastPath {
     Collective call{Verb::all_to_all, {names::all_to_all_single.object, title_of(title)}};
     Plain output, input;
     const std::uint64_t size = entry_.size();
-    if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || overlap(output, input)) {
+    if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
+        overlap(output, input)) {
       return false;
     }
     call.read = nb::borrow(in);
@@ -125,8 +125,8 @@ class FastPath {
       }
       return run(call, part, input, true);
     }
-    if (!cut(out_sizes, output, size, call.out_counts) ||
-        !cut(in_sizes, input, size, call.in_counts) || row_of(output) != row_of(input)) {
+    if (!cut(out_sizes, output, size, call.out_counts) || !cut(in_sizes, input, size, call.in_counts) ||
+        row_of(output) != row_of(input)) {
       return false;
     }
     std::uintptr_t to = output.address, from = input.address;
@@ -142,8 +142,7 @@ class FastPath {
   bool all_to_all(nb::handle outs, nb::handle ins, nb::handle title) {
     Collective call{Verb::all_to_all, {names::all_to_all.object, title_of(title)}};
     Plain first;
-    if (!is_ready(true) ||
-        !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
+    if (!is_ready(true) || !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
         overlap({call.ins, call.in_counts, first.item}, {call.outs, call.out_counts, first.item}) ||
         overlap_each_other({call.outs, call.out_counts, first.item})) {
@@ -198,12 +197,11 @@ class FastPath {
     Plain output, input;
     const bool gathers = call.verb == Verb::all_gather;
     const Plain &whole = gathers ? output : input, &block = gathers ? input : output;
-    if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) ||
-        !output.is_like(input) || !is_of_blocks(whole, block, entry_.size())) {
+    if (!is_ready() || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
+        !is_of_blocks(whole, block, entry_.size())) {
       return false;
     }
-    const bool is_in_place =
-        gathers && input.address == output.address + entry_.member() * input.bytes();
+    const bool is_in_place = gathers && input.address == output.address + entry_.member() * input.bytes();
     if (!is_in_place && overlap(output, input)) return false;
     if (!gathers && !reduces(op, input, call)) return false;
     call.in = input.address;
@@ -280,8 +278,7 @@ class FastPath {
     if (!entry_.read_list(list, like, addresses, kept)) return false;
     const Counts count{like.count};
     const Spans all{addresses, count, like.item};
-    return !overlap({{like.address}, count, like.item}, all) &&
-           !(are_written && overlap_each_other(all));
+    return !overlap({{like.address}, count, like.item}, all) && !(are_written && overlap_each_other(all));
   }
 
   // `part` has one member's part, which goes to and comes from each of an uneven call where the call
@@ -312,10 +309,11 @@ class FastPath {
     // Where this member only sends, those that receive may tell.
     const bool warns = call.written.is_valid() || !call.read.is_valid();
     const WorkFacts facts{terms_, call.header.verb, warns ? terms_->warn_dropped : nb::none(), call.note};
-    const nb::object result = call.written.is_valid() ? checked(PySequence_List(call.written.ptr())) : nb::list();
+    const nb::object result =
+        call.written.is_valid() ? checked(PySequence_List(call.written.ptr())) : nb::list();
     if (!warns) {
-      PyList_Append(result.ptr(), PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0)
-                                                                 : call.read.ptr());
+      PyList_Append(result.ptr(),
+                    PyTuple_Check(call.read.ptr()) ? PyTuple_GetItem(call.read.ptr(), 0) : call.read.ptr());
     }
     const nb::object user = call_with(terms_->user);
     PyOperation* started = nullptr;
@@ -326,8 +324,8 @@ class FastPath {
     started->serve(facts, timeout_s_, wait_of(call.header.verb));
     const nb::object work =
         checked(PyType_GenericAlloc(reinterpret_cast<PyTypeObject*>(terms_->of_core.ptr()), 0));
-    for (const auto& [name, value] : {std::pair(&names::started, operation), std::pair(&names::result, result),
-                                      std::pair(&names::user, user)}) {
+    for (const auto& [name, value] : {std::pair(&names::started, operation),
+                                      std::pair(&names::result, result), std::pair(&names::user, user)}) {
       if (PyObject_GenericSetAttr(work.ptr(), name->object, value.ptr()) != 0) throw nb::python_error();
     }
     return work;
@@ -341,7 +339,8 @@ class FastPath {
   }
 
   bool run(nb::handle x, Message& message) {
-    if (starts_ || MainThread::is_nested() || !entry_.read(x, message) || !runner_.takes(message)) return false;
+    if (starts_ || MainThread::is_nested() || !entry_.read(x, message) || !runner_.takes(message))
+      return false;
     const MainThread::Within within(message.verb);
     runner_.run(message, x, entry_);
     return true;

@@ -12,23 +12,21 @@
 
 namespace meshdist {
 
-// Reduce `num_sources` arrays of `count` elements, first to last, into `target`, which may be one
-// of them.
+// Reduce `num_sources` arrays of `count` elements, first to last, into `target`, which may be one of them.
 using ReduceLoop = void (*)(void* target, const void* const* sources, std::size_t num_sources,
                             std::size_t count);
 
 // Write numbers as MPI is to reduce them; and a result of `size` members as the tensor has it, where
 // `from` is overwritten, and may be `to` if it is in place.
 using EncodeLoop = void (*)(Recoding how, void* to, const void* from, std::size_t count);
-using DecodeLoop = void (*)(Recoding how, void* to, void* from, std::size_t count,
-                            std::size_t size);
+using DecodeLoop = void (*)(Recoding how, void* to, void* from, std::size_t count, std::size_t size);
 
 // Copy with stores that go past the cache; ends with the fence that orders them before a flag.
 using StreamLoop = void (*)(void* target, const void* source, std::size_t num_bytes);
 
 struct Kernels {
   ReduceLoop reduce[kNumDtypes][kNumOps];  // null where the operation cannot reduce the dtype
-  EncodeLoop encode[kNumDtypes];  // null of those that are not recoded
+  EncodeLoop encode[kNumDtypes];           // null of those that are not recoded
   DecodeLoop decode[kNumDtypes];
   StreamLoop stream;
 };

@@ -316,12 +316,12 @@ size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t cou
 #if defined(__AVX2__)
   for (; i + kLanes <= num_words; i += kLanes) {
     const Bits x = load<Bits>(a + 2 * i), y = load<Bits>(b + 2 * i);
-    Floats upper = Combine::apply(reinterpret_cast<Floats>(x & 0xffff0000),
-                                  reinterpret_cast<Floats>(y & 0xffff0000));
+    Floats upper =
+        Combine::apply(reinterpret_cast<Floats>(x & 0xffff0000), reinterpret_cast<Floats>(y & 0xffff0000));
     Floats lower = Combine::apply(reinterpret_cast<Floats>(x << 16), reinterpret_cast<Floats>(y << 16));
     if (kAverage) upper *= 0.5f, lower *= 0.5f;
-    const Bits word = (rounded(reinterpret_cast<Bits>(upper)) & 0xffff0000) |
-                      rounded(reinterpret_cast<Bits>(lower)) >> 16;
+    const Bits word =
+        (rounded(reinterpret_cast<Bits>(upper)) & 0xffff0000) | rounded(reinterpret_cast<Bits>(lower)) >> 16;
     memcpy(to + 2 * i, &word, sizeof word);
   }
 #endif
@@ -574,7 +574,7 @@ Kernels make_kernels() {
   Kernels k;
   memset(&k, 0, sizeof k);
   k.stream = stream;
-#define MESHDIST_PUT(name, bytes, put_loops, ...)          \
+#define MESHDIST_PUT(name, bytes, put_loops, ...)           \
   put_loops(k.reduce[static_cast<size_t>(Dtype::k##name)]); \
   __VA_ARGS__(k, Dtype::k##name);
   MESHDIST_DTYPES(MESHDIST_PUT)

@@ -1,18 +1,16 @@
 // What lies in the shared segment, and where.
 //
-// Everything that members exchange is published in numbered *rounds*. A member publishes round g
-// by setting the flag of its line g % kDepth, and with it whatever it wrote before: the line's
-// header and few bytes, its slot g % kDepth, its table g % kDepth. All members run the same rounds.
-// A member publishes round g + 1 only when it has seen everyone's round g, and reads what belongs
-// to round g before it publishes round g + 2; so what it reads is never written over while there
-// are four of each.
+// Everything that members exchange is published in numbered *rounds*. A member publishes round g by setting
+// the flag of its line g % kDepth, and with it whatever it wrote before: the line's header and few bytes, its
+// slot g % kDepth, its table g % kDepth. All members run the same rounds. A member publishes round g + 1 only
+// when it has seen everyone's round g, and reads what belongs to round g before it publishes round g + 2; so
+// what it reads is never written over while there are four of each.
 //
-// An all-to-all whose parts differ keeps this rule pair by pair (all_to_all.cpp). All members wait
-// for all in its first round. In later ones a member waits only for members with which it exchanges
-// something, until two rounds after the last that has data for either: by then the other has read
-// its slots. A member that waits for no other any more skips to the round that follows the whole
-// all-to-all. So its flag may show a later round than the one that another member waits for; a flag
-// says that all rounds up to its own were published.
+// An all-to-all whose parts differ keeps this rule pair by pair (all_to_all.cpp). All members wait for all in
+// its first round. In later ones a member waits only for members with which it exchanges something, until two
+// rounds after the last that has data for either: by then the other has read its slots. A member that waits
+// for no other any more skips to the round that follows the whole all-to-all. So its flag may show a later
+// round than the one that another member waits for; a flag says that all rounds up to its own were published.
 //
 // A group that only small calls have used needs little memory: its slots and rings begin in *first*
 // parts of some pages, and only these are reserved when it opens. The whole slots and rings lie
@@ -67,17 +65,17 @@ struct Header {
   std::uint8_t verb = 0;
   std::uint8_t dtype = 0;
   std::uint8_t op = 0;
-  std::uint8_t layout = 0;        // 0 in row-major order; else it and the fingerprint are of the layout
-  std::int32_t root = 0;  // for lists: a digest of the sizes
+  std::uint8_t layout = 0;  // 0 in row-major order; else it and the fingerprint are of the layout
+  std::int32_t root = 0;    // for lists: a digest of the sizes
   std::uint64_t count = 0;
-  std::uint32_t sequence = 0;     // its low bits
+  std::uint32_t sequence = 0;  // its low bits
   // Of a call of which the other fields do not show all, as of one that has a title; else 0.
   std::uint32_t fingerprint = 0;
 
   bool operator==(const Header& other) const {
     return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root &&
-           count == other.count && sequence == other.sequence &&
-           fingerprint == other.fingerprint && layout == other.layout;
+           count == other.count && sequence == other.sequence && fingerprint == other.fingerprint &&
+           layout == other.layout;
   }
   bool operator!=(const Header& other) const { return !(*this == other); }
   // Apart from the order of the elements, which the fingerprint shows too.
@@ -104,7 +102,7 @@ static_assert(sizeof(Line) == kCacheLine, "one line");
 struct alignas(kCacheLine) Seat {
   std::atomic<std::uint32_t> doorbell;
   std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::int32_t> awaited;  // a member's rank, or kAnyone
+  std::atomic<std::int32_t> awaited;         // a member's rank, or kAnyone
   std::atomic<std::uint32_t> awaited_stamp;  // of that member's round: no earlier one need ring
 };
 constexpr std::int32_t kAnyone = -1;
@@ -177,8 +175,8 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes,
-                              std::uint64_t ring_bytes, bool is_crowded, bool grows) {
+inline Geometry plan_geometry(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
+                              bool is_crowded, bool grows) {
   Geometry g{};
   g.magic = kMagic;
   g.version = kVersion;

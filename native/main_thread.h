@@ -33,9 +33,7 @@ class MainThread {
   };
 
  private:
-  static void note(nb::handle verb) {
-    PyList_SetItem(under_way_, 0, nb::borrow(verb).release().ptr());
-  }
+  static void note(nb::handle verb) { PyList_SetItem(under_way_, 0, nb::borrow(verb).release().ptr()); }
 
   static inline PyObject* under_way_ = nullptr;  // kept as long as the process lives
   static inline unsigned long number_ = 0;

@@ -32,8 +32,7 @@ std::uint64_t MessageLog::note(std::uint64_t kind, std::uint64_t header) {
 bool MessageLog::is_plain(std::uint64_t tag) {
   find_theirs();
   drain();
-  return theirs_.are_known() && backlog_.empty() && has_room() && !has_gaps_ &&
-         loose_.count(tag) == 0;
+  return theirs_.are_known() && backlog_.empty() && has_room() && !has_gaps_ && loose_.count(tag) == 0;
 }
 
 bool MessageLog::has_sent(std::uint64_t tag) {
@@ -70,8 +69,7 @@ void MessageLog::find_theirs() {
 
 // A member whose words are not known here may not read this one's either.
 bool MessageLog::has_room() const {
-  return num_mine_ < num_entries_ || !theirs_.are_known() ||
-         num_mine_ < theirs_.get(kRead) + num_entries_;
+  return num_mine_ < num_entries_ || !theirs_.are_known() || num_mine_ < theirs_.get(kRead) + num_entries_;
 }
 
 void MessageLog::drain() {

@@ -1,12 +1,11 @@
 // The messages between this member and one other, as both note them in words that both can read.
 //
-// First come two words: how many entries were written, and how many of the other's were read. An entry
-// is two words: direction, tag and number; and the fingerprint under a seal that shows whether both
-// are of this entry. The number counts the messages of one direction and tag, so that the n-th send
-// meets the n-th receive; it is 0 for a receive whose sender is never known, after which messages of
-// that tag cannot be matched. What the other has not read is not overwritten: further entries wait
-// in this process. Those are not compared with what the other has started by the time that they are
-// written.
+// First come two words: how many entries were written, and how many of the other's were read. An entry is two
+// words: direction, tag and number; and the fingerprint under a seal that shows whether both are of this
+// entry. The number counts the messages of one direction and tag, so that the n-th send meets the n-th
+// receive; it is 0 for a receive whose sender is never known, after which messages of that tag cannot be
+// matched. What the other has not read is not overwritten: further entries wait in this process. Those are
+// not compared with what the other has started by the time that they are written.
 //
 // Python is asked before anything changes, or after all has, so that no other thread comes between.
 #pragma once
@@ -27,15 +26,10 @@ class MessageLog {
   // and then until nothing waits. `num_entries` of one member can be ahead of the other.
   MessageLog(nb::object mine, nb::object find_theirs, nb::object is_current, nb::object is_alive,
              nb::object publish_later, std::uint64_t num_entries)
-      : mine_(std::move(mine)),
-        find_theirs_(std::move(find_theirs)),
-        is_current_(std::move(is_current)),
-        is_alive_(std::move(is_alive)),
-        publish_later_(std::move(publish_later)),
-        num_entries_(num_entries) {}
+      : mine_(std::move(mine)), find_theirs_(std::move(find_theirs)), is_current_(std::move(is_current)),
+        is_alive_(std::move(is_alive)), publish_later_(std::move(publish_later)), num_entries_(num_entries) {}
 
-  // Note one transfer of a kind; returns its number where its counterpart is there and differs,
-  // else 0.
+  // Note one transfer of a kind; returns its number where its counterpart is there and differs, else 0.
   std::uint64_t note(std::uint64_t kind, std::uint64_t header);
 
   // Whether `note` calls no Python for this tag.

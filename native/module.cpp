@@ -50,8 +50,7 @@ void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
 void* memory_of(nb::handle tensor) { return pointer(number(tensor.attr("data_ptr")())); }
 
 // `output` becomes the reduction of `num_parts` equal parts of `data`, first to last; both are plain.
-void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, unsigned dtype,
-                  unsigned op) {
+void reduce_parts(nb::handle output, nb::handle data, std::size_t num_parts, unsigned dtype, unsigned op) {
   const ReduceLoop reduce = dtype < kNumDtypes && op < kNumOps ? kernels().reduce[dtype][op] : nullptr;
   if (reduce == nullptr) throw std::invalid_argument("no such reduction");
   const std::size_t count = number(output.attr("numel")());
@@ -105,8 +104,7 @@ NB_MODULE(native, m) {
   m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("reduce_parts", &reduce_parts);
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
-  m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a,
-        "is_crowded"_a);
+  m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a, "is_crowded"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
     return plan_geometry(size, slot_bytes, ring_bytes, false, true).total_bytes;
   });
@@ -137,12 +135,13 @@ NB_MODULE(native, m) {
       .def("is_ready", &PyOperation::is_done)
       .def("has_ended", &PyOperation::is_done)
       .def("bound", [](PyOperation&, nb::handle) {})
-      .def("source", [](nb::handle self) {
-        const int source = nb::cast<PyOperation&>(self).source();
-        if (source >= 0) return nb::object(nb::int_(source));
-        const nb::object operations = nb::module_::import_("meshdist.wires.operations");
-        return nb::object(operations.attr("Operation").attr("source")(self));  // raises
-      })
+      .def("source",
+           [](nb::handle self) {
+             const int source = nb::cast<PyOperation&>(self).source();
+             if (source >= 0) return nb::object(nb::int_(source));
+             const nb::object operations = nb::module_::import_("meshdist.wires.operations");
+             return nb::object(operations.attr("Operation").attr("source")(self));  // raises
+           })
       .def_prop_ro_static("is_plain", [](nb::handle) { return true; })
       .def_prop_ro_static("on_stream", [](nb::handle) { return false; })
       .def_prop_ro_static("adds_to_stream", [](nb::handle) { return false; });
@@ -157,15 +156,15 @@ NB_MODULE(native, m) {
   c.def_prop_ro("rank", [](const PyCommunicator& self) { return self.end->rank; });
   c.def_prop_ro("size", [](const PyCommunicator& self) { return self.end->size; });
   // Collectives and messages in their two forms: the first waits and returns a status.
-  c.def("run", with_job<double>([](PyCommunicator& self, Job&& job, double timeout) {
-          return self.run(job, timeout);
-        }));
-  c.def("start", with_job<double, nb::object, std::uint64_t>(
-                     [](PyCommunicator& self, Job&& job, double timeout, nb::object kept, std::uint64_t number) {
-                       return self.start(std::move(job), timeout, std::move(kept), number);
-                     }));
-  c.def("run_transfer", [](PyCommunicator& self, bool is_send, Address data, Count count, unsigned dtype, int peer,
-                           std::int64_t tag, std::uint64_t note, double timeout) {
+  c.def("run", with_job<double>(
+                   [](PyCommunicator& self, Job&& job, double timeout) { return self.run(job, timeout); }));
+  c.def("start",
+        with_job<double, nb::object, std::uint64_t>(
+            [](PyCommunicator& self, Job&& job, double timeout, nb::object kept, std::uint64_t number) {
+              return self.start(std::move(job), timeout, std::move(kept), number);
+            }));
+  c.def("run_transfer", [](PyCommunicator& self, bool is_send, Address data, Count count, unsigned dtype,
+                           int peer, std::int64_t tag, std::uint64_t note, double timeout) {
     return self.run_transfer(self.transfer(is_send, data, count, dtype, peer, tag, note), timeout, [] {});
   });
   c.def("start_transfer", &PyCommunicator::start_transfer);
@@ -179,69 +178,67 @@ NB_MODULE(native, m) {
       .def("publish", &MessageLog::publish);
   nb::class_<Words>(m, "Words").def(nb::init<nb::object>(), "memory"_a);
   nb::class_<Notes>(m, "Notes")
-      .def(nb::init<nb::object, std::uint64_t, nb::dict, nb::object, nb::object, nb::object>(),
-           "counts"_a, "num_kept"_a, "num_messages"_a, "moments"_a, "is_between"_a, "no_stack"_a)
+      .def(nb::init<nb::object, std::uint64_t, nb::dict, nb::object, nb::object, nb::object>(), "counts"_a,
+           "num_kept"_a, "num_messages"_a, "moments"_a, "is_between"_a, "no_stack"_a)
       .def("find", &Notes::find);
   nb::class_<Headers>(m, "Headers")
       .def("__init__",
-           filled_in<Headers, nb::object, Words, nb::list, nb::list, nb::dict, std::uint64_t,
-                     std::uint64_t, std::uint64_t>(),
+           filled_in<Headers, nb::object, Words, nb::list, nb::list, nb::dict, std::uint64_t, std::uint64_t,
+                     std::uint64_t>(),
            "table"_a, "words"_a, "missing"_a, "views"_a, "logs"_a, "window"_a, "check_every"_a,
            "uneven_window"_a);
   nb::class_<Entry>(m, "Entry")
       .def(nb::init<Notes&, nb::object, const Headers*, nb::list, nb::dict, nb::object, nb::object,
-                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object,
-                    nb::object, nb::object, std::uint64_t, std::int32_t>(),
-           nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a, "label"_a, "log"_a, "log_level"_a,
-           "ranks"_a, "member"_a, "calls"_a, "disagree"_a, "compare"_a.none(), "get_level"_a.none(),
-           "most_level"_a, "device_type"_a)
+                    nb::object, nb::tuple, std::uint64_t, nb::object, nb::object, nb::object, nb::object,
+                    std::uint64_t, std::int32_t>(),
+           nb::keep_alive<1, 2>(), "notes"_a, "group"_a, "headers"_a.none(), "receives"_a, "aborts"_a,
+           "label"_a, "log"_a, "log_level"_a, "ranks"_a, "member"_a, "calls"_a, "disagree"_a,
+           "compare"_a.none(), "get_level"_a.none(), "most_level"_a, "device_type"_a)
       .def("enter", &Entry::enter_even);
   m.def("note_verbs_in", &MainThread::note_in, "under_way"_a, "number"_a);
   nb::class_<Runner>(m, "Runner");
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
-      .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(),
-           nb::keep_alive<1, 2>(), "communicator"_a, "fail"_a, "give_up"_a, "largest_tag"_a,
-           "timeout"_a);
+      .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
+           "communicator"_a, "fail"_a, "give_up"_a, "largest_tag"_a, "timeout"_a);
   m.attr("MPI_FUNCTIONS") = MpiFunctions::names();
   nb::class_<MpiFunctions>(m, "MpiFunctions")
-      .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a,
-           "handle_bytes"_a, "status_bytes"_a);
+      .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a, "handle_bytes"_a,
+           "status_bytes"_a);
   nb::class_<Recoding>(m, "Recoding")
       .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
            "nan_is_greatest"_a, "divides"_a)
-      .def("encode", [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
-        const EncodeLoop encode = kernels().encode[dtype % kNumDtypes];
-        if (encode == nullptr) throw std::invalid_argument("no such recoding");
-        encode(self, memory_of(to), memory_of(from), number(from.attr("numel")()));
-      })
+      .def("encode",
+           [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
+             const EncodeLoop encode = kernels().encode[dtype % kNumDtypes];
+             if (encode == nullptr) throw std::invalid_argument("no such recoding");
+             encode(self, memory_of(to), memory_of(from), number(from.attr("numel")()));
+           })
       .def("decode", [](Recoding self, unsigned dtype, nb::handle to, nb::handle from) {
         const DecodeLoop decode = kernels().decode[dtype % kNumDtypes];
         if (decode == nullptr) throw std::invalid_argument("no such recoding");
         decode(self, memory_of(to), memory_of(from), number(to.attr("numel")()), 1);
       });
   nb::class_<MpiFlights>(m, "MpiFlights")
-      .def(nb::init<const MpiFunctions&, std::uint64_t>(), nb::keep_alive<1, 2>(), "functions"_a,
-           "size"_a)
+      .def(nb::init<const MpiFunctions&, std::uint64_t>(), nb::keep_alive<1, 2>(), "functions"_a, "size"_a)
       .def("progress", &MpiFlights::progress)
       .def("close", &MpiFlights::close);
   nb::class_<MpiStarted, PyOperation>(m, "MpiStarted").def("test_quietly", &MpiStarted::test);
   nb::class_<ArrivalWords>(m, "ArrivalWords")
       .def("__init__",
-           filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t,
-                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t,
-                     std::uint64_t>(),
-           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "goes_on"_a, "waits"_a,
-           "left"_a, "even"_a, "number_shift"_a);
+           filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t, std::uint64_t,
+                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
+           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "goes_on"_a, "waits"_a, "left"_a,
+           "even"_a, "number_shift"_a);
   nb::class_<MpiRunner, Runner>(m, "MpiRunner")
-      .def(nb::init<const MpiFunctions&, nb::object, const ArrivalWords&, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, nb::object, std::uint64_t, std::int64_t,
-                    std::uint64_t, std::uint64_t, double>(),
-           nb::keep_alive<1, 2>(), "functions"_a, "flights"_a, "words"_a, "arrivals"_a, "timeout"_a,
-           "link"_a, "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a,
-           "most_bytes"_a, "limit_ms"_a, "spin_s"_a);
+      .def(nb::init<const MpiFunctions&, nb::object, const ArrivalWords&, nb::object, nb::object, nb::object,
+                    nb::object, nb::object, nb::object, std::uint64_t, std::int64_t, std::uint64_t,
+                    std::uint64_t, double>(),
+           nb::keep_alive<1, 2>(), "functions"_a, "flights"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
+           "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a, "most_bytes"_a,
+           "limit_ms"_a, "spin_s"_a);
   nb::class_<TorchRunner, Runner>(m, "TorchRunner")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a,
-           "end"_a, "explain"_a);
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a, "end"_a,
+           "explain"_a);
   bind_fast_path(m);
   bind_verb_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });

@@ -37,9 +37,7 @@ Status Collectives::all_gather(Job& job) {
     const Status status = agree_on_sizes(job);
     if (status != Status::ok) return status;
   }
-  const auto bytes_of = [&](unsigned j) {
-    return (varies ? expected_[me * n + j] : job.count()) * item_;
-  };
+  const auto bytes_of = [&](unsigned j) { return (varies ? expected_[me * n + j] : job.count()) * item_; };
   const auto target = [&](unsigned j) {
     return job.outs.empty() ? job.out + j * job.count() * item_ : job.outs[j].data;
   };

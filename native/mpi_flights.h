@@ -58,7 +58,7 @@ class MpiFlights {
   const std::uint64_t size_;
   std::atomic<bool> is_closed_{false};
   std::list<FlightPtr> flights_;  // some are done
-  nb::object scratch_;  // given back last
+  nb::object scratch_;            // given back last
 };
 
 // Ask for as long as MPI may take to move so many bytes (a GB/s), since it moves data while it is asked;
@@ -69,8 +69,7 @@ bool is_done_soon(Nanoseconds spin, std::uint64_t bytes, IsDone is_done) {
   constexpr Nanoseconds kNsPerByte = 1, kLongest = 20'000'000;
   if (is_done()) return true;
   if (spin == 0) return false;
-  const Nanoseconds end =
-      now_ns() + std::min(spin + static_cast<Nanoseconds>(bytes) * kNsPerByte, kLongest);
+  const Nanoseconds end = now_ns() + std::min(spin + static_cast<Nanoseconds>(bytes) * kNsPerByte, kLongest);
   do {
     for (int i = 0; i < kLooksPerTime; ++i) {
       if (is_done()) return true;
@@ -85,13 +84,8 @@ class MpiStarted final : public PyOperation {
  public:
   MpiStarted(nb::object owner, MpiFlights& flights, MpiFlights::FlightPtr flight, nb::object link,
              nb::object error, Nanoseconds spin)
-      : PyOperation({}, 0),
-        owner_(std::move(owner)),
-        flights_(flights),
-        flight_(std::move(flight)),
-        link_(std::move(link)),
-        error_(std::move(error)),
-        spin_(spin) {}
+      : PyOperation({}, 0), owner_(std::move(owner)), flights_(flights), flight_(std::move(flight)),
+        link_(std::move(link)), error_(std::move(error)), spin_(spin) {}
 
   int wait(double timeout) override;
   void finish(nb::handle timeout) override;

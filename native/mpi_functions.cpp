@@ -25,17 +25,13 @@ constexpr const char* kCollectives[] = {MESHDIST_MPI_COLLECTIVES(MESHDIST_TEXT_O
 constexpr const char* kMessages[] = {MESHDIST_MPI_MESSAGES(MESHDIST_TEXT_OF)};
 
 void* memory(Address address) { return reinterpret_cast<void*>(address); }
-void* first(const Addresses& addresses) {
-  return addresses.empty() ? nullptr : memory(addresses.front());
-}
+void* first(const Addresses& addresses) { return addresses.empty() ? nullptr : memory(addresses.front()); }
 
 template <class Handle>
 class Functions final : public MpiFunctions {
  public:
   Functions(Addresses addresses, std::uint64_t comm, std::uint64_t byte, std::uint64_t in_place)
-      : addresses_(std::move(addresses)),
-        comm_(handle_of(comm)),
-        byte_(handle_of(byte)),
+      : addresses_(std::move(addresses)), comm_(handle_of(comm)), byte_(handle_of(byte)),
         in_place_(memory(in_place)) {}
 
   int run(const Collective& call, const int* cuts, bool is_root) const override {
@@ -47,8 +43,8 @@ class Functions final : public MpiFunctions {
   int start(const Message& message, Flight& flight) const override {
     const Plain& plain = message.plain;
     return call<void*, int, Handle, int, int, Handle, void*>(
-        message.is_send ? kIsend : kIrecv, memory(plain.address), static_cast<int>(plain.bytes()),
-        byte_, message.member, static_cast<int>(message.number), comm_, flight.request);
+        message.is_send ? kIsend : kIrecv, memory(plain.address), static_cast<int>(plain.bytes()), byte_,
+        message.member, static_cast<int>(message.number), comm_, flight.request);
   }
   int ask(Flight& flight, bool& is_done) const override {
     int found = 0;
@@ -73,8 +69,7 @@ class Functions final : public MpiFunctions {
 
   // `form` leads from the blocking functions to those that only start, which take a `request` more.
   template <class... Request>
-  int go(std::size_t form, const Collective& c, const int* cuts, bool is_root,
-         Request... request) const {
+  int go(std::size_t form, const Collective& c, const int* cuts, bool is_root, Request... request) const {
     const auto call = [&](Function function, auto... given) {
       return this->call(form + function, given..., request...);
     };
@@ -85,22 +80,16 @@ class Functions final : public MpiFunctions {
     const int root = static_cast<int>(c.header.root);
     const std::size_t size = c.outs.size();
     switch (c.verb) {
-      case Verb::all_reduce:
-        return call(kAllreduce, in_place_, out, count, type, op, comm_);
+      case Verb::all_reduce: return call(kAllreduce, in_place_, out, count, type, op, comm_);
       case Verb::reduce:
-        return call(kReduce, is_root ? in_place_ : in, is_root ? out : nullptr, count, type, op,
-                    root, comm_);
-      case Verb::broadcast:
-        return call(kBcast, out, bytes, byte_, root, comm_);
-      case Verb::all_gather:
-        return call(kAllgather, in, bytes, byte_, out, bytes, byte_, comm_);
-      case Verb::reduce_scatter:
-        return call(kReduce_scatter_block, in, out, count, type, op, comm_);
-      case Verb::gather:
-        return call(kGather, in, bytes, byte_, first(c.outs), bytes, byte_, root, comm_);
+        return call(kReduce, is_root ? in_place_ : in, is_root ? out : nullptr, count, type, op, root, comm_);
+      case Verb::broadcast: return call(kBcast, out, bytes, byte_, root, comm_);
+      case Verb::all_gather: return call(kAllgather, in, bytes, byte_, out, bytes, byte_, comm_);
+      case Verb::reduce_scatter: return call(kReduce_scatter_block, in, out, count, type, op, comm_);
+      case Verb::gather: return call(kGather, in, bytes, byte_, first(c.outs), bytes, byte_, root, comm_);
       case Verb::scatter:
-        return call(kScatter, static_cast<const void*>(first(c.ins)), bytes, byte_, out, bytes,
-                    byte_, root, comm_);
+        return call(kScatter, static_cast<const void*>(first(c.ins)), bytes, byte_, out, bytes, byte_, root,
+                    comm_);
       case Verb::all_gather_v:
         return call(kAllgatherv, in, bytes, byte_, first(c.outs), cuts, cuts + size, byte_, comm_);
       case Verb::all_to_all: {
@@ -109,13 +98,10 @@ class Functions final : public MpiFunctions {
         if (cuts == nullptr) {
           return call(kAlltoall, given, bytes, byte_, taken, bytes, byte_, comm_);
         }
-        return call(kAlltoallv, given, cuts, cuts + 2 * size, byte_, taken, cuts, cuts + size,
-                    byte_, comm_);
+        return call(kAlltoallv, given, cuts, cuts + 2 * size, byte_, taken, cuts, cuts + size, byte_, comm_);
       }
-      case Verb::barrier:
-        return call(kBarrier, comm_);
-      default:
-        throw std::logic_error("MPI has no such collective");
+      case Verb::barrier: return call(kBarrier, comm_);
+      default: throw std::logic_error("MPI has no such collective");
     }
   }
 
@@ -147,8 +133,7 @@ std::vector<std::string> MpiFunctions::names() {
 
 std::unique_ptr<MpiFunctions> MpiFunctions::of(const Addresses& addresses, std::uint64_t comm,
                                                std::uint64_t byte, std::uint64_t in_place,
-                                               std::size_t handle_bytes,
-                                               std::size_t status_bytes) {
+                                               std::size_t handle_bytes, std::size_t status_bytes) {
   if (addresses.size() != kNumFunctions) throw std::invalid_argument("an address per function");
   if (status_bytes > sizeof(Flight::status)) {
     throw std::invalid_argument("MPI's status is larger than was thought");

@@ -23,12 +23,11 @@ class MpiFunctions {
     alignas(8) unsigned char request[8];
   };
 
-  // The functions lie at `addresses`, in the order of their names; `comm`, `byte` and `in_place` are
-  // MPI's handles for the group, for bytes and for the memory of a call that leaves its result where
-  // its input is.
-  static std::unique_ptr<MpiFunctions> of(const Addresses& addresses, std::uint64_t comm,
-                                          std::uint64_t byte, std::uint64_t in_place,
-                                          std::size_t handle_bytes, std::size_t status_bytes);
+  // The functions lie at `addresses`, in the order of their names; `comm`, `byte` and `in_place` are MPI's
+  // handles for the group, for bytes and for the memory of a call that leaves its result where its input is.
+  static std::unique_ptr<MpiFunctions> of(const Addresses& addresses, std::uint64_t comm, std::uint64_t byte,
+                                          std::uint64_t in_place, std::size_t handle_bytes,
+                                          std::size_t status_bytes);
   virtual ~MpiFunctions() = default;
 
   // Each returns MPI's error code, 0 for none. They are called without the GIL.

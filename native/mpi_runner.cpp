@@ -10,8 +10,8 @@ namespace meshdist {
 namespace {
 
 namespace names {
-const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"},
-    wait_for_all{"wait_for_all"}, leave{"leave"}, end{"end"}, finish_at_once{"finish_at_once"};
+const Name is_aborted{"is_aborted"}, check_size{"check_size"}, strand{"strand"}, wait_for_all{"wait_for_all"},
+    leave{"leave"}, end{"end"}, finish_at_once{"finish_at_once"};
 }
 
 // Whether tensors of `step` bytes lie one after the other.
@@ -62,10 +62,8 @@ bool MpiRunner::takes(const Collective& call) const {
     case Verb::all_gather:  // MPI wants its input elsewhere
       return call.in != call.out + rank_ * call.bytes();
     case Verb::gather:
-    case Verb::scatter:
-      return is_row(call.outs, call.bytes()) && is_row(call.ins, call.bytes());
-    default:
-      return are_near(call.outs) && are_near(call.ins);
+    case Verb::scatter: return is_row(call.outs, call.bytes()) && is_row(call.ins, call.bytes());
+    default: return are_near(call.outs) && are_near(call.ins);
   }
 }
 
@@ -93,8 +91,8 @@ std::optional<Collective> MpiRunner::encoded(const Collective& call, nb::object&
 }
 
 void MpiRunner::run(const Collective& given) {
-  const bool is_even = given.verb == Verb::all_to_all && is_row(given.outs, given.bytes()) &&
-                       is_row(given.ins, given.bytes());
+  const bool is_even =
+      given.verb == Verb::all_to_all && is_row(given.outs, given.bytes()) && is_row(given.ins, given.bytes());
   std::vector<int> cuts = cuts_of(given);
   try {
     nb::object scratch;
@@ -117,8 +115,7 @@ void MpiRunner::run(const Collective& given) {
       if (wait_for_all()) {
         call_mpi(go);
       } else {  // where one does not wait for its collective no member may do MPI's blocking one
-        const nb::object started =
-            begin(call, result_of(given), std::move(scratch), std::move(cuts));
+        const nb::object started = begin(call, result_of(given), std::move(scratch), std::move(cuts));
         meshdist::call(link_, names::finish_at_once, started, timeout_);
       }
       meshdist::call(arrivals_, names::end);
@@ -144,12 +141,10 @@ nb::object MpiRunner::start(const Collective& given, std::uint64_t) {
 // The operation of a collective that MPI has started.
 nb::object MpiRunner::begin(const Collective& call, Address to, nb::object scratch,
                             std::vector<int> cuts) const {
-  const MpiFlights::FlightPtr flight(
-      new MpiFlights::Flight{call, to, std::move(scratch), std::move(cuts)});
+  const MpiFlights::FlightPtr flight(new MpiFlights::Flight{call, to, std::move(scratch), std::move(cuts)});
   call_mpi([&] { return mpi_.start(call, flight->cuts.data(), is_root(call), flight->mpi); });
   flights_.add(flight);
-  return nb::cast(
-      std::make_unique<MpiStarted>(flights_owner_, flights_, flight, link_, error_, spin_ns_));
+  return nb::cast(std::make_unique<MpiStarted>(flights_owner_, flights_, flight, link_, error_, spin_ns_));
 }
 
 // Write that this member has come to the next collective; returns the word.
@@ -169,8 +164,7 @@ bool MpiRunner::arrive(bool is_even) const {
   const std::uint64_t place = (word >> words_.number_shift) % words_.window;
   std::size_t num_there = 0;
   return is_done_soon(spin_ns_, 0, [&] {
-    while (num_there < words_.others.size() &&
-           (words_.others[num_there].get(place) & ~words_.even) == word) {
+    while (num_there < words_.others.size() && (words_.others[num_there].get(place) & ~words_.even) == word) {
       ++num_there;
     }
     if (num_there == words_.others.size()) return true;
@@ -201,8 +195,7 @@ bool MpiRunner::wait_for_all() const {
 int MpiRunner::run_with_all(const Collective& call, const int* cuts, bool is_even) const {
   const std::uint64_t place = words_.mine.get(words_.window) % words_.window;
   const auto says_even = [&](const Words& words) { return (words.get(place) & words_.even) != 0; };
-  const bool are_even =
-      is_even && std::all_of(words_.others.begin(), words_.others.end(), says_even);
+  const bool are_even = is_even && std::all_of(words_.others.begin(), words_.others.end(), says_even);
   words_.mine.put(words_.inside, limit_ms_);
   const int error = mpi_.run(call, are_even ? nullptr : cuts, is_root(call));
   words_.mine.put(words_.inside, 0);

@@ -10,8 +10,7 @@ const Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
 }
 
 nb::object code_of(nb::handle frame) {
-  return checked(
-      reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
+  return checked(reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.ptr()))));
 }
 
 }  // namespace
@@ -55,8 +54,14 @@ std::uint64_t Notes::keep(nb::handle group, nb::handle call, nb::handle sizes, n
     code = code_of(frame);
   }
   const std::uint64_t noted = num_notes() + 1;
-  Note note{noted, sequence(), nb::borrow(group), nb::borrow(call), nb::borrow(sizes),
-            nb::borrow(among_its_kind), std::move(code), get(frame, names::instruction)};
+  Note note{noted,
+            sequence(),
+            nb::borrow(group),
+            nb::borrow(call),
+            nb::borrow(sizes),
+            nb::borrow(among_its_kind),
+            std::move(code),
+            get(frame, names::instruction)};
   std::swap(kept_[noted % kept_.size()], note);  // the older note is freed at the end
   moments_.put(0, moments_.get(0) + 1);
   counts_.put(kMoment, moments_.get(0));

@@ -13,15 +13,10 @@ class Notes {
   // verbs, and `no_stack` stands for the stack.
   Notes(nb::object counts, std::uint64_t num_kept, nb::dict num_messages, nb::object moments,
         nb::object is_between, nb::object no_stack)
-      : counts_(std::move(counts)),
-        moments_(std::move(moments)),
-        kept_(num_kept),
-        num_messages_(std::move(num_messages)),
-        is_between_(std::move(is_between)),
-        no_stack_(std::move(no_stack)),
-        get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
-        depth_(whole(1)),
-        none_(whole(0)) {}
+      : counts_(std::move(counts)), moments_(std::move(moments)), kept_(num_kept),
+        num_messages_(std::move(num_messages)), is_between_(std::move(is_between)),
+        no_stack_(std::move(no_stack)), get_frame_(nb::borrow(PySys_GetObject("_getframe"))),
+        depth_(whole(1)), none_(whole(0)) {}
 
   // Of the last collective.
   std::uint64_t sequence() const;

@@ -44,8 +44,7 @@ inline nb::object get(nb::handle from, const Name& name) {
 template <class... Arguments>
 nb::object call(nb::handle on, const Name& name, const Arguments&... given) {
   PyObject* const arguments[] = {on.ptr(), given.ptr()...};
-  return checked(
-      PyObject_VectorcallMethod(name.object, arguments, 1 + sizeof...(given), nullptr));
+  return checked(PyObject_VectorcallMethod(name.object, arguments, 1 + sizeof...(given), nullptr));
 }
 
 template <class... Arguments>
@@ -83,7 +82,8 @@ PyObject* returned(Function function) {
 }
 
 inline PyMethodDef fast_method(const char* name, FastFunction function) {
-  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL,
+          nullptr};
 }
 
 // A constructor that fills in the members of a struct, in their order.
@@ -97,9 +97,7 @@ nb::object tuple_of(const Items&... items) {
   return checked(PyTuple_Pack(sizeof...(items), items.ptr()...));
 }
 
-inline nb::object tuple_from(nb::handle sequence) {
-  return checked(PySequence_Tuple(sequence.ptr()));
-}
+inline nb::object tuple_from(nb::handle sequence) { return checked(PySequence_Tuple(sequence.ptr())); }
 
 inline bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 

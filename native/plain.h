@@ -13,10 +13,10 @@ struct Plain {
   nb::object data, dtype;  // data: shape and dtype, as notes keep them
   std::uintptr_t address = 0;
   std::uint64_t count = 0, item = 0;
-  unsigned code = 0;  // the core's, of the dtype
+  unsigned code = 0;                   // the core's, of the dtype
   const std::int64_t* dims = nullptr;  // the tensor's own
   int num_dims = 0;
-  int device = 0;  // among those of its type
+  int device = 0;        // among those of its type
   bool is_kept = false;  // whether `data` is the same object each time
 
   std::uint64_t bytes() const { return count * item; }
@@ -82,7 +82,7 @@ class PlainReader {
   const std::int32_t device_type_;
   const nb::object tensor_type_;
   nb::dict codes_;
-  int (*look_)(void*, void*) = nullptr;  // null where torch does not offer it
+  int (*look_)(void*, void*) = nullptr;        // null where torch does not offer it
   std::unordered_map<Key, Kind, Hash> kinds_;  // programs repeat their shapes
   const std::pair<const Key, Kind>* last_kind_ = nullptr;
 };

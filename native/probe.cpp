@@ -145,9 +145,8 @@ Status Probe::before(const Call& call) {
   const std::uint64_t round = rounds_.next();
   std::uint32_t hints = rounds_.hints_ & (kHintStreamLittle | kHintStreamMuch);
   const auto ratio = [hop](const Known& one) { return std::max(hop / one.hop, one.hop / hop); };
-  auto known = std::min_element(known_.begin(), known_.end(), [&](const Known& a, const Known& b) {
-    return ratio(a) < ratio(b);
-  });
+  auto known = std::min_element(known_.begin(), known_.end(),
+                                [&](const Known& a, const Known& b) { return ratio(a) < ratio(b); });
   if (end_.rank == 0) {
     const bool was_lost = hop == 0.0 && !known_.empty();  // stay with what is known, try again later
     const bool is_new = known == known_.end() || ratio(*known) > kSameHop;

@@ -4,10 +4,10 @@
 // the reader finds them in the cache; where they do not, every line of a slot that is written again
 // is first fetched from the reader's cache, and plain stores are five times slower. Virtual
 // machines change from one to the other while a program runs. So the members measure both ways at
-// the first call with whole slots, within a millisecond, with rounds of few bytes and of many (few stay in the cores'
-// own caches), and note how long a cache line takes from core to core. That
-// time they take again every now and then, in some microseconds; only when it is one not seen
-// before, or seen last a second ago, do they measure both ways again.
+// the first call with whole slots, within a millisecond, with rounds of few bytes and of many (few stay in
+// the cores' own caches), and note how long a cache line takes from core to core. That time they take again
+// every now and then, in some microseconds; only when it is one not seen before, or seen last a second ago,
+// do they measure both ways again.
 #pragma once
 
 #include <cmath>

@@ -34,8 +34,7 @@ using TicketPtr = std::shared_ptr<Ticket>;
 
 class Progress : public std::enable_shared_from_this<Progress> {
  public:
-  explicit Progress(std::shared_ptr<Endpoint> endpoint)
-      : end_(std::move(endpoint)), collectives_(*end_) {}
+  explicit Progress(std::shared_ptr<Endpoint> endpoint) : end_(std::move(endpoint)), collectives_(*end_) {}
 
   // Run `job` here, after all that was started before. `let_go` is called before it waits for longer than
   // the other members take that come at the same time; it sets the deadline.
@@ -70,8 +69,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   // Whether a member has come to the collective behind the last of this one; false while that runs.
   bool is_awaited() {
     std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
-    return lock.owns_lock() && unfinished_.load(std::memory_order_acquire) == 0 &&
-           collectives_.is_awaited();
+    return lock.owns_lock() && unfinished_.load(std::memory_order_acquire) == 0 && collectives_.is_awaited();
   }
 
   Collectives& collectives() { return collectives_; }

@@ -66,8 +66,8 @@ struct WorkFacts {
   // The arguments of a Work, in the order of `Work` in Python.
   nb::object with(nb::handle operation, nb::handle result, nb::handle user) const {
     const nb::object none = nb::none();
-    return tuple_of(operation, terms->timeout, terms->explain, result, none, verb, terms->group, nb::bool_(false),
-                    none, whole(note), warn_dropped, user, terms->uses_streams);
+    return tuple_of(operation, terms->timeout, terms->explain, result, none, verb, terms->group,
+                    nb::bool_(false), none, whole(note), warn_dropped, user, terms->uses_streams);
   }
 };
 
@@ -108,8 +108,8 @@ class PyOperation {
   virtual Failure failure() const = 0;
   virtual int source() const { return -1; }
 
-  // Serve a Work that has this, its result and its user alone: wait within the group's timeout, as what `wait`
-  // names, and warn where it is dropped before that.
+  // Serve a Work that has this, its result and its user alone: wait within the group's timeout, as what
+  // `wait` names, and warn where it is dropped before that.
   void serve(WorkFacts facts, double timeout, nb::handle wait) {
     facts_ = std::move(facts);
     timeout_ = timeout;
@@ -169,9 +169,7 @@ class PyOperation {
 class PyTicket final : public PyOperation {
  public:
   PyTicket(std::shared_ptr<Progress> progress, TicketPtr ticket, nb::object kept, std::uint64_t number)
-      : PyOperation(std::move(kept), number),
-        progress_(std::move(progress)),
-        ticket_(std::move(ticket)) {}
+      : PyOperation(std::move(kept), number), progress_(std::move(progress)), ticket_(std::move(ticket)) {}
   ~PyTicket() override {
     leave([progress = progress_, ticket = ticket_] { return progress->test(ticket); });
   }
@@ -195,12 +193,10 @@ class PyTicket final : public PyOperation {
 
 class PyTransfer final : public PyOperation {
  public:
-  PyTransfer(std::shared_ptr<Endpoint> end, std::shared_ptr<Transfers> transfers,
-             TransferPtr transfer, nb::object kept, nb::object message)
-      : PyOperation(std::move(kept), transfer->note, std::move(message)),
-        end_(std::move(end)),
-        transfers_(std::move(transfers)),
-        transfer_(std::move(transfer)) {}
+  PyTransfer(std::shared_ptr<Endpoint> end, std::shared_ptr<Transfers> transfers, TransferPtr transfer,
+             nb::object kept, nb::object message)
+      : PyOperation(std::move(kept), transfer->note, std::move(message)), end_(std::move(end)),
+        transfers_(std::move(transfers)), transfer_(std::move(transfer)) {}
   ~PyTransfer() override {
     leave([transfers = transfers_, transfer = transfer_] { return transfers->test(transfer); });
   }
@@ -229,9 +225,8 @@ class PyTransfer final : public PyOperation {
   const TransferPtr transfer_;
 };
 
-// The mapping lives as long as this, an array made of it, or, in the communicator that it was added
-// to, such an array of any member. (A communicator may end on a native thread, so it must not hold
-// the Python object.)
+// The mapping lives as long as this, an array made of it, or, in the communicator that it was added to, such
+// an array of any member. (A communicator may end on a native thread, so it must not hold the Python object.)
 struct PyMemory {
   explicit PyMemory(int fd) : memory(std::make_shared<Memory>(fd)) {}
   PyMemory(const PyMemory&) = delete;
@@ -259,8 +254,7 @@ class PyCommunicator : public Communicator {
   PyCommunicator(int fd, unsigned rank, std::vector<int> pidfds)
       : PyCommunicator(fd, rank, Processes(std::move(pidfds))) {}
 
-  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out,
-          Address in) const {
+  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in) const {
     if (verb >= kNumVerbs || dtype >= kNumDtypes || op >= kNumOps) {
       throw std::invalid_argument("no such code of a verb, dtype or operation");
     }
@@ -278,8 +272,7 @@ class PyCommunicator : public Communicator {
     return job;
   }
   Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in,
-          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
-          const Layouts& layouts) const {
+          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint, const Layouts& layouts) const {
     Job it = job(verb, count, dtype, op, root, out, in);
     it.call.header.fingerprint = fingerprint;
     if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
@@ -314,8 +307,8 @@ class PyCommunicator : public Communicator {
 
   // ---- transfers
 
-  TransferPtr transfer(bool is_send, Address data, Count count, unsigned dtype, int peer,
-                       std::int64_t tag, std::uint64_t note) const {
+  TransferPtr transfer(bool is_send, Address data, Count count, unsigned dtype, int peer, std::int64_t tag,
+                       std::uint64_t note) const {
     if (dtype >= kNumDtypes) throw std::invalid_argument("no such dtype code");
     if (peer >= static_cast<int>(end->size) || peer < (is_send ? 0 : -1)) {
       throw std::invalid_argument("peer lies outside the group");
@@ -331,9 +324,8 @@ class PyCommunicator : public Communicator {
     it->note = note;
     return it;
   }
-  std::unique_ptr<PyOperation> start_transfer(bool is_send, Address data, Count count,
-                                              unsigned dtype, int peer, std::int64_t tag,
-                                              std::uint64_t note, nb::object kept,
+  std::unique_ptr<PyOperation> start_transfer(bool is_send, Address data, Count count, unsigned dtype,
+                                              int peer, std::int64_t tag, std::uint64_t note, nb::object kept,
                                               nb::object message) {
     TransferPtr it = transfer(is_send, data, count, dtype, peer, tag, note);
     {
@@ -342,8 +334,9 @@ class PyCommunicator : public Communicator {
     }
     return std::make_unique<PyTransfer>(end, transfers, std::move(it), std::move(kept), std::move(message));
   }
-  // Do a transfer, and call `note()`, which may raise: as soon as it has started, where that takes no waiting,
-  // so that the other side waits less. Returns the status, and after a receive keeps its source in `last_source`.
+  // Do a transfer, and call `note()`, which may raise: as soon as it has started, where that takes no
+  // waiting, so that the other side waits less. Returns the status, and after a receive keeps its source in
+  // `last_source`.
   template <class Note>
   int run_transfer(const TransferPtr& it, double timeout, Note note) {
     const bool is_quick = transfers->starts_at_once(*it);
@@ -386,8 +379,7 @@ class PyCommunicator : public Communicator {
   bool fits(const Buffers& buffers, Parts parts, int root) const {
     const bool is_root = root == static_cast<int>(end->rank);
     const bool are_all = parts == Parts::each || (parts == Parts::at_root && is_root);
-    return parts == Parts::any ||
-           buffers.size() == (are_all ? end->size : parts == Parts::one ? 1u : 0u);
+    return parts == Parts::any || buffers.size() == (are_all ? end->size : parts == Parts::one ? 1u : 0u);
   }
   // A list's header: a digest of the counts in place of a root, so that lists of other cuts differ.
   static void sign(Job& job) {
@@ -411,8 +403,7 @@ class PyCommunicator : public Communicator {
         elements *= sizes[dim];
         last += (sizes[dim] - 1) * strides[dim];
       }
-      if (sizes.size() != strides.size() ||
-          (!sizes.empty() && (elements != count || last + 1 != count))) {
+      if (sizes.size() != strides.size() || (!sizes.empty() && (elements != count || last + 1 != count))) {
         throw std::invalid_argument("a layout is not of its buffer");
       }
       job.layouts.push_back({sizes, strides});

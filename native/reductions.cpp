@@ -72,10 +72,9 @@ Status Collectives::reduce_whole(Job& job) {
     const std::uint64_t start = i * per_chunk;
     if (!gives || start >= count) return;
     Bytes slot = area(end_.rank, round, is_inline);
-    for_stretches(job, start, std::min(per_chunk, count - start), item_,
-                  [&](Bytes data, std::uint64_t at, std::uint64_t n) {
-                    copy_in(slot + at * item_, data, n * item_);
-                  });
+    for_stretches(
+        job, start, std::min(per_chunk, count - start), item_,
+        [&](Bytes data, std::uint64_t at, std::uint64_t n) { copy_in(slot + at * item_, data, n * item_); });
   };
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * per_chunk;
@@ -88,11 +87,10 @@ Status Collectives::reduce_whole(Job& job) {
                     loop_(data, sources_.data(), end_.size, n);
                   });
   };
-  return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read,
-                  [&] {
-                    reduce_shared(job);
-                    return true;
-                  });
+  return exchange(job, num_chunks(count, per_chunk), reduce_input(job), write, read, [&] {
+    reduce_shared(job);
+    return true;
+  });
 }
 
 Collectives::Input Collectives::reduce_input(const Job& job) const {
@@ -127,8 +125,7 @@ void Collectives::reduce_shared(const Job& job) {
 // Whether two members reduce each a half of what they read where it lies; both answer the same.
 bool Collectives::is_halved(const Job& job) const {
   const std::size_t bytes = job.count() * item_;
-  const std::size_t least =
-      streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
+  const std::size_t least = streams(bytes) ? tuning.far_halves_least_bytes : tuning.halves_least_bytes;
   return job.verb() == Verb::all_reduce && end_.size == 2 && reads_others_ && bytes >= least &&
          bytes <= tuning.halves_most_bytes;
 }
@@ -172,15 +169,12 @@ Status Collectives::reduce_by_halves(Job& job) {
   const unsigned other = 1 - end_.rank;
   const auto [from, to] = share(job, other);
   const std::size_t at = from * item_;
-  status = finish_direct(job, status == Status::ok &&
-                                  fetch(job.out + at, other, at, (to - from) * item_));
+  status = finish_direct(job, status == Status::ok && fetch(job.out + at, other, at, (to - from) * item_));
   return status == Status::unsupported ? finish_halves(job, ends) : status;
 }
 
-// Copy a block of what `member` has offered to where it stays in the cache; null where it cannot be
-// read.
-Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset,
-                                            std::size_t bytes) {
+// Copy a block of what `member` has offered to where it stays in the cache; null where it cannot be read.
+Collectives::Bytes Collectives::fetch_block(unsigned member, std::size_t offset, std::size_t bytes) {
   fetched_.resize(end_.size * tuning.fetch_block_bytes);
   const Bytes here = fetched_.data() + member * tuning.fetch_block_bytes;
   return fetch(here, member, offset, bytes) ? here : nullptr;
@@ -217,9 +211,7 @@ Status Collectives::finish_halves(Job& job, const Ends& ends) {
   const std::uint64_t per_chunk = lay_out(1, job.count() * item_) / item_;
   const auto go_through = [&](Range range, auto take) {
     const auto at = [&](std::uint64_t i) { return range.from + i * per_chunk; };
-    const auto bytes = [&](std::uint64_t i) {
-      return std::min(per_chunk, range.to - at(i)) * item_;
-    };
+    const auto bytes = [&](std::uint64_t i) { return std::min(per_chunk, range.to - at(i)) * item_; };
     const auto write = [&](std::uint64_t i, std::uint64_t round) {
       copy_in(slot(end_.rank, round), job.out + at(i) * item_, bytes(i));
     };
@@ -277,10 +269,9 @@ Status Collectives::reduce_by_parts(Job& job) {
       std::uint64_t from, len;
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
-      for_stretches(job, from, len, item_,
-                    [&](Bytes data, std::uint64_t at, std::uint64_t m) {
-                      copy_in(mine + (p * piece + at) * item_, data, m * item_);
-                    });
+      for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+        copy_in(mine + (p * piece + at) * item_, data, m * item_);
+      });
     }
   };
   // Reduce my piece of the i-th chunk, given in `round`, for publishing in `result_round`.
@@ -288,8 +279,7 @@ Status Collectives::reduce_by_parts(Job& job) {
     Bytes result = slot(me, result_round) + result_at;
     std::uint64_t from, len;
     cut(i, me, from, len);
-    for_stretches(job, from, len, item_,
-                  [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+    for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {
       for (std::uint64_t done = 0; done < m; done += block) {
         const std::uint64_t b = std::min<std::uint64_t>(block, m - done);
         const std::size_t offset = (me * piece + at + done) * item_;
@@ -313,10 +303,9 @@ Status Collectives::reduce_by_parts(Job& job) {
       cut(i, p, from, len);
       if (p == me || len == 0) continue;
       const std::uint8_t* result = slot(p, round) + result_at;
-      for_stretches(job, from, len, item_,
-                    [&](Bytes data, std::uint64_t at, std::uint64_t m) {
-                      copy_out(data, result + at * item_, m * item_);
-                    });
+      for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {
+        copy_out(data, result + at * item_, m * item_);
+      });
     }
   };
 
@@ -416,9 +405,7 @@ Status Collectives::reduce_scatter_apart(Job& job) {
     if (status != Status::ok) return status;
   }
   const auto count_of = [&](unsigned j) { return varies ? given_[me * n + j] : job.count(); };
-  const auto source = [&](unsigned j) {
-    return varies ? job.ins[j].data : job.in + j * job.count() * item_;
-  };
+  const auto source = [&](unsigned j) { return varies ? job.ins[j].data : job.in + j * job.count() * item_; };
   const Bytes target = varies ? job.outs[0].data : job.out;
   std::uint64_t longest = 0;
   for (unsigned j = 0; j < n; ++j) longest = std::max<std::uint64_t>(longest, count_of(j));
@@ -429,16 +416,16 @@ Status Collectives::reduce_scatter_apart(Job& job) {
     const std::uint64_t start = i * piece;
     for (unsigned j = 0; j < n; ++j) {
       if (j == me || start >= count_of(j)) continue;
-      copy_in(area(me, round, is_inline) + place(me, j) * stride * item_,
-              source(j) + start * item_, std::min(piece, count_of(j) - start) * item_);
+      copy_in(area(me, round, is_inline) + place(me, j) * stride * item_, source(j) + start * item_,
+              std::min(piece, count_of(j) - start) * item_);
     }
   };
   const auto read = [&](std::uint64_t i, std::uint64_t round) {
     const std::uint64_t start = i * piece;
     if (start >= count_of(me)) return;
     for (unsigned j = 0; j < n; ++j) {
-      sources_[j] = j == me ? source(me) + start * item_
-                            : area(j, round, is_inline) + place(j, me) * stride * item_;
+      sources_[j] =
+          j == me ? source(me) + start * item_ : area(j, round, is_inline) + place(j, me) * stride * item_;
     }
     reduce_out(target + start * item_, std::min(piece, count_of(me) - start));
   };

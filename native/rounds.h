@@ -44,8 +44,7 @@ class Rounds {
     ++next_;
     for (unsigned j = 0; j < end_.size; ++j) {
       if (j != end_.rank) {
-        ring_if_awaited(end_.segment.member(j).seats[kForRounds],
-                        static_cast<std::int32_t>(end_.rank), mine);
+        ring_if_awaited(end_.segment.member(j).seats[kForRounds], static_cast<std::int32_t>(end_.rank), mine);
       }
     }
   }

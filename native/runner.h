@@ -20,7 +20,7 @@ struct Way {
 // `ins` and `outs`.
 struct Collective {
   Verb verb;
-  Entry::Call header;  // as it is noted and compared
+  Entry::Call header;                 // as it is noted and compared
   std::uint64_t count = 0, item = 1;  // elements of one member's part, and bytes of one
   unsigned dtype = 0;                 // the core's code
   Way way{};                          // of a reduction
@@ -29,7 +29,7 @@ struct Collective {
   Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then
   std::uint32_t fingerprint = 0;     // what members compare beside all else: of a title
   std::uint64_t note = 0;            // the number under which it is noted
-  nb::object written{}, read{};  // the tensors: tuples, or one
+  nb::object written{}, read{};      // the tensors: tuples, or one
 
   std::uint64_t bytes() const { return count * item; }
 };

@@ -75,10 +75,8 @@ int create_memory(std::uint64_t bytes) {
   return create_sealed(lines * kCacheLine, lines * kCacheLine, "meshdist-shared");
 }
 
-int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
-                   bool is_crowded) {
-  const Geometry geometry =
-      plan_geometry(size, slot_bytes, ring_bytes, is_crowded, can_populate());
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes, bool is_crowded) {
+  const Geometry geometry = plan_geometry(size, slot_bytes, ring_bytes, is_crowded, can_populate());
   const int fd = create_sealed(geometry.total_bytes, geometry.first_bytes, "meshdist");
   // A new memfd reads as zeros, which is the first state of everything in it.
   if (pwrite(fd, &geometry, sizeof geometry, offsetof(Control, geometry)) !=
@@ -121,24 +119,21 @@ Segment::Segment(int fd) {
     throw std::runtime_error("the segment is of another version of the core");
   }
   // The sizes are taken from our own arithmetic, so that a wrong segment cannot lead outside.
-  const Geometry ours = plan_geometry(found.size, found.slot_bytes, found.ring_bytes,
-                                      found.is_crowded != 0, found.grows != 0);
+  const Geometry ours =
+      plan_geometry(found.size, found.slot_bytes, found.ring_bytes, found.is_crowded != 0, found.grows != 0);
   if (std::memcmp(&ours, &found, sizeof ours) != 0 ||
       static_cast<std::uint64_t>(facts.st_size) != ours.total_bytes) {
     throw std::runtime_error("the segment's geometry contradicts itself");
   }
   const int populates = ours.grows ? 0 : MAP_POPULATE;
-  void* address =
-      mmap(nullptr, ours.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populates, fd, 0);
+  void* address = mmap(nullptr, ours.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | populates, fd, 0);
   if (address == MAP_FAILED) fail(errno, "mmap");
   base_ = static_cast<std::uint8_t*>(address);
   geometry_ = ours;
   if (ours.grows) populate(base_, ours.first_bytes);  // they are reserved: this only maps them
 }
 
-bool Segment::reserve(std::uint64_t at, std::uint64_t bytes) const {
-  return populate(base_ + at, bytes);
-}
+bool Segment::reserve(std::uint64_t at, std::uint64_t bytes) const { return populate(base_ + at, bytes); }
 
 Segment::~Segment() { munmap(base_, geometry_.total_bytes); }
 

@@ -12,8 +12,7 @@ namespace meshdist {
 // Make a sealed memfd for `size` members with the memory reserved that they need at first; throws
 // std::system_error (no memory is an error here, never a SIGBUS later). Where the kernel cannot
 // reserve more of it later, all is reserved.
-int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes,
-                   bool is_crowded);
+int create_segment(std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes, bool is_crowded);
 
 // A memfd for a Memory of `bytes` bytes, rounded up to whole cache lines.
 int create_memory(std::uint64_t bytes);
@@ -31,16 +30,13 @@ class Memory {
   std::uint8_t* data() const { return data_; }
   std::uint64_t bytes() const { return bytes_; }
   bool holds(const std::uint8_t* from, std::uint64_t bytes) const {
-    return from >= data_ && bytes <= bytes_ &&
-           static_cast<std::uint64_t>(from - data_) <= bytes_ - bytes;
+    return from >= data_ && bytes <= bytes_ && static_cast<std::uint64_t>(from - data_) <= bytes_ - bytes;
   }
 
   // This member offers nothing in it any more.
   void leave() const { num_left_->fetch_add(1, std::memory_order_acq_rel); }
   // Whether none of its `size` members does.
-  bool is_abandoned(unsigned size) const {
-    return num_left_->load(std::memory_order_acquire) >= size;
-  }
+  bool is_abandoned(unsigned size) const { return num_left_->load(std::memory_order_acquire) >= size; }
 
  private:
   std::uint8_t* data_ = nullptr;
@@ -74,9 +70,7 @@ class Segment {
                     : base_ + geometry_.first_slots_at + index * geometry_.first_slot_bytes;
   }
   // Reserve all members' whole slots, and map them; false where there is no memory for them.
-  bool reserve_slots() const {
-    return reserve(geometry_.slots_at, geometry_.rings_at - geometry_.slots_at);
-  }
+  bool reserve_slots() const { return reserve(geometry_.slots_at, geometry_.rings_at - geometry_.slots_at); }
   Channel& channel(unsigned from, unsigned to) const {
     return reinterpret_cast<Channel*>(base_ + geometry_.channels_at)[from * geometry_.size + to];
   }

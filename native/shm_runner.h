@@ -14,10 +14,7 @@ class ShmRunner final : public Runner {
   // `give_up(error)` raises what a signal's handler has raised in a collective, and tells the others.
   ShmRunner(PyCommunicator& core, nb::object fail, nb::object give_up, std::int64_t largest_tag,
             double timeout)
-      : Runner(largest_tag),
-        core_(core),
-        fail_(std::move(fail)),
-        give_up_(std::move(give_up)),
+      : Runner(largest_tag), core_(core), fail_(std::move(fail)), give_up_(std::move(give_up)),
         timeout_(timeout) {}
 
   void run(const Collective& call) override {
@@ -34,7 +31,8 @@ class ShmRunner final : public Runner {
 
   bool starts(const Collective&) const override { return true; }
   nb::object start(const Collective& call, std::uint64_t number) override {
-    nb::object kept = call.read.is_valid() ? tuple_of(or_none(call.written), call.read) : or_none(call.written);
+    nb::object kept =
+        call.read.is_valid() ? tuple_of(or_none(call.written), call.read) : or_none(call.written);
     return nb::cast(core_.start(job_of(call), timeout_, std::move(kept), number));
   }
 
@@ -48,8 +46,7 @@ class ShmRunner final : public Runner {
       if (!message.is_send) entry.note_write(tuple_of(x));
     });
     if (status != 0) {
-      const nb::object sides =
-          tuple_of(nb::bool_(message.is_send), whole(message.member), message.tag);
+      const nb::object sides = tuple_of(nb::bool_(message.is_send), whole(message.member), message.tag);
       raise_error(call_with(fail_, whole(status), whole(note), sides));
     }
     message.member = core_.last_source;
@@ -61,8 +58,8 @@ class ShmRunner final : public Runner {
   Job job_of(const Collective& call) const {
     const bool varies = call.verb == Verb::all_gather_v || call.verb == Verb::all_to_all;
     Job job = core_.job(static_cast<unsigned>(call.verb), varies ? 0 : call.count, call.dtype,
-                        static_cast<unsigned>(call.way.op),
-                        std::max(static_cast<int>(call.header.root), 0), call.out, call.in);
+                        static_cast<unsigned>(call.way.op), std::max(static_cast<int>(call.header.root), 0),
+                        call.out, call.in);
     job.call.header.fingerprint = call.fingerprint;
     put(job.ins, call.ins, call.in_counts, call.count);
     put(job.outs, call.outs, call.out_counts, call.count);

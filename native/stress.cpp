@@ -301,10 +301,9 @@ int main(int argc, char** argv) {
       for (const Group& group : groups) {
         const auto place = std::find(group.members.begin(), group.members.end(), r);
         const auto index = static_cast<unsigned>(place - group.members.begin());
-        rank.communicators.push_back(
-            place == group.members.end()
-                ? nullptr
-                : std::make_unique<Communicator>(group.segment, index, Processes({})));
+        rank.communicators.push_back(place == group.members.end() ? nullptr
+                                                                  : std::make_unique<Communicator>(
+                                                                        group.segment, index, Processes({})));
         if (rank.communicators.back() == nullptr) continue;
         Tuning& tuning = rank.communicators.back()->progress->collectives().tuning;
         tuning.halves_least_bytes = tuning.far_halves_least_bytes = 4096;

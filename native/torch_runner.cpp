@@ -10,8 +10,7 @@ const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"};
 using Arguments = std::vector<nb::object>;
 
 nb::object flat(nb::handle x) {
-  return PyLong_AsLong(call(x, names::dim).ptr()) == 1 ? nb::borrow(x)
-                                                       : call(x, names::view, whole(-1));
+  return PyLong_AsLong(call(x, names::dim).ptr()) == 1 ? nb::borrow(x) : call(x, names::view, whole(-1));
 }
 
 // The tensors of a call, a tensor or a tuple, as a list of flat tensors.
@@ -42,19 +41,14 @@ bool is_list(const Collective& call) {
 // What the class's method takes before its options.
 Arguments arguments_of(const Collective& call) {
   switch (call.verb) {
-    case Verb::all_reduce:
-      return {checked(PySequence_List(call.written.ptr()))};
+    case Verb::all_reduce: return {checked(PySequence_List(call.written.ptr()))};
     case Verb::reduce:
-    case Verb::broadcast:
-      return {flats(call.written.is_valid() ? call.written : call.read)};
+    case Verb::broadcast: return {flats(call.written.is_valid() ? call.written : call.read)};
     case Verb::all_gather:
-    case Verb::reduce_scatter:
-      return {first(call.written), flat(call.read)};
+    case Verb::reduce_scatter: return {first(call.written), flat(call.read)};
     case Verb::all_gather_v:
-    case Verb::gather:
-      return {listed(flats(call.written)), flats(call.read)};
-    case Verb::scatter:
-      return {flats(call.written), listed(flats(call.read))};
+    case Verb::gather: return {listed(flats(call.written)), flats(call.read)};
+    case Verb::scatter: return {flats(call.written), listed(flats(call.read))};
     case Verb::all_to_all: {
       if (is_list(call)) return {flats(call.written), flats(call.read)};
       nb::list takes, gives;
@@ -64,8 +58,7 @@ Arguments arguments_of(const Collective& call) {
       }
       return {first(call.written), flat(call.read), takes, gives};
     }
-    default:
-      return {};
+    default: return {};
   }
 }
 
@@ -81,8 +74,12 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
 
 const TorchRunner::Shortcut& TorchRunner::find(const Collective& call) const {
   const bool is_empty = call.count == 0 && call.in_counts.empty();
-  const Kind kind{static_cast<std::int64_t>(call.verb), call.header.op, call.dtype,
-                  call.header.root, is_list(call), is_empty};
+  const Kind kind{static_cast<std::int64_t>(call.verb),
+                  call.header.op,
+                  call.dtype,
+                  call.header.root,
+                  is_list(call),
+                  is_empty};
   auto found = shortcuts_.find(kind);
   if (found == shortcuts_.end()) {
     const nb::object made =

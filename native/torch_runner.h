@@ -18,10 +18,7 @@ class TorchRunner final : public Runner {
   // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`
   // makes the operation. `explain(error)` makes the error to raise of any.
   TorchRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
-      : Runner(0),
-        communicator_(std::move(communicator)),
-        find_(std::move(find)),
-        end_(std::move(end)),
+      : Runner(0), communicator_(std::move(communicator)), find_(std::move(find)), end_(std::move(end)),
         explain_(std::move(explain)) {}
 
   bool takes(const Collective& call) const override;

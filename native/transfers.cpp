@@ -9,8 +9,7 @@
 
 namespace meshdist {
 
-Transfers::Transfers(std::shared_ptr<Endpoint> endpoint)
-    : end_(std::move(endpoint)), peers_(end_->size) {
+Transfers::Transfers(std::shared_ptr<Endpoint> endpoint) : end_(std::move(endpoint)), peers_(end_->size) {
   const Segment& segment = end_->segment;
   for (unsigned j = 0; j < end_->size; ++j) {
     if (j == end_->rank) continue;
@@ -87,8 +86,7 @@ bool Transfers::is_done_soon(const Transfer& transfer) {
   return transfer.is_done.load(std::memory_order_acquire);
 }
 
-Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline,
-                       Interruption interruption) {
+Status Transfers::wait(const TransferPtr& transfer, Nanoseconds deadline, Interruption interruption) {
   if (transfer->is_done.load(std::memory_order_acquire)) return transfer->status;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -228,9 +226,8 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
     }
   } else {
     Peer& peer = peers_[transfer->peer];
-    peer.unannounced.erase(
-        std::remove(peer.unannounced.begin(), peer.unannounced.end(), transfer),
-        peer.unannounced.end());
+    peer.unannounced.erase(std::remove(peer.unannounced.begin(), peer.unannounced.end(), transfer),
+                           peer.unannounced.end());
     // Taken back now where the receiver knows of it: this member may not look again.
     const auto take_back = [&](auto& sends) {
       for (auto one = sends.begin(); one != sends.end();) {
@@ -259,8 +256,7 @@ void Transfers::give_up(const TransferPtr& transfer, Status status) {
 bool Transfers::fits(const TransferPtr& receive, unsigned from, const Packet& packet) {
   receive->source = static_cast<int>(from);
   receive->other_note = packet.note;
-  return receive->dtype == packet.dtype && receive->count == packet.count &&
-         receive->bytes == packet.bytes;
+  return receive->dtype == packet.dtype && receive->count == packet.count && receive->bytes == packet.bytes;
 }
 
 TransferPtr Transfers::match(unsigned from, std::int64_t tag) {
@@ -380,8 +376,7 @@ void Transfers::send_to_self(const TransferPtr& send) {
   }
 }
 
-void Transfers::pass_to_self(const TransferPtr& send, const TransferPtr& receive,
-                             const Packet& packet) {
+void Transfers::pass_to_self(const TransferPtr& send, const TransferPtr& receive, const Packet& packet) {
   const Status status = fits(receive, end_->rank, packet) ? Status::ok : Status::mismatch;
   if (status == Status::ok) copy_bytes(receive->data, send->data, send->bytes, false);
   send->other_note = receive->note;
@@ -416,8 +411,7 @@ bool Transfers::drain(unsigned peer) {
       ring = {end_->segment.ring(peer, end_->rank), end_->segment.geometry().ring_bytes, at};
     }
     channel.read.store(at, std::memory_order_seq_cst);
-    ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
-                    static_cast<std::int32_t>(end_->rank));
+    ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
     moved = true;
   }
   return moved;
@@ -430,8 +424,8 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
     case Kind::offer: {
       const TransferPtr receive = match(from, packet.tag);
       if (receive == nullptr) {
-        peer.early.push_back(Early{
-            packet, next_order_++, std::vector<std::uint8_t>(payload, payload + packet.payload), {}});
+        peer.early.push_back(
+            Early{packet, next_order_++, std::vector<std::uint8_t>(payload, payload + packet.payload), {}});
       } else {
         meet(receive, from, packet, payload);
       }
@@ -485,8 +479,7 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       break;
     }
     case Kind::pad:
-    case Kind::grow:
-      break;
+    case Kind::grow: break;
   }
 }
 
@@ -514,8 +507,7 @@ bool Transfers::put(unsigned peer, const Packet& packet, const std::uint8_t* pay
   copy_bytes(where + sizeof packet, payload, packet.payload,
              packet.kind == Kind::data && end_->streams_much.load(std::memory_order_relaxed));
   channel.written.store(at + need, std::memory_order_seq_cst);
-  ring_if_awaited(end_->segment.member(peer).seats[kForTransfers],
-                  static_cast<std::int32_t>(end_->rank));
+  ring_if_awaited(end_->segment.member(peer).seats[kForTransfers], static_cast<std::int32_t>(end_->rank));
   return true;
 }
 
@@ -527,8 +519,7 @@ void Transfers::grow(unsigned to) {
   Packet packet{};
   packet.kind = Kind::grow;
   if (!put(to, packet, nullptr)) return;
-  const std::uint64_t at =
-      end_->segment.channel(end_->rank, to).written.load(std::memory_order_relaxed);
+  const std::uint64_t at = end_->segment.channel(end_->rank, to).written.load(std::memory_order_relaxed);
   peer.out = {end_->segment.ring(end_->rank, to), end_->segment.geometry().ring_bytes, at};
 }
 

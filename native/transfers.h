@@ -35,7 +35,7 @@ struct Transfer {
   std::uint64_t count = 0;
   std::uint8_t dtype = 0;
   std::uint64_t moved = 0;
-  int source = -1;  // where a receive came from
+  int source = -1;         // where a receive came from
   std::uint64_t note = 0;  // under which this member has noted the call
   Status status = Status::ok;
   std::uint64_t other_note = 0;  // the other side's, where the two do not fit
@@ -79,7 +79,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
       std::uint64_t offset;  // of data
       std::uint64_t note;    // of the call that a message, an offer or a refusal is of
     };
-    const std::uint8_t* place;   // in the sender's memory, of an offer that may be read there
+    const std::uint8_t* place;  // in the sender's memory, of an offer that may be read there
     std::uint8_t dtype;
     std::uint32_t revocations;  // of this member's offers, before this one
   };
@@ -103,9 +103,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::uint64_t bytes = 0;
     std::uint64_t begin = 0;
     std::uint8_t* at(std::uint64_t position) const { return memory + (position - begin) % bytes; }
-    std::uint64_t to_end(std::uint64_t position) const {
-      return bytes - (position - begin) % bytes;
-    }
+    std::uint64_t to_end(std::uint64_t position) const { return bytes - (position - begin) % bytes; }
   };
   struct Peer {
     Ring in, out;
@@ -136,8 +134,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   bool fits(const TransferPtr& receive, unsigned from, const Packet& packet);
   void accept(const TransferPtr& receive, unsigned from, const Packet& packet);
   bool fetch(const TransferPtr& receive, unsigned from, const Packet& packet);
-  void meet(const TransferPtr& receive, unsigned from, const Packet& packet,
-            const std::uint8_t* payload);
+  void meet(const TransferPtr& receive, unsigned from, const Packet& packet, const std::uint8_t* payload);
   void complete(const TransferPtr& transfer, Status status);
   void give_up(const TransferPtr& transfer, Status status);
   void give_up_all(Status status);

@@ -17,13 +17,12 @@ struct Tuning {
   // 4 % faster at 2 and 256 MiB, and 5 % slower at 64 MiB, in 16-bit floats 10 %; 64 KiB were slower.
   // All-gathers and all-to-alls by slots took 100 to 105 %.
   std::size_t near_chunk_bytes = 256 * 1024;
-  // Rounds of at least `spread_bytes` lie at another place of their slot each time, over 2 MiB with
-  // two members: a line that has left the reader's own cache is written anew much faster than one
-  // that it still has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1).
-  // Shorter ones were as fast or faster at one place (2 KiB: 0.46 us, spread 0.53). Calls of more
-  // than `spread_most_bytes`, which take several rounds, stay at one place as well: the many places
-  // would push the program's data out of the caches (from 1 MiB on broadcast and reduce took 86 to
-  // 95 % of the time, all-reduce 96 to 101 %).
+  // Rounds of at least `spread_bytes` lie at another place of their slot each time, over 2 MiB with two
+  // members: a line that has left the reader's own cache is written anew much faster than one that it still
+  // has (all-reduce of 4, 64 and 256 KiB: 0.5, 3.7, 12.8 us instead of 0.8, 9.3, 17.1). Shorter ones were as
+  // fast or faster at one place (2 KiB: 0.46 us, spread 0.53). Calls of more than `spread_most_bytes`, which
+  // take several rounds, stay at one place as well: the many places would push the program's data out of the
+  // caches (from 1 MiB on broadcast and reduce took 86 to 95 % of the time, all-reduce 96 to 101 %).
   std::size_t spread_bytes = 4 * 1024;
   std::size_t spread_most_bytes = 512 * 1024;
   // With two members each reads all of the other's data, one round per chunk. With more, each
@@ -47,22 +46,19 @@ struct Tuning {
   // The largest broadcast that is read: at 128 to 512 KiB that took 70 to 80 % of the time by slots,
   // into which the other core copies meanwhile, at 1 MiB 87 to 97 %, at 2 and 4 MiB 105 to 112 %.
   std::size_t fetch_broadcast_most_bytes = 1024 * 1024;
-  // What is reduced is fetched in blocks of this size: 128 to 512 KiB were alike, 1 MiB took a fifth
-  // longer.
+  // What is reduced is fetched in blocks of this size: 128 to 512 KiB were alike, 1 MiB took a fifth longer.
   std::size_t fetch_block_bytes = 256 * 1024;
-  // All-reduce of so many bytes on two ranks: each reduces a half of what it reads where it lies.
-  // Where the cores share a cache that took 70 to 80 % of the time by slots from 3 to 32 MiB, 90 to
-  // 125 % at 64 MiB, 120 % above, as long at 2 MiB, and longer below. Where they do not
-  // (`far`) slots took 58, 147 and 712 us for 256 KiB, 1 and 4 MiB; reading is put at 28, 115 and
-  // 500 by its parts, not measured whole.
+  // All-reduce of so many bytes on two ranks: each reduces a half of what it reads where it lies. Where the
+  // cores share a cache that took 70 to 80 % of the time by slots from 3 to 32 MiB, 90 to 125 % at 64 MiB,
+  // 120 % above, as long at 2 MiB, and longer below. Where they do not (`far`) slots took 58, 147 and 712 us
+  // for 256 KiB, 1 and 4 MiB; reading is put at 28, 115 and 500 by its parts, not measured whole.
   std::size_t halves_least_bytes = 3 * 1024 * 1024;
   std::size_t far_halves_least_bytes = 128 * 1024;
   std::size_t halves_most_bytes = 32 * 1024 * 1024;
-  // The largest message that goes at once. A larger one is offered, and read where it lies. Where
-  // ranks outnumber cores it is not: it follows in pieces, once the receiver has answered, and each
-  // step may wait for a core. There messages of 24, 32, 48 and 64 KiB took 5, 5, 6 and 7 us between
-  // two ranks of four on two cores, in place of 9, 9, 10 and 11, and torch's 1F1B with messages of
-  // 32 KiB 92 % of the CPU time.
+  // The largest message that goes at once. A larger one is offered, and read where it lies. Where ranks
+  // outnumber cores it is not: it follows in pieces, once the receiver has answered, and each step may wait
+  // for a core. There messages of 24, 32, 48 and 64 KiB took 5, 5, 6 and 7 us between two ranks of four on
+  // two cores, in place of 9, 9, 10 and 11, and torch's 1F1B with messages of 32 KiB 92 % of the CPU time.
   std::size_t message_bytes = 16 * 1024;
   std::size_t crowded_message_bytes = 64 * 1024;
   // Results larger than this leave the caches before they are read, so they are written past

@@ -36,9 +36,7 @@ struct Surroundings {
   nb::list contexts, group_of_process;
   nb::object group_type;
 
-  bool are_profiled() const {
-    return find_in(profiler, names::is_profiler_enabled.object) != Py_False;
-  }
+  bool are_profiled() const { return find_in(profiler, names::is_profiler_enabled.object) != Py_False; }
   bool are_plain() const {
     PyObject* const level = find_in(forward_ad, names::current_level.object);
     return level != nullptr && PyLong_AsLong(level) < 0;
@@ -50,12 +48,12 @@ struct Surroundings {
     if (given.is_none()) {
       nb::object world = nb::none();
       if (PyList_Size(contexts.ptr()) != 0) world = call(PyList_GetItem(contexts.ptr(), 0), names::get);
-      nb::object group = world.is_none() ? nb::borrow(PyList_GetItem(group_of_process.ptr(), 0))
-                                         : get(world, names::group);
+      nb::object group =
+          world.is_none() ? nb::borrow(PyList_GetItem(group_of_process.ptr(), 0)) : get(world, names::group);
       return is_group(group) ? group : nb::object();
     }
     return PyObject_HasAttrString(given.ptr(), "open_group") != 0 ? call(given, names::open_group)
-                                                                   : nb::object();
+                                                                  : nb::object();
   }
 
  private:
@@ -71,15 +69,11 @@ class VerbCall {
   // on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast path is
   // not taken, `function` as the verb that the main thread is in, or `slow`.
   VerbCall(const Surroundings& around, const std::string& name, const nb::kwargs& facts)
-      : around_(around),
-        name_(checked(PyUnicode_InternFromString(name.c_str()))),
-        method_(find_fast_method(name)),
-        missing_(nb::borrow<nb::tuple>(facts["missing"])),
+      : around_(around), name_(checked(PyUnicode_InternFromString(name.c_str()))),
+        method_(find_fast_method(name)), missing_(nb::borrow<nb::tuple>(facts["missing"])),
         stays_off_streams_(nb::cast<bool>(facts["stays_off_streams"])),
-        watchers_(nb::borrow<nb::list>(facts["watchers"])),
-        watched_(facts["watched"]),
-        function_(facts["function"]),
-        slow_(facts["slow"]) {
+        watchers_(nb::borrow<nb::list>(facts["watchers"])), watched_(facts["watched"]),
+        function_(facts["function"]), slow_(facts["slow"]) {
     const auto root = nb::cast<std::string>(facts["root"]);
     std::vector<std::string> names;
     for (nb::handle parameter : nb::borrow<nb::list>(facts["parameters"])) {
@@ -201,9 +195,8 @@ PyObject* call_verb(PyObject* self, PyObject* const* given, Py_ssize_t num_given
 
 void bind_verb_calls(nb::module_& m) {
   nb::class_<Surroundings>(m, "Surroundings")
-      .def("__init__",
-           filled_in<Surroundings, nb::dict, nb::dict, nb::list, nb::list, nb::object>(), nb::kw_only(),
-           "profiler"_a, "forward_ad"_a, "contexts"_a, "group_of_process"_a, "group_type"_a);
+      .def("__init__", filled_in<Surroundings, nb::dict, nb::dict, nb::list, nb::list, nb::object>(),
+           nb::kw_only(), "profiler"_a, "forward_ad"_a, "contexts"_a, "group_of_process"_a, "group_type"_a);
   m.def("verb_call", [](const Surroundings& around, const std::string& name, const nb::kwargs& facts) {
     // Verbs live as long as the process, and so does what calls them, and its surroundings.
     nb::find(around).inc_ref();

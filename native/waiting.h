@@ -95,8 +95,7 @@ struct Patience {
   // sleeping, which hands over in 1 to 2 us until the other core has fetched one of them (all-reduces
   // of 8 bytes in bursts took 2 to 257 us, one in six above 60; with yields 2 to 22).
   static Patience usual() { return {20'000, 1'000'000, true}; }
-  // With more ranks than cores the one awaited may need this very core: a pause would only hold it
-  // up.
+  // With more ranks than cores the one awaited may need this very core: a pause would only hold it up.
   static Patience crowded() { return {0, 100'000, false}; }
 };
 

@@ -21,9 +21,7 @@ class Words {
   }
 
   bool are_known() const { return words_ != nullptr; }
-  std::uint64_t get(std::uint64_t place) const {
-    return __atomic_load_n(words_ + place, __ATOMIC_ACQUIRE);
-  }
+  std::uint64_t get(std::uint64_t place) const { return __atomic_load_n(words_ + place, __ATOMIC_ACQUIRE); }
   void put(std::uint64_t place, std::uint64_t value) const {
     __atomic_store_n(words_ + place, value, __ATOMIC_RELEASE);
   }
