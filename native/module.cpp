@@ -147,6 +147,7 @@ NB_MODULE(native, m) {
       .def_prop_ro_static("adds_to_stream", [](nb::handle) { return false; });
   nb::class_<PyTicket, PyOperation>(m, "StartedCollective");  // known, its objects are made faster
   nb::class_<PyTransfer, PyOperation>(m, "StartedTransfer");
+  nb::class_<TorchStarted, PyOperation>(m, "TorchStarted");
   m.def("explain_failures_by", [](nb::object made) {
     delete std::exchange(PyOperation::failures, new nb::object(std::move(made)));
   });

@@ -107,6 +107,10 @@ class PyOperation {
   virtual bool is_done() = 0;
   virtual Failure failure() const = 0;
   virtual int source() const { return -1; }
+  // Whether a wait lets the current stream wait, and the operation goes on.
+  virtual bool is_on_stream() const { return false; }
+  // The operation of a Work that has fields of its own.
+  virtual nb::object of_work() const { return nb::find(this); }
 
   // Serve a Work that has this, its result and its user alone: wait within the group's timeout, as what
   // `wait` names, and warn where it is dropped before that.
@@ -122,8 +126,9 @@ class PyOperation {
     if (!wait_name_.is_valid() || MainThread::is_nested()) return false;
     may_be_dropped();  // also where the wait fails, or an error of a signal's handler ends it
     const MainThread::Within within(wait_name_);
-    is_waited_for_ = wait(timeout_) == 0;
-    return is_waited_for_;
+    const bool is_well = wait(timeout_) == 0;
+    is_waited_for_ = is_well && !is_on_stream();
+    return is_well;
   }
 
   // Nobody need know when it is done.
@@ -131,7 +136,7 @@ class PyOperation {
 
   // The Work has fields of its own from now on: what it is made with, and whether it has waited.
   nb::object leave_work(nb::handle result, nb::handle user) {
-    const nb::object fields = facts_.with(nb::find(this), result, user);
+    const nb::object fields = facts_.with(of_work(), result, user);
     wait_name_.reset();
     may_be_dropped();
     return tuple_of(fields, nb::bool_(is_waited_for_));
@@ -149,6 +154,7 @@ class PyOperation {
 
  protected:
   nb::object kept_;
+  WorkFacts facts_;
 
   // For the destructors of what can tell whether it is done.
   template <class IsDone>
@@ -160,7 +166,6 @@ class PyOperation {
   static inline std::list<std::pair<std::function<bool()>, PyObject*>> left;
   const std::uint64_t number_;
   const nb::object message_;
-  WorkFacts facts_;
   double timeout_ = 0;  // of a Work
   nb::object wait_name_;
   bool is_waited_for_ = false;

@@ -1,10 +1,13 @@
 #include "torch_runner.h"
 
+#include <nanobind/stl/unique_ptr.h>
+
 namespace meshdist {
 namespace {
 
 namespace names {
-const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"};
+const Name group{"_group"}, failure{"failure"}, dim{"dim"}, view{"view"}, on_stream{"on_stream"}, poll{"poll"},
+    wait{"wait"};
 }
 
 using Arguments = std::vector<nb::object>;
@@ -72,6 +75,18 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
 
 }  // namespace
 
+TorchStarted::TorchStarted(nb::object operation)
+    : PyOperation({}, 0),
+      operation_(std::move(operation)),
+      is_on_stream_(is_true(get(operation_, names::on_stream))) {}
+
+int TorchStarted::wait(double timeout) {
+  if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
+  return static_cast<int>(number(call(operation_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
+}
+
+bool TorchStarted::is_done() { return is_true(call(operation_, names::poll)); }
+
 const TorchRunner::Shortcut& TorchRunner::find(const Collective& call) const {
   const bool is_empty = call.count == 0 && call.in_counts.empty();
   const Kind kind{static_cast<std::int64_t>(call.verb),
@@ -131,7 +146,10 @@ void TorchRunner::run(const Collective& call) {
 nb::object TorchRunner::start(const Collective& call, std::uint64_t) {
   try {
     const Begun begun = begin(call);
-    return call_with(end_, begun.work, begun.then, whole(call.note));
+    nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
+    // What completes a result on a stream is ordered by a Work of Python's.
+    if (!begun.then.is_none()) return operation;
+    return nb::cast(std::make_unique<TorchStarted>(std::move(operation)));
   } catch (nb::python_error& error) {
     raise_error(call_with(explain_, nb::borrow(error.value())));
   }

@@ -6,9 +6,26 @@
 
 #include <map>
 
+#include "python_communicator.h"
 #include "runner.h"
 
 namespace meshdist {
+
+// A collective that a class of torch's has started, and for which an operation of Python's waits.
+class TorchStarted final : public PyOperation {
+ public:
+  explicit TorchStarted(nb::object operation);
+
+  int wait(double timeout) override;
+  bool is_done() override;
+  Failure failure() const override { return {}; }  // Python's `finish` raises it
+  bool is_on_stream() const override { return is_on_stream_; }
+  nb::object of_work() const override { return operation_; }
+
+ private:
+  const nb::object operation_;
+  const bool is_on_stream_;
+};
 
 class TorchRunner final : public Runner {
  public:

@@ -482,6 +482,9 @@ class StartedCollective(Started):
 class StartedTransfer(Started):
     """A message in flight in shared memory."""
 
+class TorchStarted(Started):
+    """A collective in flight in a class of torch's, which an operation of Python's waits for."""
+
 class MpiStarted(Started):
     """A collective in flight over MPI, which goes on while it is tested."""
 
