@@ -2,7 +2,7 @@
 #   PYTHON       the interpreter that makes the virtual environment (default: python3)
 #   VENV         where that environment lies (default: .venv)
 #   PYTEST_ARGS  more arguments for pytest, as in: make test PYTEST_ARGS='-k layout -x'
-#   WORKERS      how many tests run at a time (default: 4, since most of them wait; 0: in one process)
+#   WORKERS      how many tests run at a time (default: 5, since many of them wait; 0: in one process)
 #   TORCH_VERSIONS, TORCH_INDEX   of torch-versions: which (default: all), and an index besides pip's
 #   ENGINES      of engines: which (default: all, and then the report is written)
 #   MUTANTS_ARGS of mutants: such as --workers 4, --again, --against OLD.json
@@ -13,7 +13,7 @@
 PYTHON      ?= python3
 VENV        ?= .venv
 PYTEST_ARGS ?=
-WORKERS     ?= 4
+WORKERS     ?= 5
 WIRE        ?= shm
 COUNT       ?= 1000
 LOOPS       ?= 300

@@ -16,6 +16,20 @@ from meshdist.launching.guard import end_with_parent
 # three steps of a small model on one rank took 1.4 s of processor time instead of 0.1 s.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LONGEST = {
+    "test_any_mesh_loads_what_any_mesh_saved",
+    "test_each_takes_few_files",
+    "test_every_promise_is_kept",
+    "test_launched",
+    "test_ranks_of_the_launcher",
+    "test_steps_are_those_of_one_device",
+    "test_the_ranks_of_kubeflow_s_variables",
+    "test_torchrun_starts_again_what_has_lost_a_rank",
+    "test_values_and_gradients_are_those_of_one_device",
+    "test_wires_that_are_well",
+}
+"""Tests that take five seconds of a quiet core, or more."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C interrupt, and let a worker of pytest-xdist end with the process that started it.
@@ -32,7 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests over MPI first: one worker takes them all, and starts their jobs once.
 
-    Tests of every wire over two hosts are soaked: what ordinary runs sample has a file of its own.
+    The longest stand half-way, where another worker begins: at the end they would leave it at work
+    alone. Tests of every wire over two hosts are soaked: a file of its own samples them.
     """
     for item in items:
         parameters = getattr(item, "callspec", None)
@@ -42,6 +57,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif isinstance(wire, str) and wire.endswith("two hosts"):
             item.add_marker("soak")
     items.sort(key=lambda item: item.get_closest_marker("mpi") is None)
+    longest = [item for item in items if getattr(item, "originalname", "") in LONGEST]
+    others = [item for item in items if getattr(item, "originalname", "") not in LONGEST]
+    run_now = [number for number, item in enumerate(others) if not item.get_closest_marker("soak")]
+    half = run_now[len(run_now) // 2] if run_now else 0
+    items[:] = others[:half] + longest + others[half:]
 
 
 def pytest_collection_finish() -> None:
