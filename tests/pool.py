@@ -28,13 +28,13 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 
@@ -276,6 +276,26 @@ class Pool:
             for code, texts in zip(value, said, strict=True)
         ]
 
+    @contextlib.contextmanager
+    def running(self, program: str) -> Iterator[RunningProgram]:
+        """Run a program beside the test, by pipes and signals; it ends with the block."""
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        output, worker = f"{folder}/0", self._fork()
+        Path(f"{folder}/program.py").write_text(program)
+        for kind in ("in", "out"):
+            os.mkfifo(f"{output}.{kind}")
+        environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+        chosen = Program(f"{folder}/program.py", (), environment, output, is_strict=False)
+        data = cloudpickle.dumps((run_programs, ([chosen], 600.0)))
+        worker.connection.send({"program": data, "rank": 0, "env": {}, "store": None})
+        # Each waits here until the program opens its end, in the same order.
+        with open(f"{output}.in", "w") as stdin, open(f"{output}.out") as stdout:
+            pid = int(Path(f"{output}.pid").read_text())
+            try:
+                yield RunningProgram(pid, stdin, stdout, worker)
+            finally:
+                worker.end()  # and the program with it
+
     def _run_programs(
         self, programs: Sequence[Program], hosts: str, limit_s: float
     ) -> list[int | None]:
@@ -448,6 +468,34 @@ class Pool:
             theirs.close()
 
 
+@dataclass
+class RunningProgram:
+    """A program beside the test: its number, its pipes, and how it ended, as Popen has them."""
+
+    pid: int
+    stdin: TextIO
+    stdout: TextIO
+    worker: Worker
+    returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Return its exit code; raise TimeoutExpired if it does not end in time."""
+        if self.returncode is None:
+            if not self.worker.connection.poll(timeout_s):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout_s)
+            kind, value = cloudpickle.loads(self.worker.connection.recv_bytes())
+            assert kind == "result", value
+            self.returncode = value[0]
+        return self.returncode
+
+
 class Failure:
     """How a rank failed: its exception, and the how-manieth failure of the run it was."""
 
@@ -578,6 +626,10 @@ class Program:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(os.path.dirname(self.output))
+        if os.path.exists(f"{self.output}.in"):
+            Path(f"{self.output}.pid").write_text(str(os.getpid()))
+            with open(f"{self.output}.in", "rb") as file:
+                os.dup2(file.fileno(), 0)
         for descriptor, kind in ((1, "out"), (2, "err")):
             with open(f"{self.output}.{kind}", "wb") as file:
                 os.dup2(file.fileno(), descriptor)

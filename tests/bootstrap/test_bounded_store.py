@@ -7,12 +7,10 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +30,8 @@ from meshdist.bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from meshdist.bootstrap.stores import connect_store
 from tests.inner import Deadline, Grace, my_card, process_start
 from tests.load import is_within
-from tests.stopping import resume, stop
+from tests.pool import Pool, RunningProgram
+from tests.stopping import resume_other, stop_other
 
 LONG = timedelta(seconds=30)
 _SERVER = """
@@ -46,25 +45,30 @@ sys.stdin.readline()
 """
 
 
-@contextmanager
-def served() -> Iterator[tuple[subprocess.Popen[str], BoundedStore]]:
-    """A server in a process of its own, and a client."""
-    command, pipe = [sys.executable, "-c", _SERVER], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as server:
-        assert server.stdout is not None
-        client = BoundedStore(connect_store("127.0.0.1", int(server.stdout.readline()), LONG), LONG)
-        try:
-            yield server, client
-        finally:
-            client.close()
-            server.send_signal(signal.SIGCONT)
-            server.kill()
+Served = Callable[[], AbstractContextManager[tuple[RunningProgram, BoundedStore]]]
+
+
+@pytest.fixture
+def served(pool: Pool) -> Served:
+    """Start a server in a process of its own; give it, and a client."""
+
+    @contextmanager
+    def start() -> Iterator[tuple[RunningProgram, BoundedStore]]:
+        with pool.running(_SERVER) as server:
+            port = int(server.stdout.readline())
+            client = BoundedStore(connect_store("127.0.0.1", port, LONG), LONG)
+            try:
+                yield server, client
+            finally:
+                client.close()
+
+    return start
 
 
 @pytest.fixture(params=["hash", "file", "served", "served here"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "served":
-        with served() as (_, client):
+        with request.getfixturevalue("served")() as (_, client):
             yield PrefixStore("below", client)
         return
     if request.param == "file":
@@ -111,12 +115,12 @@ def test_a_wait_ends_at_its_timeout(store: Store) -> None:
     assert is_within(time.monotonic() - start, 5.0)
 
 
-def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_server_is_named_in_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.5)
     with served() as (server, client):
         client.server = "rank 0, which serves the store,"
         client.set("a", "1")
-        stop(server.pid)
+        stop_other(server.pid)
         start = time.monotonic()
         with pytest.raises(md.StoreError) as caught:
             client.check(["a"])
@@ -134,12 +138,13 @@ def test_a_stopped_server_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.soak
 def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_by_others(
+    served: Served,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounded_store, "_ANSWER_S", 3.0)
     with served() as (server, client):
         raw = client.raw_clone()
-        stop(server.pid)
+        stop_other(server.pid)
         with pytest.raises(md.StoreError, match="does not answer"):
             client.check(["a"])
         start = time.monotonic()
@@ -153,19 +158,23 @@ def test_a_server_that_has_left_one_client_without_an_answer_is_not_waited_for_b
         other.close()
 
 
-def test_a_longer_deadline_waits_for_a_stopped_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_deadline_waits_for_a_stopped_server(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served() as (server, client):
         monkeypatch.setattr(bounded_store, "_ANSWER_S", 0.1)
-        stop(server.pid)
+        stop_other(server.pid)
         threading.Timer(0.6, server.send_signal, [signal.SIGCONT]).start()
         with within(Deadline(30.0)):
             assert not client.check(["a"])
 
 
-def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_more() -> None:
+def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_more(
+    served: Served,
+) -> None:
     """Waits for one cause do not add up: each counts from when the server fell silent."""
     with served() as (server, client):
-        stop(server.pid)
+        stop_other(server.pid)
         bounded_store._silent_since[client._address] = time.monotonic() - 100.0
         start = time.monotonic()
         with within(Deadline(60.0)), pytest.raises(md.StoreError, match="does not answer"):
@@ -176,20 +185,20 @@ def test_a_server_that_was_silent_before_a_call_gets_no_time_of_the_call_once_mo
             assert client.add("m", 1) == 1
 
 
-def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when() -> None:
+def test_a_wait_sees_that_the_server_of_this_host_is_stopped_and_since_when(served: Served) -> None:
     """It asks nothing while it waits: what it asks at its end has no more time than is left."""
     with served() as (server, client):
         start = process_start(server.pid)
         assert start is not None
         client.watch(dataclasses.replace(my_card(), pid=server.pid, start=start))
-        stop(server.pid)
+        stop_other(server.pid)
         with pytest.raises(md.StoreError, match="does not answer"):
             await_key(client, "absent", Deadline(0.5), lambda: rewind(client, 100.0))
         begin = time.monotonic()
         with pytest.raises(md.StoreError, match="does not answer"):
             client.check(["absent"])
         assert is_within(time.monotonic() - begin, 4.0)
-        resume(server.pid)
+        resume_other(server.pid)
         with within(Deadline(60.0)):
             assert not client.check(["absent"])
 
@@ -202,6 +211,7 @@ def rewind(client: BoundedStore, seconds: float) -> None:
 
 
 def test_a_wait_asks_now_and_then_whether_the_server_still_answers(
+    served: Served,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of a server on another host nothing is seen."""
@@ -221,7 +231,7 @@ def test_a_wait_asks_now_and_then_whether_the_server_still_answers(
         assert asked == [["late"]] * 3
 
 
-def test_a_server_that_has_ended_is_told_at_once() -> None:
+def test_a_server_that_has_ended_is_told_at_once(served: Served) -> None:
     with served() as (server, client):
         server.kill()
         server.wait()
@@ -230,7 +240,7 @@ def test_a_server_that_has_ended_is_told_at_once() -> None:
         assert not client.is_served
 
 
-def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request() -> None:
+def test_a_key_that_a_stranger_has_filled_with_junk_costs_one_request(served: Served) -> None:
     with served() as (_, client):
         client.set("n", "junk")
         with pytest.raises(md.StoreError, match="has closed this process's connection") as caught:
@@ -306,7 +316,7 @@ def test_junk_is_named_with_its_key(value: bytes) -> None:
     assert read_json(store, "key", lambda found: found["a"]) == 1
 
 
-def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends() -> None:
+def test_an_alarm_rings_when_its_key_is_set_and_fails_where_the_server_ends(served: Served) -> None:
     with served() as (server, store):
         below = BoundedStore(PrefixStore("prefix", store.raw_clone()), LONG)
         address = store.set_bare("known")
@@ -343,7 +353,7 @@ def await_ring(alarm: KeyAlarm, key: str) -> bool:
     return has_rung
 
 
-def test_what_an_alarm_waited_for_before_rings_no_more() -> None:
+def test_what_an_alarm_waited_for_before_rings_no_more(served: Served) -> None:
     with served() as (_, store):
         address = store.set_bare("set already")
         assert address is not None

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from meshdist.bootstrap.server_watch import ServerWatch
 from meshdist.bootstrap.stores import connect_store
 from tests.inner import my_card
 from tests.load import is_within
+from tests.pool import Pool, RunningProgram
 
 _SERVER = """
 import sys
@@ -113,25 +114,24 @@ def test_a_rank_has_two_connections_to_the_store(launcher: str, tmp_path: Path) 
     assert counts == [("0", "2"), ("1", "2")], said
 
 
-@contextmanager
-def served(
-    listener: str, patience_s: float = 1.0
-) -> Iterator[tuple[subprocess.Popen[str], TCPStore]]:
-    """A server that ends when it is told to, and a client."""
-    code = _SERVER.format(listener=listener, patience_s=patience_s)
-    command = [sys.executable, "-c", code]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
-        try:
-            assert server.stdout is not None
+Served = Callable[..., AbstractContextManager[tuple[RunningProgram, TCPStore]]]
+
+
+@pytest.fixture
+def served(pool: Pool) -> Served:
+    """Start a server that ends when it is told to; give it, and a client."""
+
+    @contextmanager
+    def start(listener: str, patience_s: float = 1.0) -> Iterator[tuple[RunningProgram, TCPStore]]:
+        code = _SERVER.format(listener=listener, patience_s=patience_s)
+        with pool.running(code) as server:
             port = int(server.stdout.readline())
             yield server, connect_store("127.0.0.1", port, timedelta(seconds=60))
-        finally:
-            server.kill()
+
+    return start
 
 
-def tell_to_end(server: subprocess.Popen[str], how: str = "") -> None:
-    assert server.stdin is not None
+def tell_to_end(server: RunningProgram, how: str = "") -> None:
     server.stdin.write(f"{how}\n")
     server.stdin.flush()
 
@@ -158,7 +158,9 @@ def test_only_a_store_that_a_process_serves_is_watched() -> None:
     "listener",
     [pytest.param("None", marks=pytest.mark.soak), 'bind_listener("127.0.0.1", 0)'],
 )
-def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(listener: str) -> None:
+def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(
+    served: Served, listener: str
+) -> None:
     with served(listener) as (server, store):
         watch, late = ServerWatch(store), ServerWatch(store)
         tell_to_end(server)
@@ -172,7 +174,7 @@ def test_a_server_that_ends_waits_until_its_clients_have_closed_their_watch(list
         assert server.wait(10) == 0
 
 
-def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
+def test_a_server_that_fails_waits_shortly_and_says_that_it_ends(served: Served) -> None:
     with served("None", patience_s=30.0) as (server, store):
         watch = ServerWatch(store)
         start = time.monotonic()
@@ -186,7 +188,7 @@ def test_a_server_that_fails_waits_shortly_and_says_that_it_ends() -> None:
         assert is_within(time.monotonic() - start, 10)
 
 
-def test_an_interrupt_ends_a_server_that_waits_for_its_clients() -> None:
+def test_an_interrupt_ends_a_server_that_waits_for_its_clients(served: Served) -> None:
     with served("None") as (server, store):
         watch = ServerWatch(store)
         tell_to_end(server)
@@ -196,7 +198,7 @@ def test_an_interrupt_ends_a_server_that_waits_for_its_clients() -> None:
         watch.close()
 
 
-def test_a_killed_server_ends_all_connections() -> None:
+def test_a_killed_server_ends_all_connections(served: Served) -> None:
     with served("None") as (server, store):
         watch = ServerWatch(store)
         server.kill()
@@ -206,7 +208,7 @@ def test_a_killed_server_ends_all_connections() -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"\xff\n\n127.0.0.1\n", b"127.0.0.1 1\n" * 100])
-def test_strangers_keep_no_server_from_ending(junk: bytes) -> None:
+def test_strangers_keep_no_server_from_ending(served: Served, junk: bytes) -> None:
     with served("None") as (server, store):
         strangers = [socket.create_connection(("127.0.0.1", store.port)) for _ in range(100)]
         store.set("meshdist/clients", junk)
@@ -220,7 +222,7 @@ def test_strangers_keep_no_server_from_ending(junk: bytes) -> None:
             stranger.close()
 
 
-def test_a_process_that_is_ending_is_known_by_its_card() -> None:
+def test_a_process_that_is_ending_is_known_by_its_card(served: Served) -> None:
     with served("None") as (server, store):
         watch = ServerWatch(store)
         assert not watch.has_ended() and watch.is_served()
