@@ -35,14 +35,15 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "checkpoints on disks": "checkpoint",
         "the native core by itself": "native",
         "long tables": """
-            collectives/test_layouts.py functional/test_leaf_gradients.py
-            functional/test_linear_function.py groups/test_dropped_groups.py test_misuse.py
-            verbs/test_axes.py verbs/test_promises.py wires/shm/test_communicator.py
-            wires/shm/test_started_calls.py
+            collectives/test_layouts.py collectives/test_verbs.py functional/test_leaf_gradients.py
+            functional/test_linear_function.py functional/test_moving.py
+            functional/test_reducing.py groups/test_dropped_groups.py test_misuse.py
+            verbs/test_axes.py verbs/test_checks.py verbs/test_promises.py verbs/test_stress.py
+            wires/shm/test_communicator.py wires/shm/test_started_calls.py wires/test_reductions.py
         """,
         "long drawn programs": """
-            joining/test_join_places.py joining/test_joined_optimizer.py
-            sharding/test_einsum_oracle.py sharding/test_shard_map_bodies.py
+            joining sharding/test_einsum_oracle.py sharding/test_einsums.py
+            sharding/test_resharding.py sharding/test_shard_map_bodies.py
             tensor_parallel/test_layers.py tensor_parallel/test_nd_training.py test_experts.py
             typed_contexts/test_casting.py typed_contexts/test_programs.py
         """,
@@ -54,7 +55,9 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         """,
         "models that train for many steps, are compiled, or stand beside torch's": """
             collectives/test_marks.py ddp/comm_hooks ddp/test_compiled.py
+            ddp/test_complete_losses.py
             ddp/test_data_parallel.py ddp/test_everyday.py ddp/test_grad_norm.py
+            ddp/test_gradient_buckets.py ddp/test_in_backward.py
             ddp/test_joined_replica.py ddp/test_laws.py ddp/test_local_backwards.py
             ddp/test_misuse.py ddp/test_norm_flags.py ddp/test_openings.py ddp/test_parting.py
             ddp/test_pipelines.py ddp/test_precision.py ddp/test_shard_guards.py

@@ -23,7 +23,7 @@ from meshdist.bootstrap.server_watch import ServerWatch
 from meshdist.bootstrap.stores import connect_store
 from tests.inner import my_card
 from tests.load import is_within
-from tests.pool import Pool, RunningProgram
+from tests.pool import Pool, RunningProgram, free_port, places
 
 _SERVER = """
 import sys
@@ -78,40 +78,23 @@ md.destroy_process_group()
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="there is no /proc")
 @pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("tcp", marks=pytest.mark.soak),
-        pytest.param("env", marks=pytest.mark.soak),
-        "torchrun",
-    ],
+    "launcher", ["tcp", "env", pytest.param("torchrun", marks=pytest.mark.soak)]
 )
-def test_a_rank_has_two_connections_to_the_store(launcher: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(_COUNTING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    commands, places = [[sys.executable, str(program), "", ""]] * 2, [at, at]
-    if launcher == "tcp":
-        commands = [[sys.executable, str(program), f"tcp://127.0.0.1:{port}", str(port)]] * 2
-    elif launcher == "torchrun":
-        module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        commands, places = [[*module, "--master-port", str(port), str(program), "", ""]], [{}]
-    running = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, (command, place) in enumerate(zip(commands, places, strict=True))
-    ]
-    said = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0] * len(running), said
-    counts = sorted(re.findall(r"connections (\d) (\d+)", "".join(out for out, _ in said)))
-    assert counts == [("0", "2"), ("1", "2")], said
+def test_a_rank_has_two_connections_to_the_store(launcher: str, pool: Pool, tmp_path: Path) -> None:
+    port = str(free_port())
+    if launcher == "torchrun":
+        program = tmp_path / "program.py"
+        program.write_text(_COUNTING)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--master-port", port, str(program), "", ""]
+        ended = [subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)]
+    else:
+        url = [f"tcp://127.0.0.1:{port}", port] if launcher == "tcp" else ["", ""]
+        at = [{**place, "MASTER_PORT": port} for place in places(2)]
+        ended = pool.start(_COUNTING, at, *url, timeout_s=300.0)
+    assert {done.returncode for done in ended} == {0}, ended
+    said = "".join(done.stdout for done in ended)
+    assert sorted(re.findall(r"connections (\d) (\d+)", said)) == [("0", "2"), ("1", "2")], ended
 
 
 Served = Callable[..., AbstractContextManager[tuple[RunningProgram, TCPStore]]]
