@@ -518,8 +518,10 @@ def parent_main(descriptor: int, parent: int) -> None:
     # What many tests need is imported once. An optimizer imports the compiler: half a second.
     import torch._dynamo  # noqa: F401
 
-    import meshdist.checkpoint  # noqa: F401
+    import meshdist as md
     import tests.inner  # noqa: F401
+
+    assert md.checkpoint
 
     gc.freeze()  # else each process would look through all of it, and have it copied for that
     gc.enable()
