@@ -151,7 +151,7 @@ class EnqueuedWork(Operation):
     def wait(self, seconds: float) -> int:
         """Let the current stream wait for the work; return 0, or 1 if ``finish`` must raise."""
         communicator = self.communicator
-        if communicator.is_failing:
+        if communicator.is_aborted or communicator.explaining.locked():
             return 1
         try:
             self.work.wait()
@@ -159,7 +159,7 @@ class EnqueuedWork(Operation):
             if is_of_handler(error):
                 raise
             return 1
-        if communicator.is_failing:
+        if communicator.is_aborted or communicator.explaining.locked():
             return 1
         if (then := self.then) is not None:  # as ``complete``, in a frame less
             self.then = refuse_to_complete
@@ -218,16 +218,11 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._explain: Explain | None = None
         self.outcomes: set[DeviceResult] = set()
         # Held while the error of a failure is made, so that a wait for the work raises that one.
-        self._failing = threading.Lock()
+        self.explaining = threading.Lock()
         self._unraised: MeshdistError | None = None
         self._last_call: BoundedCall | None = None
         keep_thread()
         watch(self)
-
-    @property
-    def is_failing(self) -> bool:
-        """Return whether it is aborted, or will be once a failure has been explained."""
-        return self.is_aborted or self._failing.locked()
 
     def connect(self, device: torch.device) -> None:
         if self._device is not None:
@@ -251,7 +246,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self._explain = explain
 
     def take_error(self) -> MeshdistError | None:
-        with self._failing:
+        with self.explaining:
             error, self._unraised = self._unraised, None
         return error
 
@@ -367,7 +362,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     ) -> None:
         """Explain a failure, which breaks the group, and abort the works that are enqueued."""
         failure.limit, error = limit, None
-        with self._failing:
+        with self.explaining:
             try:
                 note = None if outcome is None else outcome.note
                 error = failure if self._explain is None else self._explain(failure, note)
@@ -390,9 +385,9 @@ class EnqueueingCommunicator(C10dCommunicator):
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
         """Raise where a work was cut off."""
-        if not self.is_failing or outcome.is_good:
+        if outcome.is_good or not (self.is_aborted or self.explaining.locked()):
             return
-        with self._failing:  # the watchdog may be about to say why
+        with self.explaining:  # the watchdog may be about to say why
             pass
         if not self.is_aborted:  # another thread has only taken the error
             return
