@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         end_with_parent(os.getppid())
-    gc.disable()  # what is collected is there to stay
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,13 +63,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = others[:half] + longest + others[half:]
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
     """Leave what is there before the first test out of every search for cycles.
 
     Else a test's ``gc.collect()`` looks through all tests, modules and what torch has imported.
     """
-    gc.freeze()
-    gc.enable()
+    gc.disable()  # all of it is there to stay
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
