@@ -2,13 +2,13 @@
 
     python benchmarks/frames.py [REPORT.json] [--wires shm,gloo,nccl] [--list "broadcast"]
 
-Two ranks make the calls of ``_verbs`` several times; a call's number is that of the rank with most,
-each rank's is the least of its calls. Functions of the package and of torch's Python count, lambdas
-and steps of generators too; so does the verb itself, and not the benchmark's own lambda. "In
-Python" is the same call where the group's native fast path is not taken. ``--list`` names a call,
-whose functions rank 0 prints in the order in which they were entered. NCCL's class is the tests'
-stand-in, which takes CPU tensors and moves no data; its own functions, which are C++ in torch, do
-not count.
+Two ranks make the calls of ``_verbs`` and ``_mesh_calls`` several times; a call's number is that of
+the rank with most, each rank's is the least of its calls. Functions of the package and of torch's
+Python count, lambdas and steps of generators too; so does the verb itself, and not the benchmark's
+own lambda. "In Python" is the same call where the group's native fast path is not taken. ``--list``
+names a call, whose functions rank 0 prints in the order in which they were entered. NCCL's class is
+the tests' stand-in, which takes CPU tensors and moves no data; its own functions, which are C++ in
+torch, do not count.
 
 The last rows are of DDP: all frames of a step of four small layers, and how many frames lie one in
 the other where the first bucket goes, from a gradient's hook to the last one before the wire. A
@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks._mesh_calls import MESH_CALLS, calls_on_mesh
 from benchmarks._mpi import environment, job_command
 from benchmarks._report import parser_of, some_of, start_ranks, write_report
 from benchmarks._verbs import BLOCKING, IN_FLIGHT, calls_of_verbs
@@ -40,7 +41,7 @@ WARM_UP, CALLS = 5, 30
 SAMPLED = 12  # a wrapper takes the times of its first steps
 STEP, NESTED = "a step of DDP", "a bucket, from hook to wire"
 PACKAGE = str(Path(__file__).resolve().parents[1] / "meshdist")
-OWN_FILES = {calls_of_verbs.__code__.co_filename, __file__}
+OWN_FILES = {of.__code__.co_filename for of in (calls_of_verbs, calls_on_mesh)} | {__file__}
 STAND_IN = nccl_stand_in.__file__
 
 Counts = dict[str, int]
@@ -98,6 +99,20 @@ def count_frames(listed: str = "", of: Any = None) -> Counts:
     return counts
 
 
+def count_frames_on_mesh(listed: str = "") -> Counts:
+    """On this rank of a world of two: the number of each call along an axis, by its name."""
+    import meshdist as md
+
+    counts = {}
+    for name, (context, call) in calls_on_mesh().items():
+        with context:
+            frames = least_frames_of(call)
+        counts[name] = len(frames)
+        if name == listed and md.get_rank() == 0:
+            print(*frames, f"{len(frames)} frames of {name}", sep="\n", flush=True)
+    return counts
+
+
 def count_frames_of_ddp() -> Counts:
     """On this rank: the frames of a step of four layers, and those around a bucket of one layer."""
     import torch
@@ -131,6 +146,11 @@ def count_frames_of_ddp() -> Counts:
     return {STEP: count_step()[0], NESTED: count_step(bucket_cap_mb=1e-4)[1]}
 
 
+def count_here(listed: str) -> Counts:
+    """On this simulated rank: the numbers of all calls but those of DDP."""
+    return {**count_frames_on_mesh(listed), **count_frames(listed)}
+
+
 def most_of(ranks: list[Counts]) -> Counts:
     """The largest number that a rank has for each call."""
     return {name: max(counts[name] for counts in ranks) for name in ranks[0]}
@@ -150,8 +170,10 @@ def take_part(rank: int, folder: str, wire: str, listed: str, counts_folder: str
                 stack.enter_context(nccl_stand_in.standing_in())
                 backend = "cpu:nccl"
             md.init_process_group(backend, store=store, rank=rank, world_size=2)
-        of_ddp = {} if wire == "nccl" else count_frames_of_ddp()  # which needs data that move
-        counts = {**of_ddp, **count_frames(listed)}
+        more = {}
+        if wire != "nccl":  # whose stand-in moves no data
+            more = {**count_frames_on_mesh(listed), **count_frames_of_ddp()}
+        counts = {**more, **count_frames(listed)}
         Path(counts_folder, f"{md.get_rank()}.json").write_text(json.dumps(counts))
         md.destroy_process_group()
 
@@ -161,7 +183,7 @@ def measure(wire: str, listed: str) -> Counts:
     import meshdist as md
 
     if wire == "simulated":
-        return most_of(md.simulate(count_frames, 2, args=(listed,)))
+        return most_of(md.simulate(count_here, 2, args=(listed,)))
     with tempfile.TemporaryDirectory() as folder:
         if wire == "mpi":
             command = [*job_command(2), __file__, "--take-part", folder, "--list", listed]
@@ -181,7 +203,8 @@ def main() -> None:
         take_part(-1, "", "mpi", options.list, options.take_part)
         return
     found = {wire: measure(wire, options.list) for wire in options.wires}
-    names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT, STEP, NESTED]
+    names = [*BLOCKING, *(f"{name}, in Python" for name in BLOCKING), *IN_FLIGHT, *MESH_CALLS]
+    names += [STEP, NESTED]
     rows = [{"call": name, **{wire: found[wire].get(name, "") for wire in found}} for name in names]
     write_report("frames", rows, (__doc__ or "").split("\n\n")[2], options.report)
 

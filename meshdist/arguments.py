@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from datetime import timedelta
 from numbers import Integral, Real
 from operator import index
@@ -19,10 +18,14 @@ _LONGEST = timedelta(days=36500)
 
 def find_whole_numbers(given: Any) -> list[int] | None:
     """Return the numbers of a list or tuple as plain ints; None where an entry is no number."""
-    if isinstance(given, (list, tuple)) and not any(map(_is_bool, given)):
-        with suppress(TypeError):
-            return [index(number) for number in given]
-    return None
+    if not isinstance(given, (list, tuple)):
+        return None
+    if {*map(type, given)} <= {int}:
+        return list(given)
+    try:
+        return None if any(map(_is_bool, given)) else list(map(index, given))
+    except TypeError:
+        return None
 
 
 def _is_bool(given: Any) -> bool:
@@ -39,7 +42,7 @@ def get_whole_number(
         name: of the argument, for messages.
         parts: more of the message, such as ``fix``; ``expected`` in place of the range.
     """
-    numbers = find_whole_numbers([given])
+    numbers = [given] if type(given) is int else find_whole_numbers([given])
     if numbers is None:
         found = f"{given!r}, a {type(given).__name__}"
         raise KindError(f"{name} must be a whole number", **{"found": found, **parts})

@@ -134,7 +134,8 @@ def _print(report: dict[str, Any], *, whole_table: bool) -> None:
     _section(console, "machine", [*shown, ("shared headers", headers)])
     _section(console, "wires", [(wire["name"], _wire_text(wire)) for wire in report["wires"]])
     _section(console, "MPI", _mpi_rows(report["mpi"]))
-    _section(console, "install", [(row["name"], _install_text(row)) for row in report["install"]])
+    states = ((row, f"\nfix: {row['fix']}" if row["fix"] else "") for row in report["install"])
+    _section(console, "install", [(row["name"], row["state"] + fix) for row, fix in states])
     variables = report["variables"].items()
     _section(console, "variables", variables or [("-", "none of those that steer communication")])
     if report["checks"]:
@@ -159,10 +160,6 @@ def _wire_text(wire: dict[str, Any]) -> str:
     if wire["available"]:
         return "for " + (", ".join(wire["devices"]) or "devices that are not here")
     return f"not here: {wire['reason']}\nfix: {wire['fix']}"
-
-
-def _install_text(row: dict[str, str]) -> str:
-    return row["state"] + (f"\nfix: {row['fix']}" if row["fix"] else "")
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:

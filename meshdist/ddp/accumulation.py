@@ -191,8 +191,11 @@ def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
     """Return the sum of each gradient over all members, None where no member has it."""
-    layouts = torch.tensor([_layout_of(grad) for grad in grads], dtype=torch.uint8)
-    layouts = layouts.to(leaves[0].device)
+    own = [0] * len(leaves)
+    for place, grad in enumerate(grads):
+        if grad is not None:
+            own[place] = grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE
+    layouts = torch.tensor(own, dtype=torch.uint8, device=leaves[0].device)
     all_reduce(layouts, ReduceOp.MAX, group)
     sums: list[torch.Tensor | None] = [None] * len(leaves)
     dense = []
@@ -220,9 +223,3 @@ def _sums(
         for place, total in zip(bucket, found, strict=True):
             sums[place] = total.data  # whose version is its own
     return sums
-
-
-def _layout_of(grad: torch.Tensor | None) -> int:
-    if grad is None:
-        return 0
-    return grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE

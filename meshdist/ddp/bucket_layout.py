@@ -233,10 +233,12 @@ def lay(
         if parameters[index].grad is view
     }
     device_type = parameters[0].device.type
-    averagings = {
-        over: _averaging(over, device_type, has_hook=has_hook and over is group)
-        for over in (group, *wider.groups.values(), wider.all_ranks)
-    }
+    averagings = {}
+    for over in (group, *wider.groups.values(), wider.all_ranks):
+        at_once = over.open_channel(device_type).communicator.averages_at_once
+        at_once = at_once or (has_hook and over is group)
+        op, scale = (ReduceOp.AVG, None) if at_once else (ReduceOp.SUM, 1.0 / over.size())
+        averagings[over] = Averaging(over, scale, partial(start_reduction, op=op, group=over))
     of_each = [averagings[wider.groups.get(index, group)] for index in range(len(parameters))]
     unsent = history.trailing if options.skips_unused else frozenset[int]()
     # Where the wire shares memory, or divides by itself, buckets cost less than they save.
@@ -303,14 +305,6 @@ def lay(
         Tail(numbers, 1.0 if of_tail.scale is None else of_tail.scale),
         None if is_in_bucket else of_tail.start,
     )
-
-
-def _averaging(group: ProcessGroup, device_type: str, *, has_hook: bool) -> Averaging:
-    """Return how ``group`` averages."""
-    at_once = group.open_channel(device_type).communicator.averages_at_once or has_hook
-    op = ReduceOp.AVG if at_once else ReduceOp.SUM
-    scale = None if at_once else 1.0 / group.size()
-    return Averaging(group, scale, partial(start_reduction, op=op, group=group))
 
 
 def _flat_bucket(

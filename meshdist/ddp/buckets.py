@@ -388,12 +388,16 @@ class Flat(Taking):
                     self._multiply(target)
             else:
                 rows = list(zip(members, views, read[first:], strict=True))
-                lacking = [view for _, view, grad in rows if grad is None]
+                lacking, members, views, grads = [], [], [], []
+                for member, view, grad in rows:
+                    if grad is None:
+                        lacking.append(view)
+                    elif grad is not view:
+                        members.append(member)
+                        views.append(view)
+                        grads.append(grad)
                 if lacking:
                     torch._foreach_zero_(lacking)
-                apart = [(m, v, g) for m, v, g in rows if g is not None and g is not v]
-                members, views = [member for member, _, _ in apart], [view for _, view, _ in apart]
-                grads = [grad for _, _, grad in apart]
                 if grads:
                     torch._foreach_copy_(views, grads)
                 self._multiply(self._small_flat)

@@ -267,7 +267,8 @@ class Reducer:
             if is_synchronised:
                 self._enter(context_id)
             else:
-                self._local.output_is_reached(self._local_ends)
+                all_ranks = self.layout.terms.wider.all_ranks.ranks
+                self._local.output_is_reached(partial(mark_local, self.parameters, all_ranks))
                 self.increments.outputs_reached()
 
         if self._state is Phase.CLOSED:
@@ -339,10 +340,6 @@ class Reducer:
         """Return whether the current backward has reached outputs of a forward by the wrapper."""
         with self.sending.lock:
             return self._find_running() is not None or self._local.is_running()
-
-    def _local_ends(self) -> None:
-        """Let norms know that gradients are this rank's own, behind a backward of ``no_sync``."""
-        mark_local(self.parameters, self.layout.terms.wider.all_ranks.ranks)
 
     def _enter(self, context_id: int | None = None) -> None:
         """Begin a backward, as it reaches outputs of a synchronised forward."""

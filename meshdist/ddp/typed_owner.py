@@ -30,7 +30,7 @@ from ..functional.axis_types import (
 from ..groups.process_group import ProcessGroup
 from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
-from ..typed_contexts.context import find_context, open_context
+from ..typed_contexts.context import find_context
 from ..typed_contexts.refusals import mesh_text, tensor_text, type_of, where
 from ..typed_contexts.verb_calls import kinds_over
 
@@ -169,7 +169,7 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
 
 def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
     """Mark ``tensors``, which the wrapper has made equal, as invariant in the open context."""
-    mode = open_context()
+    mode = find_context(is_awake=False)
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")
         for tensor in tensors:

@@ -155,10 +155,12 @@ class Verdict:
         parameters, reports = self._layout.terms.parameters, self._layout.terms.reports
         has = {ending for ending, count in zip(Ending, counts, strict=True) if count > 0}
         self._someone_lacks = Ending.LACKING in has
-        if self._shares and not self._someone_lacks and self._has_uneven_shares(self._shares):
-            # Frozen on some ranks.
-            self._someone_lacks = True
-            self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
+        if self._shares and not (self._someone_lacks or self._layout.terms.options.may_lack):
+            most, num_ranks = self._num_at_work - 0.5, self._layout.terms.wider.all_ranks.size()
+            if any(0.5 < share * num_ranks < most for share in self._shares):
+                # Frozen on some ranks.
+                self._someone_lacks = True
+                self._lacking = [index for index, has_come in enumerate(self.came) if not has_come]
         is_cut = Ending.INTERRUPTED in has or (
             Ending.ABSENT in has and not has.isdisjoint(_HAD_BACKWARD)
         )
@@ -181,12 +183,6 @@ class Verdict:
             for wanted in (Ending.INTERRUPTED, Ending.ABSENT)
         )
         raise reports.interrupted(cut, absent)
-
-    def _has_uneven_shares(self, shares: Sequence[float]) -> bool:
-        """Return whether some ranks lack a gradient of others, where no option allows it."""
-        most, num_ranks = self._num_at_work - 0.5, self._layout.terms.wider.all_ranks.size()
-        is_uneven = any(0.5 < share * num_ranks < most for share in shares)
-        return is_uneven and not self._layout.terms.options.may_lack
 
     def _teach(self, history: History, *, stays: bool) -> None:
         """Settle in the history which parameters trail: those whose gradient some rank lacked."""

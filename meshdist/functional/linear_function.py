@@ -42,7 +42,9 @@ def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> No
 
 def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
     """Return a dim as a number from 0 below ``num_dims``, or raise; negative dims count back."""
-    dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
+    dim = given
+    if type(given) is not int:
+        dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
     if not -num_dims <= dim < num_dims:
         raise ShapeError(
             f"{verb}: {argument}={dim} is no dim of a tensor of {num_dims}",
@@ -50,7 +52,7 @@ def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
             if num_dims
             else "an array of one dim at least",
         )
-    return dim % num_dims
+    return dim % num_dims  # type: ignore[no-any-return]
 
 
 def cut(
@@ -122,4 +124,5 @@ class LinearFunction(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """Store the arguments behind the tensor on the node, and the line of the call."""
         ctx.rest = inputs[1:]
-        keep_line(ctx, *inputs[:2])
+        if inputs[0].requires_grad:
+            keep_line(ctx, *inputs[:2])

@@ -29,7 +29,7 @@ from ..collectives.torch_private import call_function, outside_transforms
 from ..collectives.verbs import all_gather_into_tensor
 from ..error_text import ranks_text
 from ..errors import ArgumentError, DtypeError, KindError, ShapeError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup
 from ..runtime.memory import new_like
 from .linear_function import LinearFunction, cut, get_dim, stack_blocks
 from .reducing import check_gradient
@@ -49,7 +49,7 @@ def ragged_all_to_all(
     send_sizes: Any,
     output_offsets: Any,
     recv_sizes: Any,
-    group: object = None,
+    group: ProcessGroup,
 ) -> torch.Tensor:
     """Every member holds ``output``, with the rows in it that the members have sent.
 
@@ -65,7 +65,6 @@ def ragged_all_to_all(
             nothing was sent. Where they do not fit another member's, every member raises the same
             ArgumentError.
     """
-    group = resolve_group(group)
     given = (input_offsets, send_sizes, output_offsets, recv_sizes)
     lists = []
     for numbers, name in zip(given, _NUMBERS, strict=True):
@@ -227,7 +226,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 def all_to_all(
     x: torch.Tensor,
-    group: object = None,
+    group: ProcessGroup,
     split_axis: int = 0,
     concat_axis: int = 0,
     *,
@@ -239,17 +238,15 @@ def all_to_all(
     Args:
         tiled: whether both axes are dims of the result; else the first goes, the second is new.
     """
-    group = resolve_group(group)
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
     title = lax_title("all_to_all", leaf, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
 
 
 def pswapaxes(
-    x: torch.Tensor, group: object = None, axis: int = 0, *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf: str = "x"
 ) -> torch.Tensor:
     """Dim ``axis`` of ``x`` and the group change places: an ``all_to_all`` along it; V -> V."""
-    group = resolve_group(group)
     blocks, dim = blocks_to_swap(x, group, axis)
     title = lax_title("pswapaxes", leaf, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
@@ -271,23 +268,21 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 
 
 def ppermute(
-    x: torch.Tensor, group: object = None, perm: Sequence[Any] = (), *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf: str = "x"
 ) -> torch.Tensor:
     """Each destination in ``perm`` holds the ``x`` of its source, other members zeros; V -> V.
 
     Args:
         perm: pairs (source, destination) of places in the group.
     """
-    group = resolve_group(group)
     title = lax_title("ppermute", leaf, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
 
 
 def pshuffle(
-    x: torch.Tensor, group: object = None, perm: Sequence[int] = (), *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf: str = "x"
 ) -> torch.Tensor:
     """Member i holds the ``x`` of member ``perm[i]``; V -> V."""
-    group = resolve_group(group)
     sources = _whole_numbers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
         raise ArgumentError(
@@ -301,10 +296,9 @@ def pshuffle(
 
 
 def pbroadcast(
-    x: torch.Tensor, group: object = None, source: int = 0, *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, source: int = 0, *, leaf: str = "x"
 ) -> torch.Tensor:
     """Every member holds the ``x`` of member ``source``; V -> I."""
-    group = resolve_group(group)
     last = group.size() - 1
     place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
     return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf, x.shape))
@@ -324,20 +318,22 @@ def _whole_numbers(
 
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
     """Return ``perm`` as pairs of numbers; raise if a place is twice a source or destination."""
-    is_list = isinstance(perm, (list, tuple))
-    if not is_list or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in perm):
-        raise KindError(
-            "ppermute: perm must be a list of pairs (source, destination)",
-            found=f"{perm!r}, a {type(perm).__name__}",
-            fix="for example [(0, 1), (1, 0)]; pshuffle takes a permutation as a list of places",
-        )
-    numbers = [_whole_numbers(pair, "ppermute", "each pair of perm") for pair in perm]
-    pairs = tuple((source, destination) for source, destination in numbers)
+    pairs: list[tuple[int, int]] = []
+    for pair in perm if isinstance(perm, (list, tuple)) else [perm]:
+        if pair is perm or not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise KindError(
+                "ppermute: perm must be a list of pairs (source, destination)",
+                found=f"{perm!r}, a {type(perm).__name__}",
+                fix="for example [(0, 1), (1, 0)]; "
+                "pshuffle takes a permutation as a list of places",
+            )
+        source, destination = _whole_numbers(pair, "ppermute", "each pair of perm")
+        pairs.append((source, destination))
     size = group.size()
     for places, role in zip(zip(*pairs, strict=True), ("source", "destination"), strict=False):
-        outside = [place for place in places if not 0 <= place < size]
-        twice = [place for place in places if places.count(place) > 1]
-        if outside or twice:
+        if len({*places}) < len(places) or not 0 <= min(places) <= max(places) < size:
+            outside = [place for place in places if not 0 <= place < size]
+            twice = [place for place in places if places.count(place) > 1]
             wrong = (outside or twice)[0]
             raise ArgumentError(
                 f"ppermute over {group.name}: {role} {wrong} "
@@ -347,7 +343,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
                 else "each place once as a source and once as a destination, at most",
                 found=repr(perm),
             )
-    return pairs
+    return tuple(pairs)
 
 
 class _AllToAll(LinearFunction):
@@ -373,12 +369,16 @@ class _Ppermute(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, pairs: Pairs, title: str) -> torch.Tensor:
         me, size, count = group.rank(), group.size(), x.numel()
-        sent = [count if (me, place) in pairs else 0 for place in range(size)]
-        taken = [count if (place, me) in pairs else 0 for place in range(size)]
+        sent, taken = [0] * size, [0] * size
+        for source, destination in pairs:
+            if source == me:
+                sent[destination] = count
+            if destination == me:
+                taken[source] = count
         arrived = new_like(x)
         parts = arrived.view(-1)[: sum(taken)], x.reshape(-1)[: sum(sent)]
         run_titled("all_to_all_single", group, title, *parts, taken, sent)
-        return arrived if any(me == place for _, place in pairs) else arrived.zero_()
+        return arrived if any(taken) else arrived.zero_()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

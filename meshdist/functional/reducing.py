@@ -38,7 +38,7 @@ from ..collectives.prepare import lax_title, run_titled
 from ..collectives.roots import check_reducible
 from ..collectives.torch_private import call_function
 from ..errors import ArgumentError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceKind, ReduceOp
 from ..runtime.memory import new_like
 from .axis_types import CASTS, GATHERED, KINDS
@@ -46,35 +46,34 @@ from .linear_function import LinearFunction, cut, get_dim, keep_line, note_compl
 from .value_checks import check_invariant, note_leaves
 
 
-def psum(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+def psum(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the sum of all members' ``x``, of bool in int32; V -> I, U -> I."""
-    return call_function(_Psum, _counted(x), resolve_group(group), lax_title("psum", leaf, x.shape))
+    return call_function(_Psum, x, group, lax_title("psum", leaf, x.shape))
 
 
-def pmean(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
-    group = resolve_group(group)
     title = lax_title("pmean", leaf, x.shape)
-    return call_function(_Psum, _counted(x), group, title) / group.size()
+    return call_function(_Psum, x, group, title) / group.size()
 
 
-def pmax(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the elementwise largest of all members' ``x``; V -> I."""
     return _extreme("pmax", x, group, ReduceOp.MAX, leaf)
 
 
-def pmin(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds the elementwise smallest of all members' ``x``; V -> I."""
     return _extreme("pmin", x, group, ReduceOp.MIN, leaf)
 
 
-def pvary(x: torch.Tensor, group: object = None, *, leaf: str = "x") -> torch.Tensor:
+def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
     """Every member holds its own copy of ``x``, equal so far; I -> V."""
-    return call_function(_Pvary, x, resolve_group(group), lax_title("pvary", leaf, x.shape))
+    return call_function(_Pvary, x, group, lax_title("pvary", leaf, x.shape))
 
 
 def pcast(
-    x: torch.Tensor, group: object = None, *, to: str, source: str = "", leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, *, to: str, source: str = "", leaf: str = "x"
 ) -> torch.Tensor:
     """Every member holds a copy of ``x`` as a value of another kind; raises for unknown casts.
 
@@ -82,7 +81,6 @@ def pcast(
         to: "varying", "reduced" or "unreduced".
         source: the kind of ``x``; the first that the cast takes, where it is not given.
     """
-    group = resolve_group(group)
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
     if not kinds or source not in ("", *kinds):
         raise ArgumentError(
@@ -102,7 +100,7 @@ _TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value inv
 
 def all_gather(
     x: torch.Tensor,
-    group: object = None,
+    group: ProcessGroup,
     *,
     axis: int = 0,
     tiled: bool = False,
@@ -115,7 +113,6 @@ def all_gather(
         axis: the new dim that counts the members; where ``tiled``, the dim of the concatenation.
         to: the kind of the result: "varying", "reduced" or "invarying".
     """
-    group = resolve_group(group)
     if to not in GATHERED:
         raise ArgumentError(
             f"all_gather cannot give a result that is {to!r}",
@@ -130,15 +127,15 @@ def all_gather(
 
 def psum_scatter(
     x: torch.Tensor,
-    group: object = None,
+    group: ProcessGroup,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
     leaf: str = "x",
 ) -> torch.Tensor:
     """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
-    group = resolve_group(group)
-    blocks = blocks_to_scatter(_counted(x), group, scatter_dimension, tiled)
+    x = x.to(torch.int32) if x.dtype is torch.bool else x
+    blocks = blocks_to_scatter(x, group, scatter_dimension, tiled)
     return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf, x.shape))
 
 
@@ -150,20 +147,19 @@ def blocks_to_scatter(
     return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
 
 
-def _counted(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, in int32 where it is bool, so that its sum is a count."""
-    return x.to(torch.int32) if x.dtype is torch.bool else x
-
-
-def _extreme(verb: str, x: torch.Tensor, group: object, op: ReduceKind, leaf: str) -> torch.Tensor:
+def _extreme(
+    verb: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf: str
+) -> torch.Tensor:
     check_reducible(op, x, verb)
     title = lax_title(verb, leaf, x.shape)
-    return call_function(_Extreme, x, resolve_group(group), op, verb, title)
+    return call_function(_Extreme, x, group, op, verb, title)
 
 
 class _Psum(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
+        if x.dtype is torch.bool:  # the sum is a count
+            x = x.to(torch.int32)
         # Contiguous, as the wires want it: all_reduce would copy anything else once more.
         total = new_like(x).copy_(x)
         run_titled("all_reduce", group, title, total, ReduceOp.SUM)
@@ -239,7 +235,7 @@ def _share(ctx: Any) -> torch.Tensor:
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     x, extreme = (tensor.detach() for tensor in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())
-    return attains.to(x.dtype) / call_function(_Psum, _counted(attains), ctx.group, ctx.title)
+    return attains.to(x.dtype) / call_function(_Psum, attains, ctx.group, ctx.title)
 
 
 class _AllGather(LinearFunction):

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any, TypeAlias
 from zlib import crc32
@@ -282,10 +283,7 @@ class _ObservedLeaf:
         self._value = tensor.detach().clone()
         self._before = self._state()
         self._arrived: torch.Tensor | None = None
-        self._hook = tensor.register_hook(self._arrives)
-
-    def _arrives(self, gradient: torch.Tensor | None) -> None:
-        self._arrived = gradient
+        self._hook = tensor.register_hook(partial(setattr, self, "_arrived"))
 
     def _state(self) -> tuple[int, int]:
         grad = self.tensor.grad
@@ -321,14 +319,13 @@ class _Below:
                 self.nodes.add(node)
                 open_nodes.append(node)
                 leaf = getattr(node, "variable", None)
-                if leaf is not None and not self._is_own(leaf):
+                if leaf is None:
+                    continue
+                # By its type, the gradient may differ along some axes.
+                own = kinds_in(leaf.__dict__.get(ATTRIBUTE, INVARIANT))
+                if own.keys().isdisjoint(self.group.axis_names):
                     self.leaves[id(leaf)] = leaf
                     yield leaf
-
-    def _is_own(self, leaf: torch.Tensor) -> bool:
-        """Return whether the leaf's type lets its gradient differ along the group's axes."""
-        kinds = kinds_in(leaf.__dict__.get(ATTRIBUTE, INVARIANT))
-        return any(axis in kinds for axis in self.group.axis_names)
 
 
 @dataclass

@@ -82,7 +82,11 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             expected="plain values",
             fix="call it before the transform, or on its result",
         )
-    leaves = _leaves(tree)
+    if isinstance(tree, torch.nn.Module):
+        leaves: dict[str, Any] = {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
+    else:
+        paths, values, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+        leaves = {path.codify("tree"): leaf for path, leaf in zip(paths, values, strict=True)}
     own = _own_axes(tree, leaves, axes)
     with torch.no_grad():
         tensors = {
@@ -111,14 +115,6 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
             found=first_texts(lines),
             fix=_FIX,
         )
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by the texts of their paths, those of a module by their names."""
-    if isinstance(tree, torch.nn.Module):
-        return {**dict(tree.named_parameters()), **dict(tree.named_buffers())}
-    paths, leaves, _ = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
-    return {path.codify("tree"): leaf for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, tuple[str, ...]]:

@@ -13,7 +13,7 @@ from ..arrays import as_tensor, like
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes
 from ..errors import ArgumentError, AxisError, KindError, MeshError
-from ..groups.process_group import ProcessGroup, resolve_group
+from ..groups.process_group import ProcessGroup
 from ..mesh.current_mesh import find_current_mesh, mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..typed_contexts.verb_calls import TypedVerb, find_typed_verb
@@ -56,15 +56,28 @@ def on_leaves(
         check: raises where a tensor is unfit, as ``on_tensor`` does itself.
         to: the kind of result that the call asks for, where the verb leaves that open.
     """
-    refuse_groups(verb, axis_index_groups)
+    if axis_index_groups is not None:
+        refuse_groups(verb, axis_index_groups)
     axes = get_axes(verb, axis_name, mesh)
     typed = find_typed_verb(verb, axes, to)
-    # One tensor is by far the most frequent, and needs no tree.
-    carry: Callable[..., T] = _on_tensor if isinstance(x, torch.Tensor) else _on_leaves
+    result: T
     if typed is None:
-        return carry(verb, on_tensor, x, axes, on_number, check, None)
+        if not isinstance(x, torch.Tensor):
+            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, None)
+        else:  # by far the most frequent, and needs no tree
+            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            result = on_tensor(plain, axes.open_group())
+        return result
     with HiddenFromModes():
-        return carry(verb, on_tensor, x, axes, on_number, check, typed)
+        if not isinstance(x, torch.Tensor):
+            result = _on_leaves(verb, on_tensor, x, axes, on_number, check, typed)
+        else:
+            plain = as_tensor(x, argument="x", verb=verb, writable=False)
+            group = axes.open_group()
+            if check is not None:  # a bad argument is refused before a bad type
+                check(plain, group)
+            result = typed.run(on_tensor, plain, group, typed.result_type(plain))
+    return result
 
 
 def itself(number: Any) -> Any:
@@ -74,24 +87,6 @@ def itself(number: Any) -> Any:
 
 def unsent(number: Any) -> None:
     """Mark, as ``on_number``, a verb that sends nothing, so that numbers stay as they are."""
-
-
-def _on_tensor(
-    verb: str,
-    on_tensor: OnTensor,
-    x: torch.Tensor,
-    axes: DeviceMesh,
-    on_number: object,
-    check: Callable[[torch.Tensor, ProcessGroup], object] | None,
-    typed: TypedVerb | None,
-) -> Any:
-    plain = as_tensor(x, argument="x", verb=verb, writable=False)
-    group = resolve_group(axes)
-    if typed is None:
-        return on_tensor(plain, group)
-    if check is not None:  # a bad argument is refused before a bad type
-        check(plain, group)
-    return typed.checked(on_tensor, x)(plain, group, leaf="x")
 
 
 def _on_leaves(
@@ -114,20 +109,22 @@ def _on_leaves(
     if check is not None:
         for tensor in tensors:
             if tensor is not None:
-                check(tensor, resolve_group(axes))
-    calls: list[OnTensor] = [on_tensor] * len(leaves)
-    if typed is not None:  # arrays of other libraries have no types
-        for place, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-            if isinstance(leaf, torch.Tensor):
-                calls[place] = typed.checked(on_tensor, leaf, path)
+                check(tensor, axes.open_group())
+    types = [  # arrays of other libraries have none
+        typed.result_type(leaf, path) if typed and isinstance(leaf, torch.Tensor) else None
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
     results = []
-    for call, leaf, tensor, name in zip(calls, leaves, tensors, names, strict=True):
+    for text, leaf, tensor, name in zip(types, leaves, tensors, names, strict=True):
         if tensor is None:
             results.append(leaf)
-        elif type(leaf) in _NUMBERS:
-            results.append(call(tensor, resolve_group(axes), leaf=name).item())
+            continue
+        group = axes.open_group()
+        if typed is None or text is None:
+            result = on_tensor(tensor, group, leaf=name)
         else:
-            results.append(like(call(tensor, resolve_group(axes), leaf=name), leaf))
+            result = typed.run(on_tensor, tensor, group, text, name)
+        results.append(result.item() if type(leaf) in _NUMBERS else like(result, leaf))
     return tree.unflatten(results)
 
 
@@ -137,7 +134,7 @@ def _sent(
     """Return the 0-dim tensor as which a Python number travels, or None if nothing is sent."""
     if on_number is unsent:
         return None
-    group = resolve_group(axes)
+    group = axes.open_group()
     num_added = group.size() if verb == "psum" else 1
     if isinstance(number, int) and not -_LIMIT <= number * num_added < _LIMIT:
         raise ArgumentError(
@@ -243,21 +240,21 @@ def get_axes(
         return _alone(verb, axis_name, mesh, argument)
     given, mesh = mesh, mesh or find_current_mesh()
     mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
-    is_name = isinstance(axis_name, str)
-    names: Any = (axis_name,) if is_name else axis_name
-    is_tuple = isinstance(names, tuple)
-    if not (is_name or (is_tuple and all(isinstance(name, str) for name in names))):
+    names: Any = axis_name
+    is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    if not (isinstance(names, str) or is_tuple):
         raise KindError(
             f"{verb} cannot take {axis_name!r} as {argument}",
             expected="the name of an axis, a tuple of names, or a 1-D mesh",
             found=type(axis_name).__name__,
         )
     try:
-        mesh.layout.axis_indices(names)  # raises unless they are different axes of this mesh
+        if mesh.layout.names is None:
+            mesh.layout.axis_indices(names)  # raises
+        return mesh[names]
     except AxisError as error:
         fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
         raise with_hidden_mesh(error, given, fix) from None
-    return mesh[names]
 
 
 def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:

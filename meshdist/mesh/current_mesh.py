@@ -25,15 +25,15 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
         about: text behind the call's name, such as the axis that is missing.
         naming: code that names a mesh without ``with mesh:``; None where the call takes mesh=.
     """
-    mesh = find_current_mesh()
-    if mesh is None:
+    meshes = meshes_in_force.get()
+    if not meshes:
         naming = f"{call}(..., mesh=mesh)" if naming is None else naming
         raise MeshError(
             f"{call}{about}: no mesh is in force",
             expected="a mesh whose axes are named",
             fix="call it inside `with mesh:`" + (f", or name the mesh: {naming}" if naming else ""),
         )
-    return mesh
+    return meshes[-1]
 
 
 def with_hidden_mesh(

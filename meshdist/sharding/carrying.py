@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import TypeAlias
 
 import torch
@@ -80,11 +80,6 @@ class Rearrangement:
             parts = parts[self._index]
         out.view(self._sizes).copy_(parts.permute(self._order))
         return out
-
-    def of_received(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` rearranged, never as a view: ``x`` itself in a new shape, or new memory."""
-        # Autograd refuses writes to a view that a custom Function returned.
-        return x.resize_(self._shape) if self._is_plain else self(x)
 
 
 class Boxes:
@@ -232,16 +227,22 @@ class _VerbAction:
         self._is_in_place, self._is_fresh = not row.reads, is_fresh
         self._shape = step.part if row.reduces else (step.size, *step.part)
         self._pack = torch.Tensor.contiguous if step.pack is None else Rearrangement(step.pack)
-        self._unpack = None if step.unpack is None else Rearrangement(step.unpack)
+        # Never a view, since autograd refuses writes to a view that a custom Function returned.
+        self._unpack: _Action | None = None
+        if step.unpack is not None:
+            is_plain, shape = step.unpack.is_plain, step.unpack.shape
+            self._unpack = (
+                methodcaller("resize_", shape) if is_plain else Rearrangement(step.unpack)
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_in_place:
-            total = x if self._is_fresh else fresh_copy(x)
+            total = x if self._is_fresh else new_like(x).copy_(x)
             run_titled(*self._call, total, *self._rest)
             return total
         received = new_like(x, self._shape)
         run_titled(*self._call, received, self._pack(x), *self._rest)
-        return received if self._unpack is None else self._unpack.of_received(received)
+        return received if self._unpack is None else self._unpack(received)
 
 
 class _ExchangeAction:

@@ -149,12 +149,11 @@ class Change:
 @lru_cache(maxsize=4096)
 def change_between(source: Placement, target: Placement) -> Change:
     """Return the ``Change`` between two placements over the same axes, both ``bare``."""
-    return Change(source, target, tuple(map(_dim_change, source.dims, target.dims)))
-
-
-def _dim_change(source: DimSplit, target: DimSplit) -> DimChange:
-    common = _num_common(source, target)
-    return DimChange(source, target, common, source.axes[common:], target.axes[common:])
+    dims = []
+    for here, there in zip(source.dims, target.dims, strict=True):
+        common = _num_common(here, there)
+        dims.append(DimChange(here, there, common, here.axes[common:], there.axes[common:]))
+    return Change(source, target, tuple(dims))
 
 
 def bare(placement: Placement) -> Placement:

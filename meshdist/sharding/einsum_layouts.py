@@ -36,7 +36,7 @@ Where the weights are cut over the axis of the batch, two dims compete for it:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -128,11 +128,11 @@ def lay_out_einsum(
     rest = [size for name, size in known.items() if name.startswith("...")]
     shape = shape_of_side(result, known, rest)
     sized = Sizing(pattern, result, layout, None, None, shape, known).sized_side(True)
-    sources = tuple(
-        _with_marks(side, [layout.axis_index(axis) for axis in axes])
-        for side, axes in zip(operands, marks, strict=True)
-    )
-    return LayoutChooser(text, layout, operands, sources, sized).best()
+    sources = []  # reduced also over the axes that an operand is marked with
+    for side, axes in zip(operands, marks, strict=True):
+        reduced = {*side.placement.reduced, *map(layout.axis_index, axes)}
+        sources.append(replace(side.placement, reduced=tuple(sorted(reduced))))
+    return LayoutChooser(text, layout, operands, tuple(sources), sized).best()
 
 
 # -- sizes --------------------------------------------------------------------------------------
@@ -152,21 +152,18 @@ def _checked_result(pattern: Pattern) -> PatternSide:
     for dim in pattern.result.dims:
         for name in () if dim.is_one else dim.names:
             if name not in named:
+                is_joined = len(name) > 1 and {*name} <= {*"".join(named)}  # "bsf" of bsd,df->bsf
                 raise column_error(
                     pattern.text,
                     dim.column,
                     expected=f"dims of the operands: {' '.join(named) or 'none'}",
                     found=f"{name!r}, which no operand has",
                     summary="the result of this einsum has a dim of its own",
-                    fix=_apart(name, named),
+                    fix=f"dims stand apart, unlike torch.einsum's: {' '.join(name)}"
+                    if is_joined
+                    else None,
                 )
     return pattern.result
-
-
-def _apart(name: str, named: Collection[str]) -> str | None:
-    """Return how to write the dims that a name likely joins, as "bsf" in "bsd,df->bsf", or None."""
-    is_joined = len(name) > 1 and {*name} <= {*"".join(named)}
-    return f"dims stand apart, unlike torch.einsum's: {' '.join(name)}" if is_joined else None
 
 
 def _sized_operands(
@@ -247,12 +244,6 @@ def _fix_of_sizes(
         if axes and size == other * math.prod(layout.axis_sizes[axis] for axis in axes):
             return f"operand {number} seems to be whole: md.shard(x, {str(side)!r}, mesh)"
     return f"where its shards are uneven, give the whole size: {name}=..." if is_cut else None
-
-
-def _with_marks(side: SizedSide, marks: Sequence[int]) -> Placement:
-    """Return an operand's placement, reduced also over the axes that it is marked with."""
-    here = side.placement
-    return replace(here, reduced=tuple(sorted({*here.reduced, *marks})))
 
 
 # -- the choice ---------------------------------------------------------------------------------

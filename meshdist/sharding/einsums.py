@@ -21,22 +21,22 @@ from ..dtypes import dtype_name
 from ..errors import AxisError, DtypeError, KindError, MeshdistError, PatternError, ShapeError
 from ..functional.axis_types import (
     ATTRIBUTE,
+    INVARIANT,
     RANKS_OF_OWNER,
     SPEC_ATTRIBUTE,
     Refusal,
     join_types,
     kinds_in,
-    type_text,
     with_kinds,
 )
 from ..functional.value_checks import check_replicas
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import find_current_mesh, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.pattern import column_error, parse
 from ..mesh.pattern_sizes import spec_of
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import mark_spec
+from ..typed_contexts.carried_specs import spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import refused_join, refused_sharding, type_of
 from .einsum_layouts import EinsumLayout, lay_out_einsum
@@ -120,20 +120,31 @@ def einsum(
         Xu et al., GSPMD: General and Scalable Parallelization for ML Computation Graphs, 2021,
         section 4.2, without halo exchanges: how operands and results of a dot are resharded.
     """
-    _check_operands(pattern, operands)
-    where = get_mesh("einsum", mesh)
-    shapes = tuple([tuple(x.shape) for x in operands])
-    marks = tuple([tuple([x.__dict__.get(name) for name in _MARKS]) for x in operands])
-    of_leaves = axes_of_leaves(pattern, operands, where)
-    key = (pattern, shapes, marks, of_leaves, *sizes.items())
-    found = where.caches.find(_Einsum, key)
+    mode = find_context()
+    where: Any = find_current_mesh() if mesh is None else mesh
+    is_mesh = isinstance(where, DeviceMesh)
+    key: list[Any] = [pattern, *sizes.items()]
+    with HiddenFromModes():  # in a context each question to a tensor would be a call
+        for x in operands:
+            if not isinstance(x, torch.Tensor):
+                _check_operands(pattern, operands)  # raises
+            key += x.shape, x.dtype, *map(x.__dict__.get, _MARKS)
+    of_leaves: tuple[tuple[str, ...], ...] = ((),) * len(operands)
+    if mode is None and is_mesh and where.world.averaged and torch.is_grad_enabled():
+        _check_operands(pattern, operands)
+        of_leaves = axes_of_leaves(pattern, operands, where)
+    found = where.caches.find(_Einsum, (*key, of_leaves)) if is_mesh else None
+    if found is None or found.is_mixed:
+        _check_operands(pattern, operands)
     if found is None:
+        where = get_mesh("einsum", mesh)
         try:
             found = _Einsum(pattern, operands, where, sizes, of_leaves)
         except AxisError as error:
             raise with_hidden_mesh(error, mesh) from None
-        where.caches.keep(_Einsum, key, found)
-    return found(operands, regather=regather)
+        where.caches.keep(_Einsum, (*key, of_leaves), found)
+    result: torch.Tensor = found(operands, regather, mode)
+    return result
 
 
 class _Einsum:
@@ -154,6 +165,7 @@ class _Einsum:
             for number, (x, axes) in enumerate(zip(operands, of_leaves, strict=True))
         )
         shapes = tuple(tuple(x.shape) for x in operands)
+        self.is_mixed = len({x.dtype for x in operands}) > 1  # which autocast alone allows
         asked = tuple(sizes.items())
         try:
             laid = lay_out_einsum(text, mesh.layout, mesh.get_rank(), shapes, asked, marks)
@@ -162,33 +174,39 @@ class _Einsum:
         self._laid = laid
         planned = plan_einsum(laid, mesh.layout, mesh.get_coordinate() or (), links)
         self._plans, self._result_plan = planned.operands, planned.result
-        self._shardings = [
+        shardings = [
             _reduced_too(on_mesh(mesh, side.sharding), axes)
             for side, axes in zip(laid.operands, marks, strict=True)
         ]
-        for number, (x, sharding) in enumerate(zip(operands, self._shardings, strict=True)):
+        self._sources = [(sharding, kinds_of(sharding)) for sharding in shardings]
+        for number, (x, sharding) in enumerate(zip(operands, shardings, strict=True)):
             _check_marks(x, sharding, mesh, f"operand {number} of einsum {text!r}")
         # Along these axes parts of what each rank holds of an operand come together.
         self._alike = [
             {
                 mesh.axis_names[axis]
                 for axis in {*work.cut_axes, *work.unreduced} & {*source.free_axes}
+                if mesh.layout.sizes[axis] > 1
             }
             for source, work in zip(laid.sources, laid.work.operands, strict=True)
         ]
         self._part_shapes = [plan.source.local_shape(plan.coordinate) for plan in self._plans]
-        self._result = on_mesh(mesh, laid.result.sharding)
+        sharding = on_mesh(mesh, laid.result.sharding)
+        self._result_kinds = kinds_of(sharding)
         local = planned.result.target.local_shape(planned.result.coordinate)
         self._shape = _merged(local, laid.result.counts)
+        types, spec = spec_texts(sharding.spec, self._shape)
+        self._marks = {ATTRIBUTE: types, SPEC_ATTRIBUTE: spec}
 
-    def __call__(self, operands: Sequence[torch.Tensor], *, regather: bool) -> torch.Tensor:
+    def __call__(
+        self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
+    ) -> torch.Tensor:
         """Return this rank's shard of the product."""
-        mode = find_context()
         if mode is None:
-            return mark_spec(self._computed(operands, regather), self._result.spec)
-        cast, text = self._typed(mode, operands)
+            return self._computed(operands, regather)
         with HiddenFromModes():
-            result = mark_spec(self._computed(cast, regather), self._result.spec)
+            cast, text = self._typed(mode, operands)
+            result = self._computed(cast, regather)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, "einsum", list(operands))
         return result
@@ -199,31 +217,33 @@ class _Einsum:
         """Return the operands with the casts that they need in a context, and the result's type."""
         mesh = self._mesh
         own = [
-            typed_operand(mode, "einsum", x, sharding, mesh)
-            for x, sharding in zip(operands, self._shardings, strict=True)
+            typed_operand(mode, "einsum", x, *source, mesh)
+            for x, source in zip(operands, self._sources, strict=True)
         ]
-        # Over the context's other axes einsum is a product like any other of torch's.
         names = {*mesh.axis_names}
-        others = [_without(mode.operand_type(x, "einsum"), names) for x in operands]
+        if mode.axes <= names:
+            return own, with_kinds(INVARIANT, self._result_kinds)
+        # Over the context's other axes einsum is a product like any other of torch's.
+        apart = dict.fromkeys(names, "I")
+        others = [with_kinds(mode.operand_type(x, "einsum"), apart) for x in operands]
         joined = join_types(others, "multiply")
         if isinstance(joined, Refusal):
             raise refused_join("einsum", operands, joined.axis, joined.operand, mode.mesh)
         cast = [
             mode.cast(x, kinds_in(missing)) for x, missing in zip(own, joined.missing, strict=True)
         ]
-        return cast, with_kinds(joined.text, kinds_of(self._result))
+        return cast, with_kinds(joined.text, self._result_kinds)
 
     def _computed(self, operands: Sequence[torch.Tensor], regather: bool) -> torch.Tensor:
-        parts = [
-            x if x.shape == shape else x.reshape(shape)
-            for x, shape in zip(operands, self._part_shapes, strict=True)
-        ]
+        parts = []
+        for x, shape in zip(operands, self._part_shapes, strict=True):
+            parts.append(x if x.shape == shape else x.reshape(shape))
         for part, alike, plan in zip(parts, self._alike, self._plans, strict=True):
-            check_replicas(part, self._mesh, alike, plan.title, None, has_argument=False)
-        moved = [
-            transfer_or_alias(part, plan, self._mesh)
-            for part, plan in zip(parts, self._plans, strict=True)
-        ]
+            if alike:
+                check_replicas(part, self._mesh, alike, plan.title, None, has_argument=False)
+        moved = []
+        for part, plan in zip(parts, self._plans, strict=True):
+            moved.append(transfer_or_alias(part, plan, self._mesh))
         gathered = []
         # Tensors of torch.func have no memory to find again: there all is kept.
         if regather and torch.is_grad_enabled() and not are_transforms_active():
@@ -235,7 +255,10 @@ class _Einsum:
         with saved_as_shards(gathered) if gathered else nullcontext():
             result = _product(self._laid, moved)
         result = transfer_or_alias(result, self._result_plan, self._mesh)
-        return result if result.shape == self._shape else result.reshape(self._shape)
+        if result.shape != self._shape:
+            result = result.reshape(self._shape)
+        result.__dict__.update(self._marks)
+        return result
 
 
 def _product(laid: EinsumLayout, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -354,8 +377,3 @@ def _reduced_too(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
         return sharding
     spec = PartitionSpec(*spec.partitions, unreduced=spec.unreduced, reduced=spec.reduced | more)
     return NamedSharding(sharding.mesh, spec, shard_sizes=sharding.shard_sizes)
-
-
-def _without(text: str, axes: set[str]) -> str:
-    """Return a type's text without some axes."""
-    return type_text({axis: kind for axis, kind in kinds_in(text).items() if axis not in axes})

@@ -134,13 +134,15 @@ def _joined_kinds(operands: Sequence[Operand], linearity: str, call: str) -> str
     joined = join_types(types, linearity)
     where = mesh_text(operands[0][2].mesh)
     if isinstance(joined, Refusal):
+        _, _, summand = operands[joined.operand]
+        spec = summand.spec.update(unreduced=set())
         raise AxisTypeError(
             f"{call} is not linear in what is unreduced over {joined.axis!r}: each rank holds a "
             "summand",
             where=where,
             expected=_FITTING_OPERANDS.get(linearity, "no unreduced operand"),
             found=_listed(operands),
-            fix=_sum_first(operands, joined.operand),
+            fix=f"sum the summands first: {_letter(joined.operand)}.reshard({spec!r})",
         )
     for place, lacking in enumerate(joined.missing):
         if lacking:
@@ -153,12 +155,6 @@ _FITTING_OPERANDS = {
     "multiply": "one unreduced operand, the others reduced over its axes",
     "first": "an unreduced operand only as the first, the others reduced over its axes",
 }
-
-
-def _sum_first(operands: Sequence[Operand], place: int) -> str:
-    _, _, sharding = operands[place]
-    spec = sharding.spec.update(unreduced=set())
-    return f"sum the summands first: {_letter(place)}.reshard({spec!r})"
 
 
 def _lacking(

@@ -228,11 +228,13 @@ def get_result(
             expected="P(...), a pattern or a NamedSharding",
             fix="write P() for a value that is equal on all ranks",
         )
-    tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
-    sharding = _sharding(mesh, given, tensor, spec)
+    with HiddenFromModes():
+        tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
+        sharding = _sharding(mesh, given, tensor, spec)
+        shape = whole_shape(sharding, tuple(tensor.shape))
     if is_typed and isinstance(y, torch.Tensor):
         y = _cast(y, sharding)
-    return MappedArray(y, path, sharding, whole_shape(sharding, tuple(tensor.shape)))
+    return MappedArray(y, path, sharding, shape)
 
 
 def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:

@@ -33,7 +33,6 @@ from ..errors import AxisTypeError
 from ..functional.axis_types import RANKS_OF_OWNER, axes_of_kind
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.pattern import parse
-from ..typed_contexts.context import find_context
 from ..typed_contexts.refusals import tensor_text, type_of
 from .resharding import Transfer
 
@@ -71,8 +70,6 @@ def axes_of_leaves(
         AxisTypeError: some leaves of an operand are, and others are not.
     """
     averaged = mesh.world.averaged
-    if not averaged or not torch.is_grad_enabled() or find_context() is not None:
-        return ((),) * len(operands)
     found = []
     for number, (x, side) in enumerate(zip(operands, parse(text).operands, strict=True)):
         lines = {}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
+
 from ..arguments import get_shape
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
 from ..errors import ArgumentError, AxisError, KindError
 from ..functional.value_checks import check_replicas
-from ..mesh.current_mesh import with_hidden_mesh
+from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
 from ..mesh.spec import NamedSharding
@@ -109,9 +111,7 @@ def reshard(
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
-    return like(
-        _get_resharding("reshard", pattern, asked, tensor.shape, more, request)(tensor, check), x
-    )
+    return _resharded("reshard", x, tensor, pattern, asked, more, request, check)
 
 
 def _request_between(
@@ -183,9 +183,7 @@ def shard(
         return shard_request(pattern, mesh, shape, sizes)
 
     more = tuple(sizes.items())
-    return like(
-        _get_resharding("shard", pattern, mesh, tensor.shape, more, request)(tensor, check), whole
-    )
+    return _resharded("shard", whole, tensor, pattern, mesh, more, request, check)
 
 
 @one_frame
@@ -250,9 +248,7 @@ def unshard(
 
     if root is None:
         more = (known, *sizes.items())
-        return like(
-            _get_resharding("unshard", lies, mesh, tensor.shape, more, request)(tensor), local
-        )
+        return _resharded("unshard", local, tensor, lies, mesh, more, request)
     where = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", where)
     asked = _make_request(request, where, tuple(tensor.shape), mesh)
@@ -260,22 +256,28 @@ def unshard(
     return None if whole is None else like(whole, local)
 
 
-def _get_resharding(
+def _resharded(
     verb: str,
+    x: Array,
+    tensor: torch.Tensor,
     pattern: Any,
     mesh: DeviceMesh | None,
-    shape: tuple[int, ...],
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
-) -> Resharding:
-    """Return the resharding of a call, which is made and kept at its first use on the mesh."""
-    where = _mesh_of(verb, pattern, mesh)
-    key = (verb, pattern, shape, more)
-    found = where.caches.find(Resharding, key)
+    check: bool | None = False,
+) -> Array:
+    """Return the result of a call whose resharding the mesh keeps from its first use on."""
+    where: Any = mesh
+    if where is None:
+        where = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+    key = (verb, pattern, tensor.shape, more)
+    found = where.caches.find(Resharding, key) if isinstance(where, DeviceMesh) else None
     if found is None:
-        asked = _make_request(request, where, shape, mesh)
+        where = _mesh_of(verb, pattern, mesh)
+        asked = _make_request(request, where, tensor.shape, mesh)
         found = where.caches.keep(Resharding, key, Resharding(asked))
-    return found
+    result = found(tensor, check)
+    return result if tensor is x else like(result, x)
 
 
 def _make_request(

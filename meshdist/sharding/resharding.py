@@ -30,7 +30,7 @@ from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec, axes_of
 from ..mesh.placement import Placement, split_dim
 from ..mesh.spec import NamedSharding
-from ..typed_contexts.carried_specs import find_spec, mark_spec
+from ..typed_contexts.carried_specs import find_spec, spec_texts
 from ..typed_contexts.context import ContextMode, find_context
 from ..typed_contexts.refusals import foreign_mesh, refused_sharding, type_of, unmarked_shard
 from .carrying import Carrier
@@ -61,52 +61,42 @@ def kinds_of(sharding: NamedSharding) -> Mapping[str, str]:
 
 
 def typed_operand(
-    mode: ContextMode, verb: str, x: torch.Tensor, source: NamedSharding, mesh: DeviceMesh
+    mode: ContextMode,
+    verb: str,
+    x: torch.Tensor,
+    source: NamedSharding,
+    wanted_kinds: Mapping[str, str],
+    mesh: DeviceMesh,
 ) -> torch.Tensor:
     """Return ``x``, cast to the kinds of its sharding over axes on which it is invariant."""
-    _check_mesh(mode, verb, mesh)
+    if mesh is not mode.mesh:
+        _check_mesh(mode, verb, mesh)
     kinds = kinds_in(mode.operand_type(x, verb))
     missing = {}
-    for axis, wanted in kinds_of(source).items():
+    for axis, wanted in wanted_kinds.items():
         kind = kinds.get(axis, "I")
-        is_cut = kind == "V" and find_spec(x) is not None
-        if kind not in FITTING_KINDS[wanted] or (is_cut and wanted == "U"):
+        if kind not in FITTING_KINDS[wanted] or (
+            kind == "V" and wanted == "U" and find_spec(x) is not None
+        ):
             raise refused_sharding(verb, x, axis, wanted, mode.mesh, repr(source.spec))
         if kind == "I" != wanted:
-            # Nothing says whether the parts of this tensor differ: its gradient depends on that.
-            if (
-                wanted == "V"
-                and x.requires_grad
-                and torch.is_grad_enabled()
-                and not _is_marked_equal(x)
-            ):
+            # Nothing says whether the parts of this tensor differ, on which its gradient depends,
+            # but the program's ``md.annotate(w)``, on a leaf: a result may be made from a leaf
+            # that lacks its mark, and a wrapper marks all its leaves.
+            is_leaf = x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__
+            if wanted == "V" and x.requires_grad and torch.is_grad_enabled() and not is_leaf:
                 raise unmarked_shard(verb, x, axis, mode.mesh, repr(source.spec))
             missing[axis] = wanted
-    return mode.cast(x, missing)
-
-
-def _is_marked_equal(x: torch.Tensor) -> bool:
-    """Return whether the program marked this leaf as equal on all ranks, by ``md.annotate(w)``."""
-    # A result may be made from a leaf that lacks its mark, and a wrapper marks all its leaves.
-    return x.is_leaf and ATTRIBUTE in x.__dict__ and REDUCED_BY_OWNER not in x.__dict__
-
-
-def typed_result(
-    mode: ContextMode, verb: str, x: torch.Tensor, target: NamedSharding, mesh: DeviceMesh
-) -> str:
-    """Return the type of ``x`` once it is resharded to ``target``."""
-    _check_mesh(mode, verb, mesh)
-    return with_kinds(mode.operand_type(x, verb), kinds_of(target))
+    return mode.cast(x, missing) if missing else x
 
 
 def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
     own = mode.mesh
-    if mesh is own or all(
+    if not all(
         name in own.axis_names and own.get_group(name).ranks == mesh.get_group(name).ranks
         for name in mesh.axis_names
     ):
-        return
-    raise foreign_mesh(verb, mesh.axis_names, own, mesh)
+        raise foreign_mesh(verb, mesh.axis_names, own, mesh)
 
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
@@ -125,7 +115,7 @@ class Transfer:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         self.shape = plan.source.local_shape(coordinate)
-        self._carrier = Carrier(plan.steps, self.shape, mesh, plan.title)
+        self.carry = Carrier(plan.steps, self.shape, mesh, plan.title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result of the plan on ``x``."""
@@ -154,10 +144,8 @@ class Transfer:
             for axis in range(plan.layout.ndim)
         )
 
-    def carry(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on ``x``, or on a batch whose dims stand first; no gradient."""
-        if x.dim() == len(self.shape):
-            return self._carrier(x)
+    def carry_batch(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the plan's result on a batch, whose dims stand first; no gradient."""
         batch = x.shape[: x.dim() - len(self.shape)]
         plan = self._plan
         batched = make_plan(
@@ -181,7 +169,7 @@ def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
 def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
     """Return a plan's result on ``x``: ``x`` or an alias where it sends and copies nothing."""
     # An alias, whose backward sums, is kept while ``x`` lives: three uses share one sum.
-    if plan.source == plan.target:
+    if plan.source is plan.target or plan.source == plan.target:
         return x
     if plan.steps:
         return get_transfer(plan, mesh)(x)
@@ -232,7 +220,8 @@ class _Aliased(LinearFunction):
 class _Transferred(LinearFunction):
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
-        return transfer.carry(x)
+        carry = transfer.carry if x.dim() == len(transfer.shape) else transfer.carry_batch
+        return carry(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -243,17 +232,21 @@ class _Transferred(LinearFunction):
 class Resharding:
     """A function that carries out a request on local arrays; its constructor opens groups."""
 
-    __slots__ = ("_alike", "_checked_texts", "_is_summed", "_request", "_transfer")
-
     def __init__(self, request: ReshardRequest) -> None:
         self._request = request
         self._is_summed = bool(request.plan.source.unreduced or request.plan.target.unreduced)
         self._transfer = get_transfer(request.plan, request.mesh)
-        here, there = kinds_of(request.source), kinds_of(request.target)
+        here, there = self._kinds = kinds_of(request.source), kinds_of(request.target)
+        sizes = request.meshes[0].axis_sizes
         # Along these axes parts of what each rank holds come together.
-        self._alike = {axis for axis in here if here[axis] in "IR" and there.get(axis, "V") in "UV"}
+        self._alike = {
+            axis
+            for axis in here
+            if sizes.get(axis, 1) > 1 and here[axis] in "IR" and there.get(axis, "V") in "UV"
+        }
         # The texts of the spec and the type of a tensor that fits the request.
         self._checked_texts: tuple[str | None, str | None] = None, None
+        self._marks: dict[str, str] = {}  # of each result, since all have one shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
         """Return the result of the request on this rank's ``x``, in new memory; differentiable."""
@@ -267,28 +260,35 @@ class Resharding:
                 fix="count in integers: x.to(torch.int32)",
             )
         mode = find_context()
-        if mode is None:
+        if mode is not None:
+            with HiddenFromModes():
+                return self._run_typed(mode, x, check)
+        texts = x.__dict__.get(SPEC_ATTRIBUTE), x.__dict__.get(ATTRIBUTE)
+        if texts != self._checked_texts:
             self._check_marks(x)
-            return mark_spec(self._moved(x, check), request.target.spec)
+            self._checked_texts = texts
+        return self._moved(x, check)
+
+    def _run_typed(self, mode: ContextMode, x: torch.Tensor, check: bool | None) -> torch.Tensor:
+        request = self._request
         mesh, other = request.meshes
-        text = typed_result(mode, request.verb, x, request.target, other)
-        cast = typed_operand(mode, request.verb, x, request.source, mesh)
+        if other is not mode.mesh:
+            _check_mesh(mode, request.verb, other)
+        here, there = self._kinds
+        text = with_kinds(mode.operand_type(x, request.verb), there)
+        cast = typed_operand(mode, request.verb, x, request.source, here, mesh)
         check_spec(request.verb, x, request.source, request.plan.title)
-        with HiddenFromModes():
-            result = mark_spec(self._moved(cast, check), request.target.spec)
+        result = self._moved(cast, check)
         result.__dict__[ATTRIBUTE] = text
         mode.note(result, request.verb, [x])
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
         """Raise where what ``x`` is marked with contradicts how the source says that it lies."""
-        texts = x.__dict__.get(SPEC_ATTRIBUTE), x.__dict__.get(ATTRIBUTE)
-        if texts == self._checked_texts:
-            return
         request = self._request
         check_spec(request.verb, x, request.source, request.plan.title)
         mesh, _ = request.meshes
-        here, there = kinds_of(request.source), kinds_of(request.target)
+        here, there = self._kinds
         for axis, kind in kinds_in(type_of(x)).items():
             # Where values and gradients are left alone a parameter's mark by its wrapper is, too.
             is_left_alone = kind == "R" and here.get(axis) == "I" == there.get(axis)
@@ -297,15 +297,21 @@ class Resharding:
             ):
                 text = repr(request.source.spec)
                 raise refused_sharding(request.verb, x, axis, here[axis], mesh, text)
-        self._checked_texts = texts
 
     def _moved(self, x: torch.Tensor, check: bool | None) -> torch.Tensor:
         request = self._request
-        check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
+        if self._alike:
+            check_replicas(x, request.meshes[0], self._alike, request.plan.title, check)
         if request.split is None or request.merge is None:
-            return self._transfer(x)
-        text, sizes = request.split
-        return rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
+            result = self._transfer(x)
+        else:
+            text, sizes = request.split
+            result = rearrange(self._transfer(rearrange(x, text, **sizes)), request.merge)
+        if not self._marks:
+            types, spec = spec_texts(request.target.spec, tuple(result.shape))
+            self._marks = {ATTRIBUTE: types, SPEC_ATTRIBUTE: spec}
+        result.__dict__.update(self._marks)
+        return result
 
 
 def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:

@@ -62,7 +62,7 @@ from .mapped_arrays import (
 )
 from .placing import shard
 from .requests import get_mesh
-from .resharding import typed_operand
+from .resharding import kinds_of, typed_operand
 from .sharded_array import ShardedArray
 from .shardings import mesh_text
 
@@ -263,7 +263,8 @@ class _Mapping:
 
     def _arguments(self, mesh: DeviceMesh, args: Any) -> tuple[list[Any], Any]:
         """Return the leaves of the arguments, arrays as ``MappedArray``, and their structure."""
-        names = self._parameters(len(args))
+        names = list(self.parameters[: len(args)])
+        names += [f"{self.rest}[{place}]" for place in range(len(args) - len(names))]
         if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
             raise LengthError(
                 f"shard_map of {self.name}: a call with {len(args)} arguments, in_specs of "
@@ -289,19 +290,15 @@ class _Mapping:
             refuse(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
         return leaves, tree
 
-    def _parameters(self, count: int) -> list[str]:
-        """Return the names of f's parameters for so many arguments, such as ``x``, ``args[0]``."""
-        names = list(self.parameters[:count])
-        return names + [f"{self.rest}[{place}]" for place in range(count - len(names))]
-
     def _own(self, argument: MappedArray) -> Any:
         """Return this rank's shard of a ShardedArray, in a typed context of its sharding's type."""
         local, mode = argument.value.local, find_context()
         if mode is None or not isinstance(local, torch.Tensor):
             return local
         verb = f"shard_map of {self.name}, argument {argument.path},"
-        mesh, sharding = argument.sharding.mesh, argument.sharding
-        return _marked(typed_operand(mode, verb, local, sharding, mesh), sharding)
+        sharding = argument.sharding
+        cast = typed_operand(mode, verb, local, sharding, kinds_of(sharding), sharding.mesh)
+        return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
         """Return f's result with a ShardedArray in place of each array."""
@@ -330,7 +327,8 @@ class _Mapping:
         """Return the ShardedArray of a result; checked results are compared along equal axes."""
         local, sharding = result.value, result.sharding
         if self.check_vma:
-            tensor = as_tensor(local, argument=result.path, verb="shard_map", writable=False)
+            with HiddenFromModes():
+                tensor = as_tensor(local, argument=result.path, verb="shard_map", writable=False)
             what = f"{result.path} of shard_map of {self.name}, spec {sharding.spec!r}"
             try:
                 check_replicas(tensor, sharding.mesh, sharding.replicated_axes, what, None)
@@ -345,7 +343,7 @@ class _Mapping:
                 ) from None
         if isinstance(local, torch.Tensor):
             local = _marked(local, sharding)
-        with untyped():
+        with HiddenFromModes():
             return ShardedArray(local, sharding, result.shape)
 
 

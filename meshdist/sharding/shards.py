@@ -68,7 +68,10 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
                     raise _reversed_dim(part, at)
                 begin, end = box[at]
                 first, stop = _num_below(wanted, np.asarray((begin, end))).tolist()
-                local.append(_own_part(wanted, first, stop, begin))
+                own = slice(0, 0)  # in the shard, which starts at ``begin``
+                if first < stop:
+                    own = slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
+                local.append(own)
                 sizes = np.diff(_num_below(wanted, split.boundary_array)).tolist()
                 result.append(DimSplit(len(wanted), split.axes, split.axis_sizes, tuple(sizes)))
         else:
@@ -82,13 +85,6 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
             local.append(part)
         at += 1
     return Slicing(tuple(local), tuple(result))
-
-
-def _own_part(wanted: range, first: int, stop: int, begin: int) -> slice:
-    """Return the slice of a shard, which starts at ``begin``, that wanted elements take up."""
-    if stop == first:
-        return slice(0, 0)
-    return slice(wanted[first] - begin, wanted[stop - 1] - begin + 1, wanted.step)
 
 
 def _num_below(wanted: range, places: Any) -> Any:

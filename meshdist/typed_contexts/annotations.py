@@ -221,6 +221,10 @@ def typeof(x: torch.Tensor) -> TensorType:
     if not isinstance(x, torch.Tensor):
         raise KindError("typeof takes a tensor", found=f"a {type(x).__name__}")
     text, spec = type_of(x), find_spec(x)
+    shown = tensor_text(x)
+    if spec is not None:
+        apart = with_kinds(text, dict.fromkeys(axes_of_kind(text, "V"), "I"))
+        shown = type_as_text(x.dtype, dims_text(tuple(x.shape), spec), apart)
     return TensorType(
         tuple(x.shape),
         x.dtype,
@@ -228,10 +232,5 @@ def typeof(x: torch.Tensor) -> TensorType:
         reduced=axes_of_kind(text, "R"),
         unreduced=axes_of_kind(text, "U"),
         spec=spec,
-        text=tensor_text(x) if spec is None else _spec_text(x, spec),
+        text=shown,
     )
-
-
-def _spec_text(x: torch.Tensor, spec: PartitionSpec) -> str:
-    kinds = with_kinds(type_of(x), dict.fromkeys(axes_of_kind(type_of(x), "V"), "I"))
-    return type_as_text(x.dtype, dims_text(tuple(x.shape), spec), kinds)

@@ -326,18 +326,6 @@ def _alias(x: torch.Tensor) -> torch.Tensor:
     return apart.view_as(apart)
 
 
-def _sums(parts: list[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:
-    """Return the sums over the group of several 1-D tensors, by one message."""
-    if torch.is_grad_enabled():
-        total = psum(torch.cat(parts), group)
-        return [*total.split([len(part) for part in parts])]
-    return reduce_together(parts, group)
-
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad if grad.layout is torch.strided else grad.to_dense()
-
-
 class _Cast(Function):
     """The cast of a single tensor: an alias whose backward is a psum."""
 
@@ -400,10 +388,14 @@ class _CastTogether(Function):
         # each slot that says whether it is used here. A slot without a leaf is unused.
         used = like.new_tensor([grad is not None for grad in grads])
         parts = [
-            like.new_zeros(size) if grad is None else _dense(grad).reshape(-1)
+            like.new_zeros(size) if grad is None else grad.to_dense().reshape(-1)
             for grad, size in zip(grads, sizes, strict=True)
         ]
-        *sums, num_users = _sums([*parts, used], ctx.group)
+        if torch.is_grad_enabled():
+            total = psum(torch.cat([*parts, used]), ctx.group)
+            *sums, num_users = total.split([*sizes, len(used)])
+        else:
+            *sums, num_users = reduce_together([*parts, used], ctx.group)
         is_used = [True] * len(grads)
         if any(grad is None for grad in grads):
             is_used = num_users.detach().ne(0).tolist()

@@ -183,8 +183,8 @@ class ContextMode(TorchFunctionMode):
         self.leaves: dict[int, torch.Tensor] = {}
         # By the operands' types, and by linearity where some operand is unreduced.
         self.joins: dict[Any, JoinedType] = {}
-        # By the id of a verb's mesh: that mesh, and the axes of the context's mesh that it spans.
-        self.own_axes: dict[int, tuple[DeviceMesh, tuple[str, ...]]] = {}
+        # By name, cast and mesh: what the context knows of functional verbs (``verb_calls``).
+        self.verbs: dict[Any, Any] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
         """Note the operation that made ``result``; does nothing in a context without notes."""
@@ -201,13 +201,12 @@ class ContextMode(TorchFunctionMode):
         """Return the type of an operand; raise for a subclass, or a history that was not seen."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
-        follow_hooks(self.mesh, tensor)
-        text = tensor.__dict__.get(ATTRIBUTE)
-        if text is None:
-            if not tensor.is_leaf:
-                raise unseen_history(tensor, operation, self.mesh)
-            return ""
-        return text  # type: ignore[no-any-return]
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            follow_hooks(self.mesh, tensor)
+        text: str | None = tensor.__dict__.get(ATTRIBUTE)
+        if text is None and not tensor.is_leaf:
+            raise unseen_history(tensor, operation, self.mesh)
+        return text or INVARIANT
 
     def operand_type(self, x: torch.Tensor, verb: str) -> str:
         """Return the type of a verb's operand; raise if a context cannot take it."""
@@ -322,21 +321,18 @@ def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[st
     return "" if is_rounded else operation.linearity
 
 
-def open_context() -> ContextMode | None:
-    """Return the context that this thread is inside of, paused or not."""
-    for place in range(num_modes() - 1, -1, -1):
-        mode = mode_at(place)
-        if isinstance(mode, ContextMode):
-            return mode
+def find_context(*, is_awake: bool = True) -> ContextMode | None:
+    """Return the context that sees this thread's calls now; None in verbs, backwards, Functions.
+
+    Args:
+        is_awake: False takes the context that this thread is inside of, whatever it sees.
+    """
+    if is_mode_enabled() or not is_awake:
+        for place in range(num_modes() - 1, -1, -1):
+            mode = mode_at(place)
+            if isinstance(mode, ContextMode):
+                return None if is_awake and mode.is_asleep else mode
     return None
-
-
-def find_context() -> ContextMode | None:
-    """Return the context that sees this thread's calls now; None in verbs, backwards, Functions."""
-    if not is_mode_enabled():
-        return None
-    mode = open_context()
-    return None if mode is None or mode.is_asleep else mode
 
 
 def show_method(name: str) -> None:

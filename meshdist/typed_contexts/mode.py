@@ -28,7 +28,6 @@ from .context import (
     TypedHook,
     find_context,
     mark,
-    open_context,
     paused,
     tensors_in,
 )
@@ -55,7 +54,9 @@ _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE
 _OWN_ROWS = "_has_own_rows"  # marks a tensor whose shape depends on varying values
 _UNCOMMON = "uncommon"  # stands in place of a type
-_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+_NO_TENSORS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
+)
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
         [2.5, 2.5, 2.5, 2.5]
     """
     mesh = _checked(mesh_in_force("typed", naming="typed(mesh)") if mesh is None else mesh)
-    outer = open_context()
+    outer = find_context(is_awake=False)
     if outer is None:
         has_passed = mesh.caches.of(Backwards).has_passed
         mode = (_TypedMode if has_passed and not is_checked() else _NotingMode)(mesh)
@@ -110,6 +111,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
                 yield mesh
             finally:
                 mode.casts.close()
+                mode.verbs.clear()
         return
     if outer.mesh != mesh:
         raise MeshError(
@@ -415,7 +417,9 @@ class _NotingMode(_TypedMode):
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
-        if not self.is_asleep:
+        kind = type(result)
+        is_plain = result.grad_fn is None if kind is _Tensor else kind in _NO_TENSORS
+        if not (is_plain or self.is_asleep):
             self.note(result, OPERATIONS[func].name, (args, kwargs))
         return result
 

@@ -86,7 +86,8 @@ def run_on_items(
     if not lists:
         return call(*args, **kwargs)
     length = len(lists[0])
-    written = {id(x) for x in _written(operation, args)}
+    places = _written_places(operation.name) if operation.name.endswith("_") else ()
+    written = {id(x) for x in tensors_in([args[place] for place in places if place < len(args)])}
     read = [x for x in singles if id(x) not in written]
     name = operation.name.removeprefix("_foreach_")
     single = TorchFunction(operation.name, linearity=LINEARITY.get(name, ""))
@@ -132,14 +133,6 @@ def _written_places(name: str) -> frozenset[int]:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-
-
-def _written(operation: TorchFunction, args: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors that a function on lists writes: items of lists, and single tensors."""
-    if not operation.name.endswith("_"):
-        return []
-    places = _written_places(operation.name)
-    return tensors_in([value for place, value in enumerate(args) if place in places])
 
 
 def _swapped(given: Any, swaps: Mapping[Any, torch.Tensor], length: int) -> Any:

@@ -216,7 +216,9 @@ def _find_operation(function: Any) -> TorchFunction:
     name = str(getattr(function, "__name__", type(function).__name__))
     if name in ("__get__", "__set__", "__delete__"):
         return _find_attribute(getattr(function, "__self__", None), name)
-    schema = _find_schema(function)
+    schema = getattr(function, "_schema", None)
+    if isinstance(function, OverloadPacket) and (overloads := function.overloads()):
+        schema = getattr(function, overloads[0])._schema
     name = name.partition(".")[0]  # of an overload: add.Tensor
     if function in _CALLS:
         return TorchFunction(name, _CALLS[function])
@@ -253,14 +255,6 @@ def _is_of_torch(function: Any) -> bool:
     owner = getattr(function, "__objclass__", None)
     module = getattr(function, "__module__", None) or getattr(owner, "__module__", None)
     return module is None or module.partition(".")[0] == "torch"
-
-
-def _find_schema(function: Any) -> Any:
-    """Return the schema of a function of ``torch.ops``, or None for any other function."""
-    if isinstance(function, OverloadPacket):
-        overloads = function.overloads()
-        return getattr(function, overloads[0])._schema if overloads else None
-    return getattr(function, "_schema", None)
 
 
 def _find_writes(name: str, schema: Any) -> tuple[Place, ...]:

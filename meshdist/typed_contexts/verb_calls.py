@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..collectives.torch_private import HiddenFromModes
+from ..collectives.torch_private import HiddenFromModes, are_transforms_active
 from ..functional.axis_types import (
     ATTRIBUTE,
     INVARIANT,
@@ -120,28 +120,34 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """Return the call of a verb over the axes of a mesh, or None if no context sees it."""
+    """Return a verb over the axes of a mesh as its context knows it, or None outside of any."""
     mode = find_context()
     if mode is None:
         return None
-    known = mode.own_axes.get(id(axes))
-    if known is None:
-        known = mode.own_axes[id(axes)] = axes, _context_axes(mode, axes, verb)
-    return TypedVerb(mode, verb, known[1], to)
+    key = verb, to, id(axes)
+    found: TypedVerb | None = mode.verbs.get(key)
+    if found is None:
+        found = mode.verbs[key] = TypedVerb(mode, verb, axes, to)
+    return found
 
 
 class TypedVerb:
-    """A call of a functional verb inside a context, over axes of the context's mesh."""
+    """A functional verb inside a context, over axes of the context's mesh."""
 
-    def __init__(self, mode: ContextMode, verb: str, axes: tuple[str, ...], to: str | None) -> None:
+    def __init__(self, mode: ContextMode, verb: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
         self._verb = verb
-        self._axes = axes
         self._to = to
+        self._mesh = axes  # is kept so that its id stays its own
+        self._axes = _context_axes(mode, axes, verb)
+        self._results: dict[str, str] = {}  # the types of results by those of operands
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
         """Return the type of the verb's result for ``x``; raise if it does not take its kind."""
         verb, to = self._verb, self._to
+        text = self._mode.type_of(x, verb)
+        if text in self._results and not are_transforms_active():
+            return self._results[text]
         text = self._mode.operand_type(x, verb)
         kinds, results = kinds_in(text), {}
         for axis in self._axes:
@@ -152,24 +158,26 @@ class TypedVerb:
                     return text
                 raise refused_verb(verb, x, axis, self._mode.mesh, taken, argument)
             results[axis] = kind
-        return with_kinds(text, results)
+        self._results[text] = with_kinds(text, results)
+        return self._results[text]
 
-    def checked(
-        self, on_tensor: Callable[..., torch.Tensor], x: torch.Tensor, argument: str = "x"
-    ) -> Callable[..., torch.Tensor]:
-        """Return a call of ``on_tensor`` that types its result; raise if ``x`` is unfit for it."""
-        text = self.result_type(x, argument)
-
-        def call(x: torch.Tensor, group: ProcessGroup, *, leaf: str) -> torch.Tensor:
-            if self._verb == "pcast":
-                result = self._cast(on_tensor, x, leaf)
-            else:
-                result = on_tensor(x, group, leaf=leaf)
-            result.__dict__[ATTRIBUTE] = text
+    def run(
+        self,
+        on_tensor: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        group: ProcessGroup,
+        text: str,
+        leaf: str = "x",
+    ) -> Any:
+        """Return the result of the verb on ``x``, with its type, ``text``, which is known."""
+        if self._verb == "pcast":
+            result = self._cast(on_tensor, x, leaf)
+        else:
+            result = on_tensor(x, group, leaf=leaf)
+        result.__dict__[ATTRIBUTE] = text
+        if result.grad_fn is not None:
             self._mode.note(result, self._verb, [x])
-            return result
-
-        return call
+        return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
         """Return operands cast to their joined type, and that type; raise if ``x`` is unfit."""

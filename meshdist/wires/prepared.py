@@ -267,7 +267,9 @@ class PreparedCall:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
         for _, data, _ in elsewhere:
-            _forbid_gradient(data, self.verb)
+            if torch.is_grad_enabled() and data.requires_grad and data.grad_fn is not None:
+                # Its backward must raise: the verb destroys a value that autograd counts on.
+                _Overwritten.apply(data, self.verb)  # type: ignore[no-untyped-call]
 
         def copy_back() -> None:
             for _, data, buffer in elsewhere:
@@ -303,9 +305,3 @@ class _Overwritten(torch.autograd.Function):
             expected="a verb that differentiates",
             fix="use meshdist.lax.psum(x, axis) in its place, or call it on x.detach()",
         )
-
-
-def _forbid_gradient(tensor: torch.Tensor, verb: str) -> None:
-    """Let the tensor's backward raise where ``verb`` destroys a value that autograd counts on."""
-    if torch.is_grad_enabled() and tensor.requires_grad and tensor.grad_fn is not None:
-        _Overwritten.apply(tensor, verb)  # type: ignore[no-untyped-call]

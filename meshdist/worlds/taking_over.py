@@ -34,13 +34,14 @@ def take_over(
     kept = world.timeout or "the wire's default"
     rank, world_size, store = terms.rank, terms.world_size, terms.store
     init_method, group_name = terms.init_method, terms.group_name
+    is_from_env = init_method == "env://" and world.origin.startswith("env://")
     # What is said, whether it agrees, what it says, and what the world has.
     table = (
         ("backend", *_compared_backends(world, backends)),
         ("rank", rank in (-1, world.rank), rank, world.rank),
         ("world_size", world_size in (-1, world.size), world_size, world.size),
         ("timeout", timeout in (None, world.timeout) or is_default, timeout, kept),
-        ("init_method", _is_from(world, init_method), repr(init_method), world.origin),
+        ("init_method", init_method is None or is_from_env, repr(init_method), world.origin),
         ("store", store is None, type(store).__name__, world.origin),
         ("group_name", not group_name, repr(group_name), "no name"),
         ("pg_options", options is None or options == world.options, options, world.options),
@@ -67,7 +68,3 @@ def _compared_backends(world: World, backends: Mapping[str, str] | None) -> tupl
     named = {kind: get_wire(name).name for kind, name in backends.items()}
     is_equal = all(world.backends.get(kind) == name for kind, name in named.items())
     return is_equal, backends_text(named), there
-
-
-def _is_from(world: World, init_method: str | None) -> bool:
-    return init_method is None or (init_method == "env://" and world.origin.startswith("env://"))

@@ -110,7 +110,7 @@ def test_the_gradient_of_a_pipeline_goes_back_along_it() -> None:
 
 def test_lists_of_pairs_that_differ_are_told_to_every_rank() -> None:
     def program() -> str:
-        group = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+        group = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)).get_group("tp")
         with pytest.raises(AgreementError) as caught:
             ppermute(torch.ones(2), group, [(0, 1)] if md.get_rank() else [(0, 1), (1, 0)])
         return str(caught.value).partition("\n")[0]

@@ -21,7 +21,6 @@ from meshdist.errors import (
     DtypeError,
     GradientError,
     KindError,
-    NotInGroupError,
     ShapeError,
 )
 from meshdist.functional.reducing import (
@@ -67,7 +66,7 @@ def on_ranks(ranks: Any, axes: Sequence[str], body: Callable[..., Any], *args: A
 
     def program(*args: Any) -> Any:
         mesh = md.DeviceMesh("cpu", ranks, mesh_dim_names=names_of(ranks))
-        return body(md.get_rank(), mesh[tuple(axes)], *args)
+        return body(md.get_rank(), mesh[tuple(axes)].open_group(), *args)
 
     return md.simulate(program, ranks.size, args=args)
 
@@ -217,18 +216,6 @@ def test_a_result_shares_nothing_with_its_argument(
 
     expected = ([2.0] * 3, [1.0] * 3, with_gradient)
     assert line(body, size=size) == [expected] * size
-
-
-def test_groups_are_named_as_in_the_other_verbs() -> None:
-    def program() -> Any:
-        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        x = torch.tensor(float(2 ** md.get_rank()))
-        groups = [None, mesh, mesh["dp"], mesh.get_group("dp"), mesh["tp", "dp"]]
-        return [psum(x, group).item() for group in groups]
-
-    assert md.simulate(program, 4)[1] == [15, 15, 10, 10, 15]
-    with pytest.raises(NotInGroupError):
-        line(lambda rank, group: psum(torch.ones(1), md.GroupMember.NON_GROUP_MEMBER))
 
 
 # -- gradients ----------------------------------------------------------------------------------
@@ -484,7 +471,7 @@ def test_backward_may_run_in_another_thread(one_rank: Any) -> None:
 def one_rank() -> Iterator[Any]:
     md.init_process_group("gloo", store=md.HashStore(), rank=0, world_size=1)
     try:
-        yield md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))["tp"]
+        yield md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)).get_group("tp")
     finally:
         md.destroy_process_group()
 
@@ -630,7 +617,7 @@ def test_extremes_and_their_even_split(ranks: Any, axes: list[str], name: str) -
     def body(rank: int, group: Any) -> Any:
         x = xs[rank].clone().requires_grad_()
         value = verb(x, group)
-        return value.detach(), torch.autograd.grad(value, x, y)[0], group.open_group().ranks
+        return value.detach(), torch.autograd.grad(value, x, y)[0], group.ranks
 
     for rank, (value, back, members) in enumerate(on_ranks(ranks, axes, body)):
         wanted = pick.reduce([xs[member].numpy() for member in members])
@@ -673,7 +660,7 @@ def test_extremes_have_the_derivatives_of_one_device(name: str) -> None:
 def test_the_ranks_that_attain_an_extreme_are_counted_by_one_all_reduce() -> None:
     def body(rank: int, group: Any) -> Any:
         x = torch.ones(2, requires_grad=True)
-        channel = group.open_group().open_channel("cpu")
+        channel = group.open_channel("cpu")
         before = channel.recorder.sequence
         value = pmax(x, group)
         between = channel.recorder.sequence

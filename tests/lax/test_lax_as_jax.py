@@ -51,7 +51,7 @@ def as_jax_shows(found: list[np.ndarray], kind: str, axis: Any) -> np.ndarray:
 
 def call(one: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
     if one["verb"] == "pcast":  # the kind of a tensor is not written on it
-        group = md.get_current_mesh()[tuple(one["axis"])]
+        group = md.get_current_mesh()[tuple(one["axis"])].open_group()
         return reducing.pcast(x, group, **one["options"], source=KINDS[one["source"]])
     verb = getattr(lax, one["verb"])
     result: torch.Tensor = verb(x, one["axis"], *one["arguments"], **keywords(one))

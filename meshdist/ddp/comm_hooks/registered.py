@@ -264,17 +264,19 @@ def _check(hook: Callable[..., Any], group: ProcessGroup) -> None:
         ) from None
     of_bucket = [*signature.parameters.values()][1:2]
     for parameter in of_bucket:
-        if not _is_bucket(parameter.annotation):
+        said = parameter.annotation
+        if not isinstance(said, str) and said not in (_EMPTY, Any, GradBucket, TorchBucket):
             raise ArgumentError(
                 f"communication hook {name}: {parameter.name} is annotated as something else than "
                 "a GradBucket",
                 where=where,
                 expected=_SIGNATURE,
-                found=inspect.formatannotation(parameter.annotation),
+                found=inspect.formatannotation(said),
                 fix="annotate it as meshdist.distributed.GradBucket or "
                 "torch.distributed.GradBucket, or leave it without",
             )
-    if not _is_future(signature.return_annotation):
+    said = signature.return_annotation
+    if not isinstance(said, str) and said not in (_EMPTY, Any, _FUTURE):
         raise ArgumentError(
             f"communication hook {name} is annotated to return something else than a Future of a "
             "tensor",
@@ -295,11 +297,3 @@ def _find_signature(hook: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(hook)
     except (TypeError, ValueError):
         return None
-
-
-def _is_bucket(annotation: Any) -> bool:
-    return isinstance(annotation, str) or annotation in (_EMPTY, Any, GradBucket, TorchBucket)
-
-
-def _is_future(annotation: Any) -> bool:
-    return isinstance(annotation, str) or annotation in (_EMPTY, Any, _FUTURE)

@@ -98,7 +98,8 @@ class Devices:
     def _change(self, *, is_deaf: bool) -> None:
         for descriptor in self._listeners:
             # Where the system forbids filters there is none to be taken away, either.
-            with suppress(OSError), _socket_of(descriptor) as listener:
+            # A copy, since closing a socket closes its descriptor, and this one is Gloo's.
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
                 if is_deaf:
                     listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _DROP_ALL)
                 else:
@@ -113,11 +114,6 @@ def _listeners() -> dict[int, int]:
         if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             listeners[os.fstat(descriptor).st_ino] = descriptor
     return listeners
-
-
-def _socket_of(descriptor: int) -> socket.socket:
-    """A socket that is closed without its descriptor, which is Gloo's."""
-    return socket.socket(fileno=os.dup(descriptor))
 
 
 def connects_late() -> bool:

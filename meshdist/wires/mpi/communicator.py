@@ -346,7 +346,8 @@ class MpiCommunicator(Communicator):
                 return self._start(name, prepared, kept, then, buffers)
             operation: Operation = DONE
             call, arguments = getattr(self._comm, name), buffers
-            even = tuple(map(_of_one_size, buffers)) if is_even else ()
+            of_one_size = buffers if is_even else ()  # of which MPI's alltoall takes a single count
+            even = tuple([(memory, counts[0], kind) for memory, (counts, _), kind in of_one_size])
             even_call = self._comm.Alltoall
             turnout = arrivals.enter(prepared.waits, prepared.timeout, is_even=is_even)
             if turnout:  # from here to MPI's call no handler of a signal runs
@@ -443,12 +444,6 @@ class MpiWire(Wire):
             return MpiCommunicator(opening, link, arrivals)
         host = MpiCommunicator(replace(opening, device_type="cpu"), link, arrivals)
         return StagedCommunicator(host)
-
-
-def _of_one_size(cut: tuple[Any, Any, Any]) -> tuple[Any, int, Any]:
-    """Return parts of one size as MPI's alltoall takes them, which counts for one member."""
-    memory, (counts, _), kind = cut
-    return memory, counts[0], kind
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

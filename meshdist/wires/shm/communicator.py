@@ -116,8 +116,8 @@ class ShmCommunicator(Communicator):
         if takes is _IN_PLACE:
             out, count, outs = _placed(gives, outputs, (), scale)
             data, _, ins = _NOWHERE
-            if len(outputs) > 1 or not outputs[0].is_contiguous():
-                layouts = _layouts(outputs)
+            if not all(map(torch.Tensor.is_contiguous, outputs)):  # in row-major order
+                layouts = list(map(_layout, outputs))
         else:
             sent, taken = prepared.sizes or ((), ())
             out, num_out, outs = _placed(gives, outputs, taken, scale)
@@ -337,13 +337,6 @@ def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int
         starts = accumulate([size * item for size in sizes], initial=whole.data_ptr())
         return 0, 0, [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
     return 0, 0, [(tensor.data_ptr(), tensor.numel() * scale) for tensor in tensors]
-
-
-def _layouts(tensors: Tensors) -> Sequence[Layout]:
-    """Return the layout of each tensor; () where all are in row-major order."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return ()
-    return [_layout(tensor) for tensor in tensors]
 
 
 def _layout(tensor: torch.Tensor) -> Layout:
