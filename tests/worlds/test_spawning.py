@@ -217,6 +217,19 @@ def test_a_result_that_cannot_be_sent() -> None:
         md.spawn(lambda: sys._getframe(), nprocs=1)
 
 
+def test_an_exception_that_cannot_be_sent_comes_as_its_text() -> None:
+    def program() -> None:
+        error = ValueError("no data left")
+        error.frame = sys._getframe()  # type: ignore[attr-defined]
+        raise error
+
+    with pytest.raises(
+        md.RankFailedError, match="rank 0 raised ValueError: no data left"
+    ) as caught:
+        md.spawn(program, nprocs=1)
+    assert "in program" in str(caught.value) and "raise error" in str(caught.value)
+
+
 def test_a_timeout_names_the_late_ranks() -> None:
     def program() -> None:
         if os.environ["RANK"] == "1":
