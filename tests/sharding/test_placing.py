@@ -208,6 +208,17 @@ def test_sharded_arrays() -> None:
     md.simulate(program, 4)
 
 
+def test_sharded_arrays_of_read_only_memory_are_resharded() -> None:
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        local = np.arange(2.0) + 2 * mesh.get_rank()
+        local.flags.writeable = False
+        x = md.ShardedArray(local, md.NamedSharding(mesh, md.P("dp")))
+        return md.reshard(x, "n").local.tolist()
+
+    assert md.simulate(program, 2) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
 def test_sharded_arrays_know_how_they_lie() -> None:
     def array(mesh: Any) -> Any:
         return md.ShardedArray(torch.zeros(2, 4), md.NamedSharding(mesh, md.P("a")))
