@@ -143,6 +143,7 @@ def test_transpose_flatten_unflatten_concatenate() -> None:
         assert flat.axis_sizes == {"dp_tp": 8}
         assert flat.get_group().ranks == tuple(range(8))
         assert flat is mesh.flatten()
+        assert mesh.flatten(["tp"], "t").get_group("t") is mesh.get_group("tp")
 
         split = mesh.unflatten("tp", (2, -1), ("ep", "etp"))
         assert split.axis_sizes == {"dp": 2, "ep": 2, "etp": 2}

@@ -9,7 +9,15 @@ import pytest
 import meshdist as md
 from meshdist.sharding.changes import bare, change_between
 from meshdist.sharding.plans import make_plan
-from meshdist.sharding.routes import DEFAULT_LINK, Link, Sum, default_link, find_route, stage_steps
+from meshdist.sharding.routes import (
+    DEFAULT_LINK,
+    Link,
+    Sum,
+    default_link,
+    find_route,
+    num_received_by_all,
+    stage_steps,
+)
 from meshdist.sharding.steps import VerbStep
 from tests.sharding.cases import placed
 from tests.sharding.interpreter import coordinates
@@ -25,6 +33,13 @@ def test_the_price_of_a_route_is_what_its_steps_receive() -> None:
             steps = [s for r in coordinates(source.mesh_sizes) for s in stage_steps(stage, r)]
             received = sum(step.price.received for step in steps)
             assert received == stage.num_received
+
+
+def test_summands_are_priced_by_their_cheapest_sum() -> None:
+    summands = placed((4,), (8,), (), unreduced=(0,))
+    # A sum of which each of four ranks keeps two elements: 4 * 3 * 2. To keep all of it, once more.
+    assert num_received_by_all(summands, placed((4,), (8,), (0,))) == 24
+    assert num_received_by_all(summands, placed((4,), (8,), ())) == 48
 
 
 def test_the_best_route_is_no_worse_than_the_simple_ones() -> None:

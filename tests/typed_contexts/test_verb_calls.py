@@ -13,6 +13,7 @@ import meshdist as md
 from meshdist import lax
 from meshdist.errors import ArgumentError, AxisTypeError
 from meshdist.functional.axis_types import CASTS, GATHERED, KINDS, VERB_KINDS
+from meshdist.typed_contexts.verb_calls import kinds_over
 from tests.typed_contexts.typed_cases import in_mesh, kinds, refusal, varying
 
 PLACES = torch.tensor([[0], [1]])  # a token for the expert of each of two ranks
@@ -199,3 +200,13 @@ def test_the_verbs_of_a_checkpoint_are_plain_when_it_recomputes() -> None:
     assert all(one == found[0] for one in found)
     assert found[0][0] == ""
     assert found[0][1] == pytest.approx([6 * np.cos(6.0)] * 2, rel=1e-5)
+
+
+def test_a_group_that_is_no_axis_makes_nothing_invariant() -> None:
+    def program() -> tuple[dict[str, str], dict[str, str]]:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        diagonals = [md.distributed.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+        mine = diagonals[0 if md.get_rank() in (0, 3) else 1]
+        return kinds_over(mesh, mine, "I"), kinds_over(mesh, mesh["tp"].get_group(), "I")
+
+    assert md.simulate(program, 4) == [({"dp": "V", "tp": "V"}, {"tp": "I"})] * 4
