@@ -307,7 +307,10 @@ def report(rows: Sequence[dict[str, Any]], seed: int) -> str:
     """Return the page of a run: its table, and each mutant that no test caught, with its note."""
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     head = f"By `make mutants` on {date.today()}, seed {seed}; {PACKAGE} {version(PACKAGE)}, "
-    lines = [TITLE, "", head + versions + ".", "", *table(rows), "", "## Not caught", ""]
+    steps = Counter(row["step"] for row in rows if row.get("verdict") in CAUGHT)
+    by_step = ", ".join(f"{steps[step]} at the step *{step}*" for step in STEPS)
+    lines = [TITLE, "", head + versions + ".", f"Caught: {by_step}.", "", *table(rows)]
+    lines += ["", "## Not caught", ""]
     for row in rows:
         if row.get("verdict") not in CAUGHT:
             change = " ".join(f"`{row['was']}` -> `{row['now']}`".split())

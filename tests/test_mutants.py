@@ -140,7 +140,7 @@ def test_rooms_of_every_folder_have_tests() -> None:
 
 def test_the_report_counts_and_tells_what_was_not_caught() -> None:
     rows = [
-        {"name": f"meshdist/mesh/{letter}.py::f", **verdict, "file": f"{letter}.py"}
+        {"name": f"meshdist/mesh/{letter}.py::f", "step": "room", **verdict, "file": f"{letter}.py"}
         | {"function": "f", "was": "a <\n b", "now": "(a <= b)"}
         for letter, verdict in {
             "a": {"verdict": "caught"},
@@ -153,6 +153,16 @@ def test_the_report_counts_and_tells_what_was_not_caught() -> None:
     assert "| mesh | 4 | 2 | 1 | 1 | 1 |" in page and "| all | 4 | 2 | 1 | 1 | 1 |" in page
     assert "* `c.py`, `f`: `a < b` -> `(a <= b)`: equivalent: a is never b" in page
     assert "* `d.py`, `f`: `a < b` -> `(a <= b)`: not run" in page
+
+
+def test_the_report_is_of_the_verdicts_and_has_a_reason_for_each_that_is_left() -> None:
+    file = ROOT / "packaging" / "mutants.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    page = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "\n".join(mutants.table(rows)) in page
+    left = [row for row in rows if row["verdict"] not in mutants.CAUGHT]
+    assert all(row["note"] and f": {row['note']}\n" in page for row in left)
+    assert page.count("\n* ") == len(left)
 
 
 def test_a_run_against_another(tmp_path: Path) -> None:
