@@ -182,7 +182,7 @@ def _end_mpi() -> None:
 def start_mpi() -> Any:
     """Return ``mpi4py.MPI``, started; other threads of this process may use it, too."""
     MPI = load_mpi()
-    with _starting:
+    with _starting.current:
         if not MPI.Is_initialized():
             _initialize(MPI)
     _check_threads(MPI)

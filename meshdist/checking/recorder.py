@@ -94,7 +94,7 @@ class Recorder:
         """Return the core's object that notes calls as ``note`` does; None where it may not."""
         if self._keeps_stacks:
             return None
-        with _making:  # groups may share a communicator
+        with _making.current:  # groups may share a communicator
             if self._of_core is None:
                 self._of_core = make(
                     self.counts,

@@ -51,7 +51,7 @@ def flattened(tree: Any) -> tuple[list[optree.PyTreeAccessor], list[Any], optree
         nodes = [leaf for leaf in leaves if dataclasses.is_dataclass(type(leaf))]
         if not nodes:
             return accessors, leaves, structure
-        with _registering:
+        with _registering.current:
             for node in nodes:
                 if optree.tree_is_leaf(node, namespace=_NAMESPACE):  # its class is new
                     _register(type(node))

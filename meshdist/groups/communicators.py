@@ -459,7 +459,7 @@ class Registry:
 def get_registry(world: World) -> Registry:
     """Return the world's registry, made on first use."""
     if not isinstance(world.registry, Registry):
-        with _making:
+        with _making.current:
             if not isinstance(world.registry, Registry):
                 world.registry = Registry(world)
                 world.closers.append(world.registry.close)

@@ -11,10 +11,10 @@ Drawn case: thread B is inside as thread A forks; the child has thread A alone.
 
     >>> import threading
     >>> lock = ModuleLock()
-    >>> thread = threading.Thread(target=lock.__enter__)
+    >>> thread = threading.Thread(target=lock.current.acquire)
     >>> thread.start(); thread.join()
     >>> lock.renew()  # as in a child
-    >>> with lock: "inside"
+    >>> with lock.current: "inside"
     'inside'
 """
 
@@ -27,22 +27,15 @@ from typing import Any
 
 
 class ModuleLock:
-    """A lock for ``with``, kept as long as the process; ``make`` makes a lock of threading's."""
+    """Holds the lock of a module, for ``with it.current``; ``make`` makes a lock of threading's."""
+
+    # No lock by itself: between steps of an ``__enter__`` in Python a signal's handler may raise,
+    # and the lock would stay held. A thread that forks inside leaves the lock that it has entered.
 
     def __init__(self, make: Callable[[], Any] = threading.Lock) -> None:
-        self._make, self._lock = make, make()
-        # The thread that forks may be inside, and leaves the lock that it has entered.
-        self._entered: list[Any] = []
+        self._make, self.current = make, make()
         os.register_at_fork(after_in_child=self.renew)
-
-    def __enter__(self) -> None:
-        lock = self._lock
-        lock.acquire()
-        self._entered.append(lock)
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.pop().release()
 
     def renew(self) -> None:
         """Take another lock from now on."""
-        self._lock = self._make()
+        self.current = self._make()

@@ -173,7 +173,7 @@ def _take_connection(root: Store, timeout: timedelta) -> _Connection:
     if not isinstance(root, TCPStore):
         return _Connection(root, timeout)
     server = os.getpid(), root.host, root.port
-    with _sharing:
+    with _sharing.current:
         connection = _connections.get(server)
         if connection is None or not connection.store.is_served:
             connection = _connections[server] = _Connection(root, timeout)

@@ -149,7 +149,7 @@ _num_open = 0
 def calls_seen() -> Iterator[None]:
     """Let contexts see calls of custom Functions, and of verbs in place, inside the block."""
     global _num_open
-    with _changing:
+    with _changing.current:
         _num_open += 1
         if _num_open == 1:
             if is_apply_bare:
@@ -160,7 +160,7 @@ def calls_seen() -> Iterator[None]:
     try:
         yield
     finally:
-        with _changing:
+        with _changing.current:
             _num_open -= 1
             if not _num_open:
                 if is_apply_bare:

@@ -291,13 +291,13 @@ def collecting_by_need() -> Iterator[None]:
     """Let ``torch.futures.collect_all`` complete WorkFutures by need in this context."""
     # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     global _num_collecting
-    with _collecting:
+    with _collecting.current:
         _num_collecting += 1
         torch._C._collect_all = _collect_all
     try:
         yield
     finally:
-        with _collecting:
+        with _collecting.current:
             _num_collecting -= 1
             if _num_collecting == 0:
                 torch._C._collect_all = _torchs_collect_all

@@ -495,7 +495,7 @@ _unfolding = ModuleLock(threading.RLock)  # a signal's handler may ask for anoth
 
 def _unfold(work: StartedWork) -> None:
     """Make a Work like others of ``work``, unless another thread just has."""
-    with _unfolding:
+    with _unfolding.current:
         if type(work) is StartedWork:
             fields, is_done = work._started.leave_work(work._result, work._user)
             Work.__init__(work, *fields)

@@ -23,7 +23,7 @@ _joining = ModuleLock(threading.RLock)
 
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
     """Make the world where there is none, for a mesh of all the ranks that were started."""
-    with _joining:
+    with _joining.current:
         end_orphan()
         if find_world() is not None:
             return
@@ -37,7 +37,7 @@ def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
 
 def _join_for_verb() -> None:
     """Join the ranks that a launcher has started, if it has; do nothing otherwise."""
-    with _joining:
+    with _joining.current:
         # A world of torch's is not adopted here: only the program knows whether all of its ranks
         # will come to this verb.
         if torch_distributed.is_initialized() or find_unjoined_place() is None:

@@ -251,7 +251,7 @@ def _failures_left_to_us() -> Iterator[None]:
     """Let a ProcessGroupNCCL made in the context end neither its verbs nor the process."""
     # A failure is raised where it is waited for. Afterwards everything is as before: the program's
     # own groups of torch's keep their protection.
-    with _changing:
+    with _changing.current:
         before = {name: os.environ.get(name) for name in _LEFT_TO_US}
         level = torch_distributed.get_debug_level()
         os.environ.update(_LEFT_TO_US)
