@@ -146,7 +146,8 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
     """Return the mesh of the ranks that take part: as named, or in force, or of the arrays."""
-    return mesh or find_mesh(read_state(call, state, None)[0].arrays.values())
+    found = mesh or find_current_mesh()  # else the state is read once more
+    return found or find_mesh(read_state(call, state, None)[0].arrays.values())
 
 
 def read_state(

@@ -25,6 +25,7 @@ Drawn case: a copy is made by torch without marks, and has them once it stands i
 from __future__ import annotations
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -58,6 +59,8 @@ NOTED_MARKS = "_noted_marks"
 
 class MarkedTensors(dict[str, Any]):
     """A module's parameters or buffers by name, to which it gives the marks that are noted."""
+
+    # Pickles of modules name this class: where it moves, it must be found under this name, too.
 
     notes: Mapping[str, tuple[str, str]] = MappingProxyType({})
     """The owner's; none as long as a pickle is read, whose tensors have their marks."""
@@ -112,7 +115,9 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
     notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
-        if type(tensors) is not MarkedTensors:
+        # Another library's stays, such as a dict that gathers parameters as they are looked up:
+        # then ``restore_marks`` alone writes the marks.
+        if type(tensors) in (dict, OrderedDict):
             owner.__dict__[name] = tensors = MarkedTensors(tensors)
             tensors.notes = notes
     return notes

@@ -1,4 +1,4 @@
-"""Marks that a module notes: restored on copies, and refused where they cannot be written."""
+"""Marks that a module notes: new tensors have them; refused where they cannot be written."""
 
 from __future__ import annotations
 
@@ -214,6 +214,29 @@ def test_a_parametrization_that_takes_a_tensor_over() -> None:
         for each in (later, restore_marks(copy.deepcopy(later))):
             original = each[0].parametrizations.weight.original
             assert str(md.typeof(original)) == "float32[6, 4]{R:tp}"
+
+
+class Counted(dict[str, Any]):
+    """A library's own dict of parameters, such as of parameters that are gathered at need."""
+
+
+def test_another_librarys_dict_of_parameters_stays() -> None:
+    module = nn.Linear(4, 6)
+    module._parameters = Counted(module._parameters)
+    md.annotate(module, {"weight": "f@tp d"})
+    assert type(module._parameters) is Counted
+    copied = copy.deepcopy(module)
+    assert str(md.typeof(copied.weight)) == "float32[6, 4]"
+    assert str(md.typeof(restore_marks(copied).weight)) == "float32[6@tp, 4]"
+
+
+def test_pickles_find_the_class_of_their_dicts() -> None:
+    # Under this name pickles of earlier versions name it.
+    kind, *_ = block().norm._parameters.__reduce_ex__(2)[1]
+    assert (kind.__module__, kind.__qualname__) == (
+        "meshdist.typed_contexts.module_marks",
+        "MarkedTensors",
+    )
 
 
 def test_later_annotations_win() -> None:
