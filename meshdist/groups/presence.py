@@ -37,7 +37,6 @@ from ..error_text import ranks_text
 from ..errors import StoreError
 from ..runtime.deadlines import Grace, Looks
 from ..runtime.hosts import IN_GOOD_ORDER
-from ..wires.operations import WireFailure
 from .agreement import Agreement
 from .host_comparison import key_of_all
 from .signals import Endings
@@ -97,20 +96,21 @@ class Presence:
                 for old in (key_of_all(key), *(f"{key}/{name}" for name in names)):
                     world.store.delete_key(old)
 
-    def make_check(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], None]:
-        """Return a check for members that connect: it raises where another cannot come any more."""
+    def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
+        """Return a search, of members that connect, for those that cannot come any more."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = head_count_of(agreement.members, self.world.hosts)
+        key = key_of_opened(agreement)  # the search lives as long as what is opened
 
-        def look() -> None:
+        def look() -> str:
             ended = self.endings.find_all(ranks)
             # A member that has opened what was agreed upon may leave in good order before others.
             left = {rank for rank, how in ended.items() if how in IN_GOOD_ORDER}
-            absent = counts.find_absent(read, [key_of_opened(agreement)], left)
-            if lost := (ended.keys() - left).union(absent):
-                raise WireFailure(f"{ranks_text(lost)} cannot come any more")
+            absent = counts.find_absent(read, [key], left)
+            lost = (ended.keys() - left).union(absent)
+            return f"{ranks_text(lost)} cannot come any more" if lost else ""
 
-        return lambda: looks.take(look)
+        return lambda: looks.take(look) or ""
 
 
 def key_of_opened(agreement: Agreement) -> str:

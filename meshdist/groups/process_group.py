@@ -365,7 +365,7 @@ class ProcessGroup(VerbMethods):
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
         opening = replace(
             self._opening(label, device_type, timeout),
-            check_present=registry.presence.make_check(agreement, self.ranks),
+            find_lost=registry.presence.make_search(agreement, self.ranks),
         )
         with self._explained_opening(wire):
             try:

@@ -152,14 +152,16 @@ class Looks:
         first_s = first_look_s(num_members) * 4 ** min(place - 1, _MOST_FOLDS)
         self._begin, self._due = time.monotonic(), Grace(first_s)
 
-    def take(self, look: Callable[[], object]) -> None:
-        """Call ``look`` if the scheduled time has come, and then schedule the next look."""
-        if self._due.is_over:
-            begin = time.monotonic()
-            look()
-            end = time.monotonic()
-            rests = _REST_PER_WAIT * (end - self._begin), _REST_PER_LOOK * (end - begin)
-            self._due = Grace(max(rests))
+    def take(self, look: Callable[[], T]) -> T | None:
+        """Return what ``look`` returns, if its time has come, and schedule the next look."""
+        if not self._due.is_over:
+            return None
+        begin = time.monotonic()
+        found = look()
+        end = time.monotonic()
+        rests = _REST_PER_WAIT * (end - self._begin), _REST_PER_LOOK * (end - begin)
+        self._due = Grace(max(rests))
+        return found
 
 
 def wait_until(

@@ -111,7 +111,9 @@ def reshard(
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
-    return _resharded("reshard", x, tensor, pattern, asked, more, request, check)
+    found = _find_resharding("reshard", tensor.shape, pattern, asked, more, request)
+    result = found(tensor, check)
+    return result if tensor is x else like(result, x)
 
 
 def _request_between(
@@ -183,7 +185,9 @@ def shard(
         return shard_request(pattern, mesh, shape, sizes)
 
     more = tuple(sizes.items())
-    return _resharded("shard", whole, tensor, pattern, mesh, more, request, check)
+    found = _find_resharding("shard", tensor.shape, pattern, mesh, more, request)
+    result = found(tensor, check)
+    return result if tensor is whole else like(result, whole)
 
 
 @one_frame
@@ -248,7 +252,9 @@ def unshard(
 
     if root is None:
         more = (known, *sizes.items())
-        return _resharded("unshard", local, tensor, lies, mesh, more, request)
+        found = _find_resharding("unshard", tensor.shape, lies, mesh, more, request)
+        result = found(tensor, False)
+        return result if tensor is local else like(result, local)
     where = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", where)
     asked = _make_request(request, where, tuple(tensor.shape), mesh)
@@ -256,28 +262,25 @@ def unshard(
     return None if whole is None else like(whole, local)
 
 
-def _resharded(
+def _find_resharding(
     verb: str,
-    x: Array,
-    tensor: torch.Tensor,
+    shape: torch.Size,
     pattern: Any,
     mesh: DeviceMesh | None,
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
-    check: bool | None = False,
-) -> Array:
-    """Return the result of a call whose resharding the mesh keeps from its first use on."""
+) -> Resharding:
+    """Return the resharding of a call, which the mesh keeps from its first use on."""
     where: Any = mesh
     if where is None:
         where = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
-    key = (verb, pattern, tensor.shape, more)
+    key = (verb, pattern, shape, more)
     found = where.caches.find(Resharding, key) if isinstance(where, DeviceMesh) else None
     if found is None:
         where = _mesh_of(verb, pattern, mesh)
-        asked = _make_request(request, where, tensor.shape, mesh)
+        asked = _make_request(request, where, shape, mesh)
         found = where.caches.keep(Resharding, key, Resharding(asked))
-    result = found(tensor, check)
-    return result if tensor is x else like(result, x)
+    return found
 
 
 def _make_request(

@@ -23,6 +23,7 @@ from ..reduce_ops import ReduceKind, ReduceOp, find_refusal
 from ..runtime.hosts import MORE_DESCRIPTORS, find_thread_lack, make_descriptor_room
 from ..verb_table import REDUCING_VERBS
 from .communicator import Communicator
+from .operations import WireFailure
 
 _MORE = 12  # descriptors, which the opening of any groups needs for a moment
 
@@ -42,8 +43,8 @@ class Opening:
         name: what messages call the group that opens it.
         num_local: how many ranks of the world run on this host.
         hosts: the number of each member's host; () where that is not known.
-        check_present: called now and then while members connect; raises WireFailure where one of
-            them has ended before that.
+        find_lost: called now and then while members connect; says which of them have ended before
+            that, "" for none.
         look: called now and then, by a wire that does not compare calls, while a caller waits;
             raises WireFailure where that is in vain. None where calls are not compared for it.
     """
@@ -59,8 +60,13 @@ class Opening:
     name: str = ""
     num_local: int = 1
     hosts: tuple[int, ...] = ()
-    check_present: Callable[[], None] = lambda: None
+    find_lost: Callable[[], str] = str
     look: Callable[[], None] | None = None
+
+    def check_present(self) -> None:
+        """Raise WireFailure where a member that is waited for has ended."""
+        if lost := self.find_lost():
+            raise WireFailure(lost)
 
     def below(self, prefix: str, **changes: Any) -> Opening:
         """Return this opening with other keys, below ``prefix``, and with ``changes``."""

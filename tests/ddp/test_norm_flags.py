@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from torch import nn
 
 import meshdist as md
@@ -153,6 +153,7 @@ def presences(draw: st.DrawFn) -> Any:
 
 
 @given(presences(), st.booleans())
+@example(case=((2, 2, 2), [frozenset({"dp", "tp"})], 434), agrees=False)  # none in the second pod
 def test_the_sum_of_flags_is_zero_where_holders_agree_alone(case: Any, agrees: bool) -> None:
     shape, cuts, seed = case
     draws = torch.Generator().manual_seed(seed)

@@ -283,7 +283,7 @@ def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared],
     seconds = opening.timeout.total_seconds()
     try:
         of_group = opening.store, opening.rank, opening.ranks
-        share(*of_group, make, attach_and_close, seconds, opening.check_present)
+        share(*of_group, make, attach_and_close, seconds, opening.find_lost)
     except BaseException:
         made.clear()  # nothing of it stays, however long the error is kept
         raise

@@ -55,7 +55,7 @@ def share(
     make_memory: Callable[[], int],
     attach: Callable[[Shared], None],
     timeout_s: float,
-    check_present: Callable[[], None] = lambda: None,
+    find_lost: Callable[[], str] = str,
 ) -> None:
     """Share memory among the members of one group; return when all of them have attached to it.
 
@@ -66,13 +66,13 @@ def share(
         make_memory: makes the memory and returns its open file; called on the first member.
         attach: begins to use it; called on every member. Raises OSError, MemoryError or
             RuntimeError where it cannot.
-        check_present: raises WireFailure where a member has ended before it came.
+        find_lost: says which members have ended before they came, "" for none.
     """
     try:
         with ExitStack() as stack:  # what is still open is closed when the reason is known to all
             try:
                 deadline = Grace(timeout_s + (_GRACE_S if rank else 0.0))
-                of_group = store, rank, ranks, make_memory, attach, check_present
+                of_group = store, rank, ranks, make_memory, attach, find_lost
                 member = _Member(*of_group, deadline, stack)
                 if rank == 0:
                     member.lead()
@@ -94,7 +94,7 @@ class _Member:
     ranks: Sequence[int]
     make_memory: Callable[[], int]
     attach: Callable[[Shared], None]
-    check_present: Callable[[], None]
+    find_lost: Callable[[], str]
     deadline: Deadline
     stack: ExitStack
     next_look: Deadline = field(default_factory=lambda: Grace(_SLICE_S))  # into the store
@@ -202,10 +202,8 @@ class _Member:
 
     def _look(self) -> None:
         """Raise where a member that is waited for has ended."""
-        try:
-            self.check_present()
-        except WireFailure as gone:
-            raise _Trouble("left", str(gone)) from None
+        if lost := self.find_lost():
+            raise _Trouble("left", lost)
 
 
 @contextmanager
