@@ -319,8 +319,9 @@ def _whole_numbers(
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
     """Return ``perm`` as pairs of numbers; raise if a place is twice a source or destination."""
     pairs: list[tuple[int, int]] = []
-    for pair in perm if isinstance(perm, (list, tuple)) else [perm]:
-        if pair is perm or not isinstance(pair, (list, tuple)) or len(pair) != 2:
+    is_list = isinstance(perm, (list, tuple))
+    for pair in perm if is_list else [perm]:
+        if not is_list or not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise KindError(
                 "ppermute: perm must be a list of pairs (source, destination)",
                 found=f"{perm!r}, a {type(perm).__name__}",
