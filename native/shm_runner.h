@@ -38,11 +38,12 @@ class ShmRunner final : public Runner {
 
   void run(Message& message, nb::handle x, Entry& entry) override {
     const Plain& plain = message.plain;
-    const std::uint64_t note = entry.num_notes() + 1;
+    // As the other side is told; a finalizer that notes a call of its own meanwhile takes that number.
+    std::uint64_t note = entry.num_notes() + 1;
     const TransferPtr transfer = core_.transfer(message.is_send, plain.address, plain.count, plain.code,
                                                 message.member, message.number, note);
     const int status = core_.run_transfer(transfer, timeout_, [&] {
-      entry.note(message);
+      note = entry.note(message);
       if (!message.is_send) entry.note_write(tuple_of(x));
     });
     if (status != 0) {

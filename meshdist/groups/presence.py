@@ -101,6 +101,7 @@ class Presence:
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = head_count_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened
+        known = ""
 
         def look() -> str:
             ended = self.endings.find_all(ranks)
@@ -110,7 +111,12 @@ class Presence:
             lost = (ended.keys() - left).union(absent)
             return f"{ranks_text(lost)} cannot come any more" if lost else ""
 
-        return lambda: looks.take(look) or ""
+        def search() -> str:
+            nonlocal known  # else a second thread of the opening would wait for the next look
+            known = known or looks.take(look) or ""
+            return known
+
+        return search
 
 
 def key_of_opened(agreement: Agreement) -> str:
