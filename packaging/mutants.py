@@ -23,9 +23,9 @@ fails is run again without the mutant: where it fails there, too, it is left out
 ``--again`` forgets those that no test caught. ``--against`` takes the mutants of another run, says
 which no longer exist, and fails if a mutant that was caught is caught no more.
 
-mutmut 3 and cosmic-ray 8 were tried on paper: the former must first run the whole suite under
-coverage, which does not see ranks in processes of their own; the latter has one command of tests
-for all mutants; neither draws by a seed.
+mutmut 3 and cosmic-ray 8 serve less, by their documents: the former first runs the whole suite
+under coverage, which does not see ranks in processes of their own; the latter has one command of
+tests for all mutants; neither draws by a seed.
 """
 
 from __future__ import annotations
