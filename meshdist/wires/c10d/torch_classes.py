@@ -22,7 +22,7 @@ from ...runtime.bounded_calls import BoundedCall
 from ...runtime.hosts import num_cores
 from ...runtime.module_locks import ModuleLock
 from ..communicator import Communicator
-from ..operations import WireFailure, WireTimeout, failure_of, plain_text
+from ..operations import WireFailure, WireRefused, WireTimeout, failure_of, plain_text
 from ..registry import Opening, Wire, find_wire, register_wire
 from .communicator import C10dCommunicator
 from .enqueued import ENDS_LATER, EnqueueingCommunicator
@@ -122,6 +122,8 @@ class GlooWire(Wire):
             options._timeout = opening.timeout
         except TimeoutError:
             raise WireTimeout.after(opening.timeout) from None
+        except WireRefused:
+            raise
         except Exception as error:  # interfaces that cannot meet explain any of them
             with suppress(RuntimeError):  # the store may be lost
                 check_interfaces(opening, timedelta(0))
