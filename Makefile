@@ -46,7 +46,7 @@ test: $(VENV)/.rewritten lint ## format, lint, words, types, and every test but 
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 quick: $(VENV)/.rewritten lint ## format, lint, types, pure rooms, simulated ranks, shared memory; says what it left out
-	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test ## the long tables and stress tests
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
