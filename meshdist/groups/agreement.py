@@ -77,18 +77,20 @@ _MOST_MISSING = 8
 _TELLING_S = 5.0
 """How long the first member that gives up may take to tell the others what is missing."""
 _MOST_ENDS = 8
+_WAITING = "agree/waiting"
 _SURE_S = 1.5
 _SURE_AMONG_THREADS_S = 20.0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """An agreement that the members of a group have come to.
+    """Result of an agreement: the communicators that its members may share and have opened.
 
     Args:
         name: its name in the store, equal on all members, and no other agreement's.
-        shared: by slot, the labels of communicators that all ranks of the slot's group have open.
-        opened: the communicators that this rank has opened by it.
+        shared: ``{slot: label}`` of communicators that all ranks of a group have open; a slot is
+            the text under which each of these ranks has offered its communicator.
+        opened: the communicators that this rank has opened since, for a group of this agreement.
     """
 
     name: str
@@ -97,29 +99,30 @@ class Agreement:
     opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
-        """Return the label of the communicator that ``ranks`` will use, equal on all of them."""
+        """Return the label shared under ``slot``, else a new label for a group of ``ranks``."""
         # All of them may still have a communicator of these ranks open: then they share it.
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
 
 class JoinContext(Protocol):
-    """The part of this rank's join context that is used where groups are opened."""
+    """The methods of this rank's join context that are called where groups are opened."""
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
-        """Return those of ``ranks`` that have no data left and come to no agreement meanwhile."""
+        """Return those of ``ranks`` without data left, which make no agreement meanwhile."""
 
     def cover(self, group: Any) -> None:
-        """Let all calls of a ``ProcessGroup`` be announced, as far as it is open."""
+        """Let this context see all later calls on the channels that ``group`` has open."""
 
     def announce_call(self, group: Any, verb: str) -> list[int]:
-        """Announce a call that no channel carries; return the members that have data."""
+        """Tell the members of a call that no channel carries; return the ranks that have data."""
 
 
 @dataclass(frozen=True)
 class Agreements:
-    """The agreements of one world, as one rank takes part in them.
+    """Maker of agreements between this rank and other ranks of ``world``.
 
     Args:
+        endings: knows which ranks have ended.
         find_guard: returns the join context that this rank is in, or None.
     """
 
@@ -138,7 +141,7 @@ class Agreements:
         ends: Offers = NO_OFFERS,
         lack: str = "",
     ) -> Agreement:
-        """Return when all of ``ranks`` have come with an equal ``definition``.
+        """Return the Agreement once all ``ranks`` have called with an equal ``definition``.
 
         Args:
             kind: what is being made, for messages and keys ("mesh", "group").
@@ -190,7 +193,7 @@ class Agreements:
 
 @dataclass(eq=False)
 class _PendingAgreement:
-    """An agreement in the making, as this rank takes part in it."""
+    """Part of this rank in an agreement: its counts in the store, its wait, and the outcome."""
 
     # The keys below its ``name``: ``DIGEST/...`` counts members by definition, ``came`` all of
     # them; ``DIGEST/about`` is a definition, ``digest/NUMBER`` lists the digests; ``outcome``.
@@ -219,13 +222,13 @@ class _PendingAgreement:
         self._notice_due: Grace | None = Grace(first_look_s(len(self.members)))
         self._suspicion, self._suspects_since = "", 0.0
 
-    def come(self, offers: Iterable[str], lack: str) -> None:
-        """Count this rank as present, after its ``offers``; the last member writes the outcome."""
+    def come(self, offer_keys: Iterable[str], lack: str) -> None:
+        """Store ``lack``; count ``offer_keys`` and this rank; the last rank writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
             store.set(f"{name}/lack", "")
-        for key in offers:
+        for key in offer_keys:
             self._count(key, 1)
         # What is taken back would leave a wrong bit in the number of another that has come.
         counted = self._all if self.guard is None else self._block
@@ -242,7 +245,7 @@ class _PendingAgreement:
         self._looks = {it: Looks(len(self.members), k) for it, k in counted_as.items()}
 
     def take_back(self) -> None:
-        """Undo ``come``: subtract what this rank has counted in the store."""
+        """Undo ``come``: subtract each amount that this rank has added in the store."""
         while self._counted:
             key, amount = self._counted.pop()
             self._store.add(key, -amount)
@@ -253,11 +256,11 @@ class _PendingAgreement:
         return number
 
     def _is_first_to(self, end: str) -> bool:
-        """Return whether this rank is the first to claim the end, and so writes the outcome."""
+        """Store ``end`` as claim to the outcome if none is; return whether ``end`` is stored."""
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
-        """Write the outcome, now that all members have come."""
+        """Write the outcome for members that all came: they agree, differ, or lack something."""
         name, found = self.name, dict[int, dict[str, Any]]()
         digests = self._digests(name, self._digest)
         for digest in digests if len(digests) > 1 else ():
@@ -273,12 +276,12 @@ class _PendingAgreement:
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
     def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
-        """Write the outcome of this agreement, or of ``name``, unless it is written already."""
+        """Write ``how`` and ``more`` as outcome of agreement ``name`` ("": this) if it has none."""
         text = json.dumps({"how": how, "by": self._rank, **more})
         self._store.compare_set(f"{name or self.name}/outcome", "", text)
 
     def await_outcome(self) -> None:
-        """Wait for the outcome, and write the outcome where other members do not come in time.
+        """Wait until an outcome is written; write it if members are missing at the deadline.
 
         Raises:
             JoinError: a missing member has no data left.
@@ -305,7 +308,7 @@ class _PendingAgreement:
         self._decide("late", missing=missing, found=grouped_text(texts.items()))
 
     def leave(self, error: BaseException) -> None:
-        """Write an outcome that says that ``error`` ended this rank's wait, counted or not."""
+        """Write the outcome that ``error`` ended this rank's wait, unless the store is lost."""
         if isinstance(self._store, SimulatedStore):  # its ranks end together
             return
         with suppress(RuntimeError):  # the store may be lost
@@ -314,20 +317,20 @@ class _PendingAgreement:
                 why = f"rank {self._rank} was interrupted by {why}"
                 self._decide("left", missing=[self._rank], found=why)
             if self._notice_due is None:  # others would take this rank for one that waits
-                self._store.delete_key(_notice_key(self._rank))
+                self._store.delete_key(f"{_WAITING}/{self._rank}")
 
     def _look(self) -> None:
-        """Look for missing members when a look is due; raise where they have no data left."""
+        """Post this rank's wait, search for missing members, when due; raise if any has no data."""
         self._refuse_joined()
         if self._notice_due is not None and self._notice_due.is_over:
             self._notice_due = None
             notice = [self.name, self._digest, _has_other_threads()]
-            self._store.set(_notice_key(self._rank), json.dumps(notice))
+            self._store.set(f"{_WAITING}/{self._rank}", json.dumps(notice))
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
     def _look_at(self, counted: HeadCount) -> None:
-        """Write the outcome if all have come, or missing members cannot come any more."""
+        """Write the outcome if all members came, or some of those in ``counted`` never can."""
         missing = self._find_missing(counted, most=_MOST_MISSING)
         if not missing and counted is self._all:  # the last may have ended before it concluded
             self._conclude()
@@ -344,12 +347,12 @@ class _PendingAgreement:
     def _find_missing(
         self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
-        """The members in ``counted`` that have not come, as ``find_absent`` finds them."""
+        """Return ranks of ``counted`` (in ``among``) that have not come; search up to ``most``."""
         keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
         return counted.find_absent(self._read, keys, among, most)
 
     def _end_if_crossing(self, missing: list[int]) -> None:
-        """Write the outcomes of this and another agreement whose members wait for each other."""
+        """Write "crossed" to this and another agreement once they surely wait for each other."""
         found = self._find_crossing(missing)
         name, text, has_threads = found or ("", "", False)
         now, patience_s = time.monotonic(), _SURE_AMONG_THREADS_S if has_threads else _SURE_S
@@ -360,12 +363,11 @@ class _PendingAgreement:
             self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
 
     def _find_crossing(self, missing: list[int]) -> tuple[str, str, bool] | None:
-        """Find a missing rank that waits in another agreement for a rank that waits here."""
-        # Returns that agreement's name, rank and agreement as text, and whether either rank has
-        # other threads, by which it may yet come.
+        """Return name, text, has_threads of an agreement that waits for ranks here, or None."""
+        # The text names the rank, too. By other threads either rank may yet come.
         others = set(self.members).difference(missing)
         for rank in missing[:_MOST_MISSING]:
-            key = _notice_key(rank)
+            key = f"{_WAITING}/{rank}"
             if (value := self._peek(key)) is None:
                 continue
             notice = parse_value(key, value, lambda it: (str(it[0]), str(it[1]), bool(it[2])))
@@ -383,13 +385,13 @@ class _PendingAgreement:
         return None
 
     def _find_joined_before(self) -> list[int]:
-        """The members that have no data left and had not come before."""
+        """Return the members that have no data left in a join context and have not come."""
         # These first: one may come and then join meanwhile.
         joined = self.guard.find_joined(self.members) if self.guard else ()
         return self._find_missing(self._all, joined) if joined else []
 
     def _refuse_joined(self) -> None:
-        """Raise where members do not come since they have no data left."""
+        """Raise JoinError if members that have not come have no data left in a join context."""
         joined = self._find_joined_before()
         if not joined:
             return
@@ -402,7 +404,7 @@ class _PendingAgreement:
         )
 
     def raise_unless_agreed(self) -> None:
-        """Raise the error of the outcome, the same on every member, unless all have agreed."""
+        """Read the outcome from the store, and raise its error unless it is "agreed"."""
         key, kind, rank = f"{self.name}/outcome", self.kind, self._rank
         outcome = parse_value(key, self._peek(key) or b"", _parse_outcome)
         how, found, missing = outcome["how"], outcome["found"], outcome["missing"]
@@ -441,7 +443,7 @@ class _PendingAgreement:
         raise kind_of_error(summary, where=where, expected=same, found=found, fix=fix)
 
     def _peek(self, key: str) -> bytes | None:
-        """The value of ``key``, None where it is not set; no simulated rank runs meanwhile."""
+        """Return the value of ``key``, or None, without a wait or a switch of simulated ranks."""
         store = self._store
         return store.peek(key) if isinstance(store, SimulatedStore) else find_value(store, key)
 
@@ -449,14 +451,14 @@ class _PendingAgreement:
         return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self, name: str, digest: str) -> list[str]:
-        """Return the digests of all definitions with which members came to ``name``."""
+        """Return the digests of all definitions brought to agreement ``name``, or ``[digest]``."""
         keys = [f"{name}/digest/{k + 1}" for k in range(self._read(f"{name}/digests"))]
         if len(keys) < 2:
             return [digest]
         return [value.decode() for key in keys if (value := self._peek(key)) is not None]
 
     def _read_about(self, name: str, digest: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """The definition with a digest, and its members."""
+        """Return the definition with ``digest`` in the agreement ``name``, and its members."""
 
         def parse(value: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
             definition, runs = value
@@ -471,7 +473,7 @@ class _PendingAgreement:
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked fields of an agreement's outcome."""
+    """Return an outcome's fields in their types; raise an error if some are missing or wrong."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),
@@ -481,7 +483,7 @@ def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str:
-    """Return a line per distinct definition: its ranks, and each entry in which they differ."""
+    """Return a line per distinct definition: ranks, text, and entries that are not equal on all."""
     keys = sorted({key for definition in definitions for key in definition} - {"text"})
     differing = [k for k in keys if len({json.dumps(d.get(k)) for d in definitions}) > 1]
     lines = []
@@ -491,12 +493,8 @@ def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str
     return grouped_text(lines)
 
 
-def _notice_key(rank: int) -> str:
-    return f"agree/waiting/{rank}"
-
-
 def _has_other_threads() -> bool:
-    """Return whether another thread of this process might open a group of its own."""
+    """Return whether threads run beside the current thread and "meshdist-..." threads."""
     return any(
         thread is not threading.current_thread() and not thread.name.startswith("meshdist-")
         for thread in threading.enumerate()

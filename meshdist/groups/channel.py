@@ -48,20 +48,20 @@ _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 
 
 class CallGuard(Protocol):
-    """A join context, which announces the calls of its channels to ranks that have no data."""
+    """A join context, which tells ranks without data of each call on the channels it guards."""
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
-        """Enter a call in place of ``Channel.enter``, which it asks with ``is_guarded=False``."""
+        """Tell the members of ``prepared``, then do as ``channel.enter`` without a guard does."""
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
-        """Raise where a message can never come or go, before anything is sent."""
+        """Raise JoinError, before data is sent, if ``peer`` has no data left and cannot answer."""
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """The error to raise in place of that of a call that failed."""
+        """Return the error of a member that left and so made the call fail, or ``error`` itself."""
 
 
 class Channel:
-    """The way on which a group moves tensors of a device type.
+    """Runner of a group's calls on one device type, which notes, compares and starts each call.
 
     Args:
         opened: the communicator, which other groups may use as well.
@@ -122,18 +122,18 @@ class Channel:
             self.fast_path = self.communicator.fast_path(entry, self._explain, self.timeout, works)
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """Return the error of the failed call noted under the number ``note``; None: the last."""
+        """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
         error = self._explain(failure, note)
         return error if self.guard is None else self.guard.cause_of(self, error)
 
     @property
     def demands_layouts(self) -> bool:
-        """Return whether members whose tensors lie otherwise in memory are found to disagree."""
+        """Return whether members' tensors must have equal memory layouts, which are compared."""
         # In a join context are members that know only how much is sent.
         return self.opened.sees_all_calls and self.guard is None
 
     def failed(self, error: BaseException) -> BaseException:
-        """The error to raise for a failed collective; a signal handler's breaks the group."""
+        """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``."""
         if isinstance(error, WireFailure):
             return self.explain(error)
         return self.explain(Interrupted(error)) if is_of_handler(error) else error
@@ -145,7 +145,7 @@ class Channel:
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Return whether a member has come to the next collective, ``verb`` if the wire tells."""
+        """Return whether a member is in the next collective, ``verb`` if the wire can tell."""
         table = self.header_table
         if table is None:
             return self.communicator.is_awaited(verb)
@@ -158,7 +158,7 @@ class Channel:
         *,
         is_guarded: bool = True,
     ) -> None:
-        """Note a collective that this rank is about to start, and compare it with the others'.
+        """Note the collective ``prepared``, and compare it with the calls of the others.
 
         Args:
             prepared: its verb, op, root and title must be equal on all members, and so must the
@@ -202,7 +202,7 @@ class Channel:
             self._compare_before_data_move(call, tensor, sent, taken)
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
-        """Start a call, and wait for it, or return its Work.
+        """Start ``prepared`` and wait for its end; with ``is_async`` return its Work at once.
 
         Raises:
             AgreementError, CollectiveTimeoutError: as ``enter``; of a message, its counterpart has
@@ -225,7 +225,7 @@ class Channel:
         return None
 
     def start_entered(self, prepared: PreparedCall) -> None:
-        """Start a collective that ``enter`` has let through."""
+        """Start a collective that ``enter`` noted; set ``prepared.operation``, or raise."""
         if prepared.written:
             prepared.begin_here()
         prepared.recorder = self.recorder
@@ -236,14 +236,14 @@ class Channel:
             raise self._failed(prepared, error) from None
 
     def start_together(self, messages: Sequence[PreparedCall]) -> None:
-        """Start messages, which ``finish`` or a Work waits for; their order does not matter."""
+        """Start sends and receives in a batch without order; ``finish`` or a Work awaits each."""
         with self.communicator.batch(self.explain):
             for message in messages:
                 message.timeout = self.timeout
                 self._start_message(message)
 
     def finish(self, prepared: PreparedCall, left: timedelta | None = None) -> None:
-        """Wait for a call, ``left`` of its timeout; its result lies in the caller's arrays then."""
+        """Wait for a call, ``left`` or its timeout at most; copy results to the caller's arrays."""
         operation = prepared.operation
         try:
             if operation is not DONE:
@@ -256,7 +256,7 @@ class Channel:
             prepared.finish_here()
 
     def work(self, prepared: PreparedCall) -> Work:
-        """Wrap a started call for a caller that waits later."""
+        """Return the Work of a started call, for a caller that waits later."""
         written, result = prepared.written, prepared.result
         results = list(map(itemgetter(0), written) if result is None else result)
         number = self.recorder.num_notes if prepared.number is None else prepared.number
@@ -279,7 +279,7 @@ class Channel:
         )
 
     def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
-        """Enter a collective on tensors in another order of memory, which are copied if need be."""
+        """Enter a collective on tensors not in row-major order: as they lie, flat, or copied."""
         tensors, op = prepared.inputs, prepared.op
         if self.communicator.takes_layouts(prepared.way, tensors, op):
             self.enter(prepared)
@@ -291,7 +291,7 @@ class Channel:
             prepared.travel_as([tensor.contiguous() for tensor in tensors], are_copies=True)
 
     def _start_message(self, prepared: PreparedCall) -> None:
-        """Start a message, and compare it with its counterpart if that is noted already."""
+        """Note and start a send or receive; raise if its counterpart, if noted, does not fit."""
         # A receive whose sender is known only later is compared then: ``finish`` raises.
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
@@ -335,7 +335,7 @@ class Channel:
             raise self._failed(prepared, failed) from None
 
     def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
-        """The error to raise of a call that did not start or end well."""
+        """Return the error to raise for ``error``, by which a call did not start or end."""
         if isinstance(error, WireFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)
@@ -349,13 +349,13 @@ class Channel:
         return self.opened.label in self.aborts
 
     def refuse_broken(self) -> None:
-        """Raise where the group is broken: the error of a call that nobody waited for, if any."""
+        """Raise if the group is broken: the unseen error of an earlier call, else the reason."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
             raise self.explain(WireAborted("the group is broken")) if error is None else error
 
     def check_calls(self) -> None:
-        """Raise where the calls of hosts differ, though the wire has carried them."""
+        """Compare calls with members on other hosts now; raise AgreementError if they differ."""
         try:
             self._others.compare_again()
         except MembersDisagree as failure:
@@ -372,7 +372,7 @@ class Channel:
             self.refuse_broken()
 
     def _native_entry(self) -> Any:
-        """The native core's ``enter``, for plain calls; None where there is none."""
+        """Return the native Entry that notes and compares plain calls; None without native code."""
         notes = None
         if core is not None:
             notes = self.recorder.for_core(core.Notes)
@@ -402,7 +402,7 @@ class Channel:
 
     @property
     def _most_level(self) -> DebugLevel:
-        """The highest debug level at which data may move before all members have come."""
+        """Return the highest debug level at which data may move before all members have called."""
         return DebugLevel.OFF if self.communicator.on_stream else DebugLevel.INFO
 
     def _compare_before_data_move(
@@ -412,7 +412,7 @@ class Channel:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> None:
-        """Compare the call that was noted last with all members', where that is done first."""
+        """Compare ``call`` with all members' before data move, if the debug level asks for that."""
         # On a wire whose verbs are enqueued the others wait no more as a late member differs.
         compares_first = get_debug_level().value > self._most_level.value
         try:
@@ -427,7 +427,7 @@ class Channel:
             raise self.failed(error) from None
 
     def _wait_for_all(self) -> None:
-        """Wait until all members have come to the call that was noted last; compare it."""
+        """Wait for all members to make the call noted last; raise if late, or if calls differ."""
         header_table, sequence = self.header_table, self.recorder.sequence
         if header_table is None:  # there are no others
             return
@@ -440,7 +440,7 @@ class Channel:
     def _wait_for_the_slowest(
         self, header_table: HeaderTable, sequence: int, is_uneven: bool
     ) -> None:
-        """Wait until no member still needs the header-table entry that the call overwrites."""
+        """Wait until no member needs the header entry that call ``sequence`` replaces, or raise."""
         check = self.refuse_broken
         member = header_table.wait_for_the_slowest(sequence, is_uneven, self.timeout, check)
         if member is not None:
@@ -454,7 +454,7 @@ class Channel:
         taken: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        """Compare headers by a gather of their own, on the call's device: no memory is shared."""
+        """All-gather the header and sizes of a call on ``device``; raise if members' differ."""
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]
@@ -476,7 +476,7 @@ def _disagreement(
     number: int,
     message: tuple[bool, int, int] | None = None,
 ) -> MeshdistError:
-    """The error of members whose calls differ, or whose messages do; raised on all of them."""
+    """Return the error of a call ``number``, or a message (is_send, peer, tag), that differs."""
     return explain(MembersDisagree("the members' calls differ", number, message))
 
 

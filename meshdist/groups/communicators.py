@@ -99,7 +99,7 @@ class OpenCommunicator:
         return any(isinstance(refer, ref) for refer in list(self.users.values()))
 
     def groups(self) -> list[Any]:
-        """The groups that use this communicator, also groups that the program has dropped."""
+        """Return the groups that use this communicator, also those that the program has dropped."""
         grace = Grace(_COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
             time.sleep(0)  # another thread collects it, and calls `drop` next
@@ -114,7 +114,7 @@ class OpenCommunicator:
             self.header_table.leave()
 
     def close(self) -> None:
-        """Close this member's communicator, its tables and its matching; calls that wait fail."""
+        """Close the communicator and its tables; receives that wait for a sender fail."""
         self.is_closed = True
         if self.matching is not None:
             self.matching.close()
@@ -152,7 +152,7 @@ class Registry:
         self._signals: SignalThread | None = None
 
     def start(self) -> None:
-        """Look for signals of other processes; simulated ranks need none."""
+        """Start this rank's signal thread, and register its end; do nothing on simulated ranks."""
         world = self.world
         if world.is_simulated:
             return
@@ -166,7 +166,7 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield a function by which the members agree on what the context's body then opens.
+        """Yield a function that makes the Agreement for what the body opens; await members.
 
         Args:
             agreement: what the members are known to agree on.
@@ -205,7 +205,7 @@ class Registry:
                 _log.warning("calls on a group that was dropped, and is closed now: %s", error)
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """The communicators that ranks ``here`` may close now: none that a new group may share."""
+        """Mark and return unused communicators within ranks ``here`` but those in ``offers``."""
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
             if self._num_openings > 1 or self.guard is not None:  # they may be in use there
@@ -218,7 +218,7 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """Keep a dropped group if no other uses its communicators; return whether it is kept."""
+        """End a dropped group's use of communicators; return True if it is kept as a last user."""
         with self._lock:
             opened = {channel.opened for channel in group.channels}
             for communicator in opened:
@@ -228,7 +228,7 @@ class Registry:
         return any(id(group) in communicator.users for communicator in opened)
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
-        """Wait for the other members; find which communicators are seen by all of theirs."""
+        """Wait up to ``patience`` until all members have opened; then set ``sees_all_calls``."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
@@ -243,7 +243,7 @@ class Registry:
     def acquire(
         self, wire: Wire, opening: Opening, agreement: Agreement, label: str, user: Any
     ) -> OpenCommunicator:
-        """Return the communicator called ``label``, opened by the agreement if it is not there.
+        """Return the open communicator ``label``, or open it over ``wire``, and record ``user``.
 
         Args:
             user: the group that asks; if it is private no other group may share the communicator.
@@ -286,14 +286,14 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """The label of the communicator that a new group could share, or ""."""
+        """Return the label of a communicator that a new group of ``ranks`` could share, or ""."""
         key = (connection, ranks, id(options))
         with self._lock:
             found = [each for each in self._by_label.values() if each.share_key == key]
             return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
-        """Give up one use; the last one closes the communicator."""
+        """Remove ``user``; close the communicator after its last, and raise unseen errors."""
         with self._lock:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
@@ -305,7 +305,7 @@ class Registry:
             raise error
 
     def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Close communicators; return the error of a call that the program has not seen."""
+        """Compare last calls, close communicators, and return an error not yet raised, or None."""
         error = self._compare_last(opened)  # others may ask for their calls
         for each in opened:
             self._by_label.pop(each.label, None)
@@ -314,7 +314,7 @@ class Registry:
         return error
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
-        """Free the ranks that wait in the named communicators, everywhere in the world."""
+        """Abort the communicators ``labels`` on every rank of the world; ``message`` tells why."""
         message = {**message, "kind": "abort", "rank": self.world.rank, "labels": labels}
         world = self.world
         try:
@@ -329,11 +329,11 @@ class Registry:
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
-        """Refuse every later verb of this rank on a failed communicator, with the reason."""
+        """Abort communicator ``label`` on this rank alone; later verbs raise ``reason``."""
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return the message of the rank that aborted a communicator, or None; reads the store."""
+        """Return the abort message of ``label``, from here or the store, and apply it; or None."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)
@@ -347,7 +347,7 @@ class Registry:
         return known
 
     def answer(self, about: dict[str, Any]) -> SignalReply:
-        """Return the last call of each communicator, and the call that ``about`` names."""
+        """Return each communicator's last call, the call ``about`` names, and the place now."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
         recorders.append(("", self.beside_wires))
@@ -369,7 +369,7 @@ class Registry:
         return {"calls": calls, "about": text, "now": now}
 
     def where(self) -> str:
-        """The stack of this rank's program, and its last verb; in lines, each with its end."""
+        """Return lines with the stack of this rank's program and its last verb."""
         answer = self.answer({})
         last = answer["calls"][-1]["text"] if answer["calls"] else "none so far"
         verb = f"last verb: {last}" if answer["now"] or not answer["calls"] else f"in {last}"
@@ -382,7 +382,7 @@ class Registry:
         self._comparisons.look(opened.comparison for opened in self.all_opened())
 
     def close(self) -> None:
-        """Close all communicators and stop the signal thread."""
+        """Close all communicators and stop the signal thread; raise if last calls differ."""
         failure = find_failure(self.world.handled_before)
         error = self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
@@ -408,12 +408,12 @@ class Registry:
             raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
-        """The communicators that are open."""
+        """Return a new list of the communicators that are open."""
         with self._lock:
             return list(self._by_label.values())
 
     def _leave(self, how: str) -> MeshdistError | None:
-        """Record for the other ranks how this rank leaves; return the error of the comparison."""
+        """Compare last calls and store ``how`` this rank leaves; return an error, or None."""
         opened = self.all_opened()
         error = self._compare_last(opened)
         self._comparisons.stop()
@@ -423,7 +423,7 @@ class Registry:
         return error
 
     def _end(self) -> None:
-        """Leave, and let the others see how, before this process ends."""
+        """End as Python exits: store how this rank ended; raise or log calls that differ."""
         if self.world.process_id != os.getpid():
             return
         error = self._leave(ending_text(find_last_exception()))
@@ -438,7 +438,7 @@ class Registry:
             _log.warning("%s", error)
 
     def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare the last calls across hosts; return an error that the program has not seen."""
+        """Compare last calls across hosts; return an error not seen by the program, or None."""
         compared = [each.comparison for each in opened if each.comparison and each.comparison.last]
         return self._comparisons.compare_at_end(
             compared, self.aborts, self.presence.count, self.find_abort

@@ -47,10 +47,10 @@ def explained_opening(
     find_silent: Callable[[], str] = str,
     tell: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Open a group inside; a wire's failure raises an error that names the group.
+    """Turn a WireFailure of the body, which opens ``group``, into an error that names the group.
 
     Args:
-        find_silent: as ``OtherMembers.silent``.
+        find_silent: returns the text of members that give no sign of life, or "".
         tell: given the failure's text, before the error is raised.
     """
     try:
@@ -99,22 +99,22 @@ class OtherMembers(ABC):
         """
 
     def find_abort(self) -> dict[str, Any] | None:
-        """Return ``rank``, ``reason`` and perhaps ``disagreement`` of the communicator's end."""
+        """Return the abort's ``rank``, ``reason``, maybe ``disagreement``; None if not aborted."""
         return None
 
     @abstractmethod
     def break_here(self, reason: str) -> None:
-        """Let every later call of this member be refused."""
+        """Refuse every later call of this member on the communicator, with ``reason``."""
 
     def give_up(self, reason: str) -> None:  # noqa: B027 (those in one process fail together)
-        """End the communicator for all members, and tell them this member's reason."""
+        """Abort the communicator on all members, with this member's ``reason``."""
 
     def report(self, call: Note, but: int | None = None) -> str:
-        """Return how far the others, except member ``but``, have come when ``call`` times out."""
+        """Return a text of how far the others, except member ``but``, have come at ``call``."""
         return ""
 
     def silent(self) -> str:
-        """Return the text of those members that give no sign of life."""
+        """Return a text of the members that give no sign of life, "" if there are none."""
         return ""
 
     def ending(self, member: int) -> str:
@@ -122,14 +122,14 @@ class OtherMembers(ABC):
         return ""
 
     def find_first_failure(self, call: Note, text: str) -> str:
-        """Return the report of the first failed member; "" if that is this rank, with ``text``."""
+        """Return the first failed member's report; "" if this rank is first, storing ``text``."""
         return ""
 
     @abstractmethod
     def agree_on_error(
         self, disagreement: dict[str, str], mine: Note | None, about: dict[str, Any]
     ) -> dict[str, str]:
-        """Let all members that disagree raise one error, and end the group where that ends it.
+        """Make all members raise the same AgreementError, and break the group; return its fields.
 
         Args:
             disagreement: the fields of an AgreementError, to be completed.
@@ -152,7 +152,7 @@ class Explainer:
         self._unknown = Note(0, group, get_call("an earlier call", None))
 
     def explain(self, failure: WireFailure, note: int | None = None) -> MeshdistError:
-        """Return the error of the call noted under the number ``note``; None: the last call."""
+        """Return the error for ``failure`` of the call noted as ``note``; None: the last call."""
         # The first rank that fails leaves its reason in the store, which later ranks quote. What a
         # signal's handler has raised is told to the others, and raised here as it is.
         if isinstance(failure, Interrupted):
@@ -209,7 +209,7 @@ class Explainer:
         )
 
     def _different_calls(self, sequence: int, late: tuple[int, int] | None = None) -> MeshdistError:
-        """The error of members whose calls number ``sequence`` differ; raised on all of them."""
+        """Return the error that all members raise if calls ``sequence``, or in ``late``, differ."""
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.call.layouts:
@@ -234,7 +234,13 @@ class Explainer:
         call: Note,
         found: str = "",
     ) -> MeshdistError:
-        """The error of a sender and a receiver whose tensors differ; raised on both."""
+        """Return the error that both sides raise since a message does not fit its receive.
+
+        Args:
+            sides: whether this rank sends, its peer and its tag.
+            call: this rank's message, where ``failure`` names none.
+            found: how the message does not fit.
+        """
         is_send, peer, tag = sides
         mine = self._recorder.find_note(failure.number) if failure.number else call
         about: dict[str, Any] = {"note": failure.other_number}
@@ -318,7 +324,7 @@ class Explainer:
 
 
 def _text_of(failure: WireFailure, ranks: Sequence[int]) -> str:
-    """The text of a failure; a member is named by its rank, of ``ranks``."""
+    """Return the text of a failure, which names a member by its global rank in ``ranks``."""
     if isinstance(failure, (MemberLost, MemberGaveUp)):
         return f"rank {ranks[failure.member]} {failure}"
     return str(failure)

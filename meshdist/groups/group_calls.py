@@ -288,7 +288,7 @@ def _open_subgroups(
     *,
     sort_ranks: bool,
 ) -> tuple[ProcessGroup | None, list[ProcessGroup | Any]]:
-    """Return the group of each list, and before them the group that holds this rank."""
+    """Make a group of each list; return this rank's group, or None, and all of the groups."""
     groups = [
         new_group(ranks, timeout, backend, pg_options, group_desc=group_desc, sort_ranks=sort_ranks)
         for ranks in lists
@@ -320,7 +320,7 @@ def _checked_lists(lists: Sequence[Sequence[int]], argument: str) -> list[list[i
 
 
 def _find_ranks(given: Iterable[Any]) -> list[int] | None:
-    """Return the whole numbers of any iterable; None where it is none, or has another thing."""
+    """Return ``given`` as a list of whole numbers, None if it is no iterable of such numbers."""
     with suppress(TypeError):
         return find_whole_numbers(list(given))
     return None

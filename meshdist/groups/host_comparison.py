@@ -87,7 +87,7 @@ _MASK = 0xFFFFFFFF  # what is told of a digest
 
 
 class HeaderTables:
-    """Makes header tables and call words; none where this rank has no shared words.
+    """Maker of header tables and call words, the shared memory by which members compare calls.
 
     Args:
         words: those of this process, where it has some before ``make_words``.
@@ -106,7 +106,7 @@ class HeaderTables:
     def make(
         self, label: str, ranks: tuple[int, ...], *, compares_messages: bool = True
     ) -> HeaderTable | None:
-        """The table of a new communicator; None where no other member is on this host."""
+        """Return a new communicator's header table, None if no other member is on this host."""
         key = _key_of(label)
         regions = Regions(lambda member: self._find_region(ranks[member], key))
         hosts = [self._world.hosts[rank] for rank in ranks]
@@ -115,7 +115,7 @@ class HeaderTables:
         return HeaderTable.reserve(self._words, key, hosts, me, regions, new_log)
 
     def make_call_words(self, label: str, ranks: tuple[int, ...]) -> CallWords | None:
-        """The call words of a communicator; None where members are on several hosts."""
+        """Return the call words of a communicator, None without memory or with several hosts."""
         if self._words is None or self._world.spans_hosts(ranks):
             return None
         key = _key_of(f"calls/{label}")
@@ -126,7 +126,7 @@ class HeaderTables:
         return None
 
     def signs_of_life(self) -> SignsOfLife:
-        """Return the signs of life of the ranks of this host."""
+        """Return the signs of life by which this host's lowest living rank is known."""
         hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
         lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
         regions = Regions(lambda member: self._find_region(lower[member], key))
@@ -134,14 +134,14 @@ class HeaderTables:
         return SignsOfLife(mine, regions, len(lower))
 
     def close(self) -> None:
-        """End this rank's part in all tables."""
+        """Close this rank's shared words, and forget its views of other ranks' words."""
         self._views.clear()
         if self._words is not None:
             self._words.close()
             self._words = None
 
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
-        """The region under ``key`` of a rank of this host; None while it is not known yet."""
+        """Return a view of a rank's shared words, and ``key``; None until its address is known."""
         if rank not in self._views:
             store, hosts = self._world.store, self._world.hosts
             # All of the host at once, which have announced themselves as the world began.
@@ -160,13 +160,13 @@ class HeaderTables:
         return self._views[rank], key
 
     def reaches(self, ranks: tuple[int, ...]) -> bool:
-        """Return whether this rank could read the words of all the others of ``ranks``."""
+        """Return whether this rank can read the shared words of all others in ``ranks``."""
         others = [rank for rank in ranks if rank != self._world.rank]
         return all((found := self._find_region(rank, 0)) and found[0] for rank in others)
 
 
 def _key_of(label: str) -> int:
-    """A region's key: equal in every member's words, never 0."""
+    """Return the number, never 0, under which all members find the region called ``label``."""
     digest = hashlib.sha1(label.encode(), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "little") | 1
 
@@ -182,7 +182,7 @@ class HostComparison:
 
     Args:
         is_leader: whether this member compares for its host.
-        wake: lets ``look`` be called at once.
+        wake: makes the signal thread call ``look`` at once.
     """
 
     world: World
@@ -207,7 +207,7 @@ class HostComparison:
         self._digests = [0] * NUM_DIGESTS
 
     def enter(self, number: int, fingerprint: int) -> None:
-        """Add the next call, with the fingerprint of its header."""
+        """Add call ``number`` to the rolling digest; wake ``look`` if due; wait if calls differ."""
         self._digest = self._digests[number % NUM_DIGESTS] = hash((self._digest, fingerprint))
         self.last = number
         if number >= self.wake_at:
@@ -217,7 +217,7 @@ class HostComparison:
                 self.is_explained.wait(_END.total_seconds())
 
     def digests(self, number: int, after: int) -> list[int]:
-        """Return the first call behind ``after`` with a digest, then the digests to ``number``."""
+        """Return the first call after ``after`` that is kept, then the digests up to ``number``."""
         first = max(after + 1, self.last - _NUM_TOLD)
         kept = range(first, min(number, self.last) + 1)
         return [first, *(self._digests[n % NUM_DIGESTS] & _MASK for n in kept)]
@@ -225,7 +225,7 @@ class HostComparison:
     def tell(
         self, failure: WireFailure, note: int | None = None, *, is_seen: bool = True
     ) -> MeshdistError:
-        """Return the error of a failure, which the program has seen or knows nothing of yet."""
+        """Return the error of ``failure``, freeing waiting calls; ``is_seen``: it is raised."""
         self.is_told |= is_seen
         try:
             return self.explain(failure, note)
@@ -233,7 +233,7 @@ class HostComparison:
             self.is_explained.set()
 
     def look(self) -> None:
-        """Compare as far as this member has come; a later call wakes again."""
+        """Write this first member's digests to the store, or compare with the digests there."""
         number, store, key = self.last, self.world.store, f"{self.label}/calls"
         self.wake_at = number - number % _EVERY + _EVERY
         if self.world.rank == self.ranks[0]:
@@ -248,7 +248,7 @@ class HostComparison:
             self._compare(self._read)
 
     def compare_now(self) -> None:
-        """Compare digests with all members on other hosts: their leaders may have ended.
+        """Ask members on other hosts for their digests, and compare these with this member's.
 
         Raises:
             MembersDisagree: calls differ; so do ``look`` and ``compare_last``.
@@ -261,13 +261,13 @@ class HostComparison:
 
     @property
     def uncompared(self) -> tuple[int, int] | None:
-        """Return the first and last call that this member does not know to be equal, if any."""
+        """Return the first and last call not yet known to be equal, None if there are none."""
         # The first member's calls are those with which the others compare.
         is_owed = self.world.rank != self.ranks[0] and self._equal < self.last
         return (self._equal + 1, self.last) if is_owed else None
 
     def compare_last(self) -> None:
-        """Compare with the leader that has come here first, as this member leaves."""
+        """Compare digests with the leader that left first; store digests if this is first."""
         # Digests roll: the last alone tells whether calls differ, and the list, read then, where.
         if not self.is_leader:
             return
@@ -310,7 +310,7 @@ class HostComparisons:
         self._is_stopped = False
 
     def make(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
-        """The comparison of a new communicator; None where its members are on one host.
+        """Return the comparison of a new communicator, None if its members are on one host.
 
         Args:
             is_alone: whether no other member compares its calls with this member's.
@@ -322,7 +322,7 @@ class HostComparisons:
         return HostComparison(self._world, label, ranks, is_leader, self._wake)
 
     def look(self, comparisons: Iterable[HostComparison | None]) -> None:
-        """Let members look that are woken, and all of them where the interval is over."""
+        """Compare each communicator that woke or is due; start threads that explain differences."""
         if is_due := self._next.is_over:
             self._next = Grace(self._interval_s)
         if may_wake := self._next_woken.is_over:
@@ -354,7 +354,7 @@ class HostComparisons:
         count: Callable[[str, tuple[int, ...]], object],
         find_abort: Callable[[str], object],
     ) -> MeshdistError | None:
-        """Compare the last calls; return an error that the program has not seen.
+        """Compare last calls across hosts for seconds at most; return an unseen error, or None.
 
         Args:
             compared: of the communicators that this rank leaves, those with calls.
@@ -391,7 +391,7 @@ class HostComparisons:
         return unknown
 
     def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
-        """The error of calls that a lost store leaves uncompared, as far as is known here."""
+        """Return the error of calls left uncompared by a lost store, None if none are."""
         owed = [(part, part.uncompared) for part in compared if part.uncompared is not None]
         calls = ", ".join(f"{a} to {b} of {ranks_text(part.ranks)}" for part, (a, b) in owed)
         if not owed:
@@ -406,17 +406,17 @@ class HostComparisons:
 
 
 def key_of_all(key: str) -> str:
-    """The key that is set once all ranks have been counted under ``key``."""
+    """Return the key that is set once all ranks have been counted under ``key``."""
     return f"{key}/all"
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return the text that refuses verbs after a disagreement."""
+    """Return summary and finding of an AgreementError as the text with which to refuse verbs."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 
 def parse_disagreement(value: dict[str, str]) -> dict[str, str]:
-    """Return the fields of an AgreementError that a member wrote; raises where they are none."""
+    """Return the fields of an AgreementError as texts; raise if ``value`` lacks any."""
     return {name: str(value[name]) for name in ("summary", "where", "expected", "found", "fix")}
 
 

@@ -32,7 +32,7 @@ _LONGEST_REST_S = 0.02
 
 @dataclass(eq=False)
 class UnnamedReceive:
-    """A receive that waits for its sender.
+    """A receive that starts once a member is known to have sent a message for it.
 
     Args:
         peer: the sender, where the program named it.
@@ -54,8 +54,7 @@ class UnnamedReceive:
 
 @dataclass(eq=False)
 class Matching:
-    """Receives of a communicator that wait until their sender is known, in the order of their
-    calls.
+    """Receives of a communicator that wait until their sender is known, in the order of calls.
 
     Attributes:
         receives: those that wait; while there are none, a receive that names its sender starts
@@ -74,7 +73,7 @@ class Matching:
         self._checked = 0.0
 
     def takes(self, peer: int | None, tag: int) -> bool:
-        """Return whether a receive is matched here: it, or an earlier receive, names no sender."""
+        """Return whether a receive waits here, since it or an earlier receive names no sender."""
         if peer is not None and not self.receives:
             return False  # the common case
         with self._lock:
@@ -83,7 +82,7 @@ class Matching:
             return peer is None and self.header_table.can_find_sender(tag)
 
     def add(self, receive: UnnamedReceive, *, waits: bool) -> Deferred:
-        """Start a receive once its sender is known; no other thread looks if its caller waits."""
+        """Queue a receive, and return its operation; a thread polls unless the caller waits."""
         deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
             is_first = all(other.tag != receive.tag for other in self.receives)
@@ -98,7 +97,7 @@ class Matching:
         return deferred
 
     def close(self) -> None:
-        """End the receives that still wait."""
+        """Let the receives that still wait fail with WireAborted."""
         self._end_all(
             lambda: WireAborted("the group was closed while a receive waited for its sender")
         )
@@ -119,7 +118,7 @@ class Matching:
             pause = max(pause, min(_REST_PER_LOOK * took, _LONGEST_REST_S))
 
     def _look(self) -> None:
-        """Start every receive whose sender is known by now."""
+        """Start each receive whose sender is known; end all receives if the group is broken."""
         with self._lock:
             if not self.receives:
                 return
@@ -166,7 +165,7 @@ class Matching:
         receive.deferred.started = started
 
     def _check(self) -> None:
-        """End all where a sender may have died; ask the wire where messages may go unseen."""
+        """Fail all receives if a member died; start receives whose senders cannot be noted."""
         lost = self.header_table.find_lost()
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))

@@ -110,7 +110,7 @@ class MembersOfWorld(OtherMembers):
         return grouped_text((rank, texts[rank]) for rank in self.others if rank in texts)
 
     def _find_grouped(self, call: Note) -> Any:
-        """The ranks of each text, as runs: of a few texts, however many ranks there are."""
+        """Return ``[text, runs of ranks]`` per text on how far the ranks came in ``call``."""
         grouped = ranks_by_text(self.find_texts(call, self._group.ranks).items())
         return [[text, to_runs(ranks)] for text, ranks in grouped.items()]
 
@@ -119,7 +119,7 @@ class MembersOfWorld(OtherMembers):
         return {r: str(text) for text, runs in grouped for r in from_runs(runs, size)}
 
     def find_texts(self, call: Note, ranks: Sequence[int]) -> dict[int, str]:
-        """Return how far each of ``ranks`` has come."""
+        """Return, by rank, a text of how far each of ``ranks`` has come relative to ``call``."""
         endings, label, texts = get_registry(self._world).endings, self._opened.label, {}
         silent = _silence(endings, ranks, label)
         answers = ask(self._world, tuple(rank for rank in ranks if rank not in silent))
@@ -138,7 +138,7 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """Return ``find()`` of the first member to come here, and whether that was this member."""
+        """Return the first member's ``find()``, stored as ``name``, and whether this is first."""
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
@@ -219,7 +219,7 @@ class MembersOfWorld(OtherMembers):
 
 
 def _silence(endings: Endings, ranks: Collection[int], label: str) -> dict[int, str]:
-    """Return the reasons that are seen why some of ``ranks`` give no answer."""
+    """Return, by rank, why it gives no answer: stopped, or how it left; others are absent."""
     stopped = {rank: _STOPPED for rank in ranks if endings.is_stopped(rank)}
     return stopped | endings.find_all(ranks, label)
 
@@ -230,7 +230,12 @@ def silent_ranks(
     is_explained: Callable[[], bool] = lambda: False,
     label: str = "",
 ) -> str:
-    """Return the text of the ranks that have left or give no sign of life; "" if there are none."""
+    """Return a text of the ranks that have left or give no sign of life, "" if there are none.
+
+    Args:
+        is_explained: ends the wait for ranks that may be about to leave.
+        label: a communicator's, whose number of calls the text of a rank that left names.
+    """
     # A rank that has given up a moment ago may still answer: it gets some time to leave, until the
     # failure is explained otherwise.
     others = tuple(rank for rank in ranks if rank != world.rank)

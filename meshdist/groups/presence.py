@@ -46,17 +46,17 @@ _DONE = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Presence:
-    """The counts in which a rank takes part."""
+    """Counts, in the store, of the ranks that have come to a point of the program."""
 
     world: World
     endings: Endings
 
     def patience_of_server(self) -> timedelta | None:
-        """Return the time to wait for others that need the store here; None without waiting."""
+        """Return 30 s on the rank whose process serves the store to the others, else None."""
         return _DONE if self.world.server == self.world.rank else None
 
     def count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank, and return whether all ``members`` come within ``patience``."""
+        """Count this rank under ``key``; return whether all members came, or some ended."""
         # Where a member of this host is seen to have ended, none waits any more.
         store, all_key, rank = self.world.store, key_of_all(key), self.world.rank
         counts, read = head_count_of(members, self.world.hosts), partial(read_number, store)
@@ -81,7 +81,7 @@ class Presence:
         return await_key(store, all_key, limit, lambda: looks.take(look))
 
     def finish(self, call: str, members: Collection[int]) -> None:
-        """Note in the store that ``call`` is over; the store's server waits for ``members``."""
+        """Count this rank as done with ``call``; the store's server waits for all ``members``."""
         # On the rank whose process serves the store this returns once all have come here, or cannot
         # come any more: it may end right after the call. It deletes a key for each 60 members.
         world, key = self.world, f"{call}/finished"
@@ -97,7 +97,7 @@ class Presence:
                     world.store.delete_key(old)
 
     def make_search(self, agreement: Agreement, ranks: tuple[int, ...]) -> Callable[[], str]:
-        """Return a search, of members that connect, for those that cannot come any more."""
+        """Return a function that names the ``ranks`` that cannot come any more, or returns ""."""
         looks, read = Looks(len(ranks), 1), partial(read_number, self.world.store)
         counts = head_count_of(agreement.members, self.world.hosts)
         key = key_of_opened(agreement)  # the search lives as long as what is opened

@@ -434,7 +434,7 @@ class ProcessGroup(VerbMethods):
 
 
 def world_group(world: World | None = None) -> ProcessGroup:
-    """Return the group of all ranks of ``world`` (of the world in force)."""
+    """Return the group of all ranks of ``world``, made at first use; None is the current world."""
     world = world or get_world()
     found = world.group
     if not isinstance(found, ProcessGroup):
@@ -452,10 +452,10 @@ def world_group(world: World | None = None) -> ProcessGroup:
 
 
 class MeshLike(Protocol):
-    """A mesh: its axis, or its axes flattened row-major."""
+    """A mesh, as the argument ``group`` of a verb: this rank's group along all its axes."""
 
     def open_group(self) -> ProcessGroup:
-        """Return this rank's group along the axes of the mesh."""
+        """Return this rank's open group along the axes of the mesh, flattened row-major."""
 
 
 GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
@@ -463,11 +463,11 @@ GroupLike: TypeAlias = "ProcessGroup | MeshLike | None"
 
 
 def resolve_group(group: object) -> ProcessGroup:
-    """Return the group that a verb's ``group`` argument means.
+    """Return the ProcessGroup that a verb's argument ``group`` stands for.
 
     Raises:
         NotInGroupError: this rank is no member.
-        GroupKindError: not one of these.
+        GroupKindError: it is no ProcessGroup, mesh or None.
     """
     if group is None:
         found = get_usable_world().group
@@ -493,7 +493,7 @@ def resolve_group(group: object) -> ProcessGroup:
 
 
 def _instead_of(group: object) -> str | None:
-    """The fix for an argument that is no group."""
+    """Return the advice for an argument that is no group of ours; None if there is none."""
     names = group if isinstance(group, (tuple, list)) else [group]
     if all(isinstance(name, str) for name in names):
         return f"name the axis on its mesh: group=mesh[{group!r}]"

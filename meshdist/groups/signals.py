@@ -76,7 +76,7 @@ class SignalReply(TypedDict):
 
 
 def last_call_text(answer: SignalReply | None) -> str:
-    """The last call in a rank's answer, or that it gave none (None)."""
+    """Return the text of a rank's last call and place, or that it gives no answer (None)."""
     if answer is None:
         return "gives no answer: it has ended or is stopped"
     calls = answer["calls"]
@@ -85,7 +85,7 @@ def last_call_text(answer: SignalReply | None) -> str:
 
 
 class SignalThread:
-    """Acts on the signals of other ranks.
+    """A daemon thread that acts on the signals (messages in the store) of other ranks.
 
     Args:
         answer: answers a question, given what it is about.
@@ -165,7 +165,7 @@ class SignalThread:
         self._paused_clocks.release()
 
     def _act_on_all(self, told: int | None) -> None:
-        """Act on all new signals, up to the number ``told`` by another process or the store's."""
+        """Act on new signals up to the number ``told`` by another process; None: read the store."""
         try:
             if told is not None:
                 self._drop_alarm(_SETTLE_S)
@@ -184,7 +184,7 @@ class SignalThread:
             self._drop_alarm(_SURE_S)
 
     def _find_latest(self) -> int:
-        """Return the number of signals; asks the store if the alarm has rung or a look is due."""
+        """Return the latest signal's number; ask the store only after an alarm, or if due."""
         latest, alarm = self._seen, self._alarm
         has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
@@ -210,7 +210,7 @@ class SignalThread:
         return latest
 
     def _drop_alarm(self, pause_s: float) -> None:
-        """Ask the store at each look until another alarm, made ``pause_s`` later, has rung."""
+        """Give up the alarm: ask the store at each look, and make a new alarm after ``pause_s``."""
         self._next_alarm, self._next_look = Grace(pause_s), Grace(0.0)
         if self._alarm is not None:
             with suppress(AlarmLost):
@@ -255,7 +255,7 @@ class PausedClocks:
         self._pauses: dict[str, _Pause] = {}
 
     def change(self, name: str, pause: tuple[int, float] | None) -> None:
-        """Begin a pause of a rank, for so many seconds at most; None ends it."""
+        """Begin the pause ``name``, of ``(rank, most seconds)``; None ends that pause."""
         if pause is not None:
             self._pauses[name] = _Pause(pause[0], Grace(pause[1]))
             clock.pause(name)
@@ -263,7 +263,7 @@ class PausedClocks:
             clock.resume(name)
 
     def check(self, *, looks: bool = True) -> list[str]:
-        """End the pauses that have lasted too long; return those of ranks that have ended.
+        """End pauses past their limit or of silent ranks; return the names of the latter.
 
         Args:
             looks: whether this process looks for ended ranks, and tells the others of its host.
@@ -282,13 +282,13 @@ class PausedClocks:
         return ended
 
     def release(self) -> None:
-        """End all pauses."""
+        """End all pauses of this process's clock."""
         for name in tuple(self._pauses):
             self.change(name, None)
 
 
 def receipts_key(number: int) -> str:
-    """Under which the signal threads count the ranks that have acted on an abort, or answered."""
+    """Return the key that counts the ranks that have acted on, or answered, signal ``number``."""
     return f"{_signal_key(number)}/received"
 
 
@@ -297,13 +297,13 @@ def _signal_key(number: int) -> str:
 
 
 def _alarm_key(store: Store, number: int) -> str:
-    """Return the key of a signal's alarm: without the world's prefix, so with a random word."""
+    """Return the key, without the world's prefix, whose setting announces signal ``number``."""
     word = store.compare_set("signal/alarms", "", uuid4().hex).decode(errors="replace")
     return f"meshdist/alarm/{word}/{number}"
 
 
 def post(world: World, message: dict[str, Any]) -> int:
-    """Post ``message`` to all signal threads; returns its number, the next from 1."""
+    """Store ``message`` for all signal threads to act on; return its number, counted from 1."""
     text = json.dumps({**message, "by": uuid4().hex})
     number = world.latest_signal + 1
     while world.store.compare_set(_signal_key(number), "", text) != text.encode():
@@ -345,7 +345,7 @@ def ask(
     *,
     patience_s: float = _ANSWER_S,
 ) -> dict[int, SignalReply]:
-    """Return the last calls of those of ``ranks`` that answer in time.
+    """Ask ``ranks`` for their last calls; return the answers, by rank, that come in time.
 
     Args:
         about: a call or message of which they are asked, too.
@@ -361,7 +361,7 @@ def ask(
 
 
 def parse_answer(value: Any) -> SignalReply:
-    """Return an answer as its rank gave it; raises where it is none."""
+    """Return ``value``, read from the store, as a SignalReply; raise if it is malformed."""
     calls = [
         {"label": str(it["label"]), "sequence": int(it["sequence"]), "text": str(it["text"])}
         for it in value["calls"]
@@ -373,7 +373,7 @@ def parse_answer(value: Any) -> SignalReply:
 def collect(
     store: Store, keys: dict[int, str], deadline: Deadline, parse: Callable[[Any], T]
 ) -> dict[int, T]:
-    """Return what each rank has written in JSON under its key, once all have or it is too late."""
+    """Wait for all ``keys``; return, by rank, the parsed JSON of those set by ``deadline``."""
     if not wait_until(lambda: store.check([*keys.values()]), deadline):
         keys = {rank: key for rank, key in keys.items() if store.check([key])}
     values = read_jsons(store, [*keys.values()], parse) if keys else ()
@@ -381,7 +381,7 @@ def collect(
 
 
 class Endings:
-    """The endings of a world's ranks, as a rank sees them; none where they are simulated."""
+    """Records of how ranks have left their world: by their process's end, or as they stored."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -401,11 +401,11 @@ class Endings:
             self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """Return how a rank has left the world; "" as long as that is not seen here."""
+        """Return how ``rank`` has left the world; "" if this rank does not see that it has."""
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:
-        """Return how those of ``ranks`` left the world that did, as in "has ended".
+        """Return, by rank, how those of ``ranks`` that left the world did so, as in "has ended".
 
         Args:
             label: a communicator's; then an end in good order tells how many collectives it had.
@@ -433,7 +433,7 @@ class Endings:
         return found
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether a rank of this host is seen to be stopped, so that it answers nothing."""
+        """Return whether a process of this host is stopped, as by SIGSTOP; else False."""
         card = self._find_card(rank) if self._world.has_processes else None
         return card is not None and is_stopped(card)
 
@@ -451,5 +451,5 @@ def _ending_key(rank: int) -> str:
 
 
 def card_key(rank: int) -> str:
-    """Under which ``announce`` writes."""
+    """Return the key under which ``announce`` stores the process card of ``rank``."""
     return f"process/{rank}"

@@ -43,7 +43,7 @@ _NO_TIME = timedelta()
 
 
 def only(tensors: Any, verb: str) -> Any:
-    """The one tensor of a list that torch's interface has for several devices of one process."""
+    """Return the tensor of a list of one tensor, or ``tensors`` if it is no list; else raise."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     if len(tensors) != 1:
@@ -56,7 +56,7 @@ def only(tensors: Any, verb: str) -> Any:
 
 
 def only_list(lists: Any, verb: str) -> Any:
-    """The one list of tensors of a list of lists; a plain list passes for it."""
+    """Return the list in a list of one list, or ``lists`` if no list of lists; else raise."""
     if not isinstance(lists, (list, tuple)) or (lists and not isinstance(lists[0], (list, tuple))):
         return lists
     if len(lists) != 1:
@@ -69,7 +69,7 @@ def only_list(lists: Any, verb: str) -> Any:
 
 
 def _method(verb: str) -> Callable[..., Any]:
-    """Make torch's method of a verb, in every form that torch's own has, from the verb's row."""
+    """Return torch's method of ``verb``, made from the verb's row, in all of torch's forms."""
     # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     row = VERBS[verb]
     form = row.torch_method

@@ -92,7 +92,7 @@ class Communicator(ABC):
         return "native" if verb in cls.ways else "built"
 
     def takes_layouts(self, verb: str, tensors: Tensors, op: ReduceKind | None) -> bool:
-        """Return whether it takes tensors without gaps in any order, as they lie in memory.
+        """Return whether the wire takes gapless tensors in any memory order for ``verb``.
 
         Args:
             verb: a method of this class whose tensors correspond element by element on all members.
@@ -103,12 +103,12 @@ class Communicator(ABC):
         return False
 
     def start(self, prepared: PreparedCall) -> Operation:
-        """Start a call in this wire's own way, or by others of its verbs."""
+        """Start ``prepared`` by the wire's method for it, or by ``build``; return its operation."""
         own = self.ways.get(prepared.way)
         return self.build(prepared) if own is None else getattr(self, own)(prepared)
 
     def build(self, prepared: PreparedCall) -> Operation:
-        """Start a call by others of the wire's verbs."""
+        """Start ``prepared`` by a composition of other verbs; return its operation."""
         return BUILT[prepared.way](self, prepared)
 
     @abstractmethod
@@ -117,7 +117,7 @@ class Communicator(ABC):
 
     @classmethod
     def abort_together(cls, communicators: Sequence[Communicator]) -> None:
-        """Abort communicators of this class, all of them also where one raises."""
+        """Abort all ``communicators``, of this class; log an exception of any, and go on."""
         for communicator in communicators:
             try:
                 communicator.abort()
@@ -136,11 +136,11 @@ class Communicator(ABC):
         return False
 
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
-        """Return new bytes of this member's own, in memory that all members map; collective."""
+        """Return ``num_bytes`` new bytes, in memory all members map if the wire can; collective."""
         return torch.empty(num_bytes, dtype=torch.uint8)  # where the wire shares none
 
     def batch(self, explain: Explain) -> AbstractContextManager[None]:
-        """Let sends and receives that are started inside wait for each other in no order.
+        """Start the sends and receives inside as a batch, in which their order does not matter.
 
         Args:
             explain: makes the error of a batch that fails as a whole.
@@ -148,7 +148,7 @@ class Communicator(ABC):
         return nullcontext()  # where starting a message never waits
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        """Return when ``condition()``, as an operation's ``finish`` does; raise WireFailure."""
+        """Wait until ``condition()``; raise WireTimeout after ``timeout``, or some WireFailure."""
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
 
@@ -156,7 +156,7 @@ class Communicator(ABC):
         """Connect now, not at the first verb; collective; raise WireFailure if it fails."""
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Return whether a member has come to the next collective, ``verb`` if that is known."""
+        """Return whether a member is in the next collective, ``verb`` if the wire can tell."""
         return False
 
     def take_error(self) -> MeshdistError | None:
@@ -164,12 +164,12 @@ class Communicator(ABC):
         return None
 
     def watch(self, explain: Explain) -> None:  # noqa: B027 (most calls can be ended)
-        """Keep ``explain`` for a call that can neither end nor raise."""
+        """Store ``explain``, by which a watchdog explains a call that can neither end nor raise."""
 
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:
-        """Return the group's fast path over the native core's ``entry``; None where there is none.
+        """Return the native object that runs the group's plain calls, None if the wire has none.
 
         Args:
             works: what calls that are started make their Work of, as ``FastPath`` takes it.

@@ -23,7 +23,7 @@ from ..runtime.deadlines import Deadline
 
 
 class WireFailure(Exception):
-    """A wire could not finish an operation; the verbs turn it into an error that explains."""
+    """Failure of a wire's operation, which the verbs turn into an error that explains."""
 
     limit: timedelta | None = None
     """How long the caller was ready to wait, where that is not the group's timeout."""
@@ -37,7 +37,7 @@ class WireTimeout(WireFailure):
 
     @classmethod
     def after(cls, timeout: timedelta) -> WireTimeout:
-        """Return the failure of an operation that may take ``timeout``."""
+        """Return the failure of an operation not finished after ``timeout``."""
         return cls(f"not finished after {timeout.total_seconds():g} s")
 
 
@@ -46,7 +46,7 @@ class WireAborted(WireFailure):
 
 
 class MemberGaveUp(WireAborted):
-    """A member has given up while others waited, as ``text`` says, and tells why elsewhere."""
+    """Failure since ``member`` ended its wait in the same call, as ``text`` says."""
 
     def __init__(self, text: str, member: int) -> None:
         super().__init__(text)
@@ -68,23 +68,23 @@ class Interrupted(WireFailure):
 
 
 def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
-    """Return the failure of a collective that this member gives up: the wire's, or Interrupted."""
+    """Return ``error`` if it is a WireFailure, else an Interrupted made of ``error``."""
     return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
 def plain_text(error: Exception) -> str:
-    """The first sentence of an error from torch, without source positions."""
+    """Return the first sentence of an error from torch, without source positions."""
     text = re.sub(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*", "", first_line(error))
     return text.split(". This is typically caused")[0].strip()
 
 
 def is_timeout(text: str) -> bool:
-    """Return whether an error from torch is a timeout."""
+    """Return whether the text of an error from torch tells of a timeout."""
     return "timed out" in text.lower() or "timeout" in text.lower()
 
 
 def failure_of(error: RuntimeError) -> WireFailure:
-    """Return the failure that an error from torch means."""
+    """Return the WireTimeout or WireFailure that stands for an error from torch."""
     text = plain_text(error)
     return WireTimeout(text) if is_timeout(text) else WireFailure(text)
 
@@ -102,7 +102,7 @@ class MemberLost(WireFailure):
 
 
 class MessageMisfit(WireFailure):
-    """A message came that is longer or shorter than what was to receive it."""
+    """A message came that is longer or shorter than the tensor that receives it."""
 
 
 class MembersDisagree(WireFailure):
@@ -149,7 +149,7 @@ class Operation(ABC):
 
     @property
     def on_stream(self) -> bool:
-        """Return whether ``finish`` lets the current stream wait for it, and not the host."""
+        """Return whether ``finish`` makes only the current stream wait, and not the host."""
         # It is done once ``poll`` says so, and may be finished again, on another stream.
         return False
 
@@ -160,26 +160,25 @@ class Operation(ABC):
 
     @abstractmethod
     def finish(self, timeout: timedelta) -> None:
-        """Wait until it is done; raise WireTimeout, WireAborted or another WireFailure."""
+        """Wait until the operation is done; raise WireTimeout, WireAborted, another WireFailure."""
 
     @abstractmethod
     def poll(self) -> bool:
-        """Let it go on, without waiting; return whether it is done, or has failed."""
+        """Advance the operation without waiting; return whether it is done or has failed."""
 
     def is_ready(self) -> bool:
         """Return ``poll()``; on simulated ranks no other rank runs meanwhile."""
         return self.poll()
 
     def has_ended(self) -> bool:
-        """Return ``poll()``, but ask no device, which may capture a graph; raise its failure."""
+        """Return whether the operation is over, without asking a device; raise its failure."""
         return self.poll()
 
     def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
-        """Let the operation count as late after ``timeout``, where no caller waits on the host."""
+        """Let the operation fail as late after ``timeout``, where no caller waits on the host."""
 
     def source(self) -> int:
-        """Return the group rank that a finished receive came from; raise BackendError if this is no
-        receive."""
+        """Return the group rank that a finished receive came from; raise BackendError if none."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 
@@ -210,7 +209,7 @@ class Completed(Protocol):
 
 
 def complete(operation: Completed) -> None:
-    """Let ``then`` complete a result, once.
+    """Call ``operation.then``, which completes its result, unless that is done.
 
     Raises:
         BackendError: an exception has ended it before; the result may be anything.
@@ -224,7 +223,7 @@ def complete(operation: Completed) -> None:
 
 
 def refuse_to_complete() -> None:
-    """Raise the error of a result whose completion an exception has ended."""
+    """Raise BackendError, since an exception has ended the completion of the result."""
     raise BackendError(
         "its result is not complete: an exception has ended the wait in which it was written",
         expected="a first wait that returns, before the result is used",
@@ -234,8 +233,7 @@ def refuse_to_complete() -> None:
 
 @dataclass(eq=False, slots=True)
 class Chain(Operation):
-    """Several operations that end together; ``then`` copies the result back once all are
-    finished."""
+    """Operations that end together; ``then`` copies the result back once all are finished."""
 
     parts: Sequence[Operation]
     then: Callable[[], None] | None = None
@@ -271,7 +269,7 @@ class Chain(Operation):
 
 
 def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
-    """Return ``started`` with ``then`` behind it, done at once where ``started`` is done."""
+    """Return an operation that calls ``then`` after ``started``, at once if ``started`` is done."""
     if then is None:
         return started
     if started is DONE:
@@ -282,11 +280,11 @@ def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
 
 @dataclass(eq=False)
 class Deferred(Operation):
-    """An operation that starts when something else has happened.
+    """An operation that starts once its condition, such as a known sender, holds.
 
     Args:
-        start: starts it if that has happened; any thread may call it at any time.
-        wait_for: waits for a condition, as ``Communicator.wait_for`` of what carries it.
+        start: starts it if the condition holds; any thread may call it at any time.
+        wait_for: waits for a function to return True, as ``Communicator.wait_for`` does.
     """
 
     start: Callable[[], None]
@@ -319,7 +317,7 @@ class Deferred(Operation):
         return self.started.source()
 
     def _try_to_start(self) -> bool:
-        """Start the operation if it can be; return whether it has started, or never will."""
+        """Call ``start`` unless started or failed; return whether it has started or failed."""
         if self.started is None and self.failure is None:
             self.start()
         return self.started is not None or self.failure is not None
@@ -331,7 +329,7 @@ _SLICE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class QueuedOperation(Operation):
-    """An operation in the queue, or, without an event, run by the thread that finishes it."""
+    """An operation that a thread runs by ``run``; without an event, its own starting thread."""
 
     _act: Callable[[], None] | None
     _failed: Callable[[BaseException], BaseException] | None = None  # gives the error to raise
@@ -351,7 +349,7 @@ class QueuedOperation(Operation):
         return self._is_over is None or self._is_over.is_set()
 
     def run(self) -> None:
-        """Do the operation; called once."""
+        """Do the operation and keep its failure for ``finish``; called once."""
         act, failed, self._act, self._failed = self._act, self._failed, None, None
         assert act is not None
         try:
@@ -365,7 +363,7 @@ class QueuedOperation(Operation):
 
 
 class WorkerQueue:
-    """A thread that does operations in turn; ``release`` frees it if it has to end and does not."""
+    """A thread that runs operations in turn; ``release`` frees the thread if it does not end."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -385,7 +383,7 @@ class WorkerQueue:
         act: Callable[[], None],
         failed: Callable[[BaseException], BaseException] | None = None,
     ) -> QueuedOperation:
-        """Let the thread do ``act`` after all that was started before."""
+        """Queue ``act``; return its operation, which raises ``failed(error)`` if ``act`` raises."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_work, args=(self._queue,), name="meshdist-collectives", daemon=True

@@ -456,7 +456,7 @@ class Work:
 
 
 class WatchedWork(Work):
-    """A Work that tells where it was dropped, if nothing has waited for the verb by then."""
+    """Work that warns when it is collected before its verb is done and any call waited for it."""
 
     __slots__ = ()
 
@@ -466,7 +466,7 @@ class WatchedWork(Work):
 
 
 class StartedWork(Work):
-    """The Work of a collective that the core has started, cheap for a program that only waits."""
+    """Work of a call that native code started; any use but a plain ``wait`` changes its class."""
 
     # It has its result, its user and ``_started``, the operation, which knows the rest: where a
     # program asks for that it becomes a Work like others.
@@ -474,7 +474,7 @@ class StartedWork(Work):
     __slots__ = ()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """See ``Work.wait``."""
+        """Wait for the verb and return True, or raise, as ``Work.wait`` does."""
         if timeout is _UNSET and self._started.wait_plainly():
             return True
         _unfold(self)
@@ -485,7 +485,7 @@ class StartedWork(Work):
         return getattr(self, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the Work that this becomes: without fields a copy could not become it."""
+        """Become a WatchedWork, which alone has fields to copy, and return how to copy that."""
         _unfold(self)
         return self.__reduce_ex__(protocol)
 
@@ -494,7 +494,7 @@ _unfolding = ModuleLock(threading.RLock)  # a signal's handler may ask for anoth
 
 
 def _unfold(work: StartedWork) -> None:
-    """Make a Work like others of ``work``, unless another thread just has."""
+    """Set the fields of ``work`` and its class to WatchedWork, unless another thread has."""
     with _unfolding.current:
         if type(work) is StartedWork:
             fields, is_done = work._started.leave_work(work._result, work._user)
@@ -504,13 +504,13 @@ def _unfold(work: StartedWork) -> None:
 
 
 def _record_event(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """Record an event on a device's current stream, for other streams to wait for; return both."""
+    """Record an event on the current stream of ``device``; return that stream and the event."""
     stream = torch.cuda.current_stream(device)
     return stream, stream.record_event()
 
 
 def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
-    """The CUDA devices on which arrays, or lists of them, lie."""
+    """Return each CUDA device on which arrays lie, also those in nested lists, once."""
     found: dict[torch.device, None] = {}
     for x in arrays:
         if isinstance(x, torch.Tensor):
@@ -524,18 +524,18 @@ def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def is_ready(work: Work) -> bool:
-    """Return whether a wait would end at once; no other simulated rank runs meanwhile."""
+    """Return whether a wait would return at once; no other simulated rank runs meanwhile."""
     return work._done or work._operation.is_ready()
 
 
 def bound(work: Work, timeout: timedelta) -> None:
-    """Let ``work``, and waits for it that name no timeout, end at ``timeout``."""
+    """Set the timeout of the operation of ``work``, and of waits for ``work`` that name none."""
     work._operation.bound(timeout)  # first, since it makes the fields of a StartedWork
     work._timeout = timeout
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a Work of several Works, each of which explains its own failure."""
+    """Return a Work that ends when all ``works`` have; a failure is explained by its own Work."""
     first = works[0]
     if len(works) == 1:
         return first
@@ -558,8 +558,7 @@ def may_be_dropped(work: Work) -> Work:
 
 @dataclass(eq=False, slots=True)
 class _SeveralWorks(Operation):
-    """The operations of several Works as a single operation, which fails if any of the Works
-    does."""
+    """Several Works as a single operation, which fails if any of the Works does."""
 
     works: Sequence[Work]
 
