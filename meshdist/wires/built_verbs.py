@@ -33,7 +33,7 @@ from .prepared import (
 
 
 class BuildingCommunicator(Protocol):
-    """Communicator that a verb is built for."""
+    """Attributes and method of a communicator for which a verb is built from others."""
 
     wire: str
     rank: int
@@ -41,7 +41,7 @@ class BuildingCommunicator(Protocol):
     scratch: Scratch
 
     def start(self, prepared: PreparedCall) -> Operation:
-        """Start a call."""
+        """Start ``prepared``, and return its operation."""
 
 
 _EXACT = (torch.float32, torch.float64)
@@ -74,14 +74,14 @@ _IN_PLACE: dict[ReduceKind, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 def find_lack(op: ReduceKind, dtype: torch.dtype) -> str | None:
-    """Return a text of the dtypes that ``op`` reduces where ``reduced`` cannot reduce ``dtype``."""
+    """Return None if ``reduced`` can reduce ``dtype`` by ``op``, else a text of dtypes it can."""
     if dtype not in DTYPES:
         return "bool, or integers, floats and complex numbers of 8 bits and more"
     return find_refusal(op, dtype)
 
 
 def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
-    """Raise DtypeError where ``reduced`` cannot reduce ``dtype``, and so ``wire`` cannot."""
+    """Raise DtypeError, naming ``wire``, if ``reduced`` cannot reduce ``dtype`` by ``op``."""
     lack = find_lack(op, dtype)
     if lack is not None:
         raise DtypeError(
@@ -92,7 +92,7 @@ def check_reducible(wire: str, op: ReduceKind, dtype: torch.dtype) -> None:
 
 
 def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
-    """Reduce flat tensors, first to last, into ``output``, which none of them overlaps."""
+    """Write the reduction of flat ``parts``, first to last, into ``output``, which lies apart."""
     dtype = output.dtype
     if dtype in _EXACT and output.is_cpu:
         output.copy_(parts[0])
@@ -105,7 +105,7 @@ def reduce_into(output: torch.Tensor, parts: Tensors, op: ReduceKind) -> None:
 
 
 def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: ReduceKind) -> None:
-    """Reduce the equal parts of a flat tensor, first to last, into ``output``, which lies apart."""
+    """Write the reduction of ``num_parts`` equal parts of flat ``whole`` into ``output``."""
     codes = REDUCTION_CODES.get((output.dtype, op.value))
     if codes is not None and whole.is_cpu and whole.nbytes <= _SMALL_BYTES:
         core.reduce_parts(output, whole, num_parts, *codes)
@@ -115,7 +115,7 @@ def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: 
 
 
 def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Return the reduction of flat tensors, first to last; narrow floats by way of float32."""
+    """Return the reduction of flat tensors as a new tensor; narrow floats go by float32."""
     dtype = parts[0].dtype
     device = parts[0].device
     if dtype is torch.bool:
@@ -133,7 +133,7 @@ def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def divide(total: torch.Tensor, num: int) -> None:
-    """Make a mean of the sum of ``num`` parts, in place; of whole numbers rounded toward zero."""
+    """Divide ``total`` by ``num`` in place; whole numbers are rounded toward zero."""
     facts = DTYPES[total.dtype]
     with writing():
         if not facts.is_whole:
@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Write flat floats as whole numbers in their order, NaN at ``op``'s end; on CUDA a copy."""
+    """Return floats as integers of the same order, in place but on CUDA; NaN is ``op``'s end."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # a new tensor: all at once in one kernel
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
@@ -161,7 +161,7 @@ def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
 
 
 def flip(bits: torch.Tensor) -> torch.Tensor:
-    """Write numbers in the floats' order as bits of floats, or back; on CUDA a copy."""
+    """Return integers from ``to_order`` as bits of floats again, in place, on CUDA a copy."""
     if bits.is_cuda:
         return _cuda_kernel("flip")(bits)
     with writing():
@@ -172,7 +172,7 @@ def flip(bits: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _cuda_kernel(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a kernel for bits of floats; torch compiles it at its first call."""
+    """Return the kernel "flip", "to_max" or "to_min" on bits of floats, compiled at first call."""
     # In torch's own operations the way there and back are ten kernels, which each read all bits.
     most = "~(T(1) << (8 * sizeof(T) - 1))"
     infinity = f"({most} ^ ((T(1) << (sizeof(T) == 4 ? 23 : 52)) - 1))"
@@ -200,7 +200,7 @@ def _flip(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
-    """Divide 64-bit numbers in place, read as signed, but without their sign."""
+    """Divide uint64 numbers, viewed as int64 in ``bits``, by ``num`` in place."""
     # No dtype is wider, in which to divide.
     halves = (bits >> 1).bitwise_and_(torch.iinfo(bits.dtype).max)
     quotient = halves.div_(num, rounding_mode="trunc").mul_(2)
@@ -209,7 +209,7 @@ def _divide_unsigned(bits: torch.Tensor, num: int) -> None:
 
 
 def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Return the reduction of unsigned flat tensors, read as signed."""
+    """Return the reduction of flat unsigned tensors, computed in signed integers of their size."""
     dtype = parts[0].dtype
     signed = SIGNED[dtype]
     # Wrapping sums and bits do not know the sign; the order does, so its bit is flipped.
@@ -223,7 +223,7 @@ def _reduced_unsigned(parts: Tensors, op: ReduceKind) -> torch.Tensor:
 
 
 def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """All-reduce an op or dtype that the wire cannot reduce: gather, then reduce here."""
+    """Start an all-gather whose end reduces here: an all-reduce that the wire itself lacks."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     check_reducible(wire.wire, op, tensor.dtype)
@@ -233,7 +233,7 @@ def all_reduce_by_gathering(wire: BuildingCommunicator, prepared: PreparedCall) 
 
 
 def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """All-reduce to the mean: sum, and divide where the sum lies."""
+    """Start an all-reduce to the sum, which is divided here at its end: a mean."""
     (tensor,) = prepared.outputs
     check_reducible(wire.wire, ReduceOp.AVG, tensor.dtype)
     summed = wire.start(prepared.by("all_reduce", [tensor], [tensor], ReduceOp.SUM))
@@ -243,7 +243,7 @@ def all_reduce_dividing(wire: BuildingCommunicator, prepared: PreparedCall) -> O
 def all_reduce_widened(
     wire: BuildingCommunicator, prepared: PreparedCall, dtype: torch.dtype
 ) -> Operation:
-    """All-reduce in another dtype, which holds all values of the tensor's; round once."""
+    """Start an all-reduce in ``dtype``, which holds all values of the tensor; convert back."""
     (tensor,), op = prepared.outputs, prepared.op
     assert op is not None
     # A copy is sent, so that a call that fails leaves the caller's floats as they were.
@@ -281,7 +281,7 @@ def reduce_scatter_by_exchange(
     tensor: torch.Tensor,
     sizes: Sizes,
 ) -> Operation:
-    """Exchange the parts, ``sizes[j]`` elements for member j; each member reduces those for it."""
+    """Start an exchange of parts, ``sizes[j]`` elements for member j; reduce into ``output``."""
     op = prepared.op
     assert op is not None
     check_reducible(wire.wire, op, tensor.dtype)
@@ -300,7 +300,7 @@ def reduce_scatter_by_exchange(
 def all_to_all_by_packing(
     wire: BuildingCommunicator, prepared: PreparedCall, outputs: Tensors, inputs: Tensors
 ) -> Operation:
-    """Exchange consecutive parts of one flat tensor, and write what came into ``outputs``."""
+    """Start an exchange of ``inputs`` packed in a flat tensor; unpack to ``outputs``."""
     together = packed(inputs)
     sizes = [part.numel() for part in inputs], [output.numel() for output in outputs]
     whole = together.new_empty(sum(sizes[1]))
@@ -312,20 +312,20 @@ def all_to_all_by_packing(
 
 
 def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do one all-reduce after the other."""
+    """Start an all-reduce of each tensor in turn; return a single operation of all."""
     op = prepared.op
     return Chain([wire.start(prepared.by("all_reduce", [x], [x], op)) for x in prepared.outputs])
 
 
 def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do an all-reduce, in a copy on all members but the root."""
+    """Start an all-reduce, in a copy on all members but the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if wire.rank == prepared.root else tensor.clone()]
     return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
 def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do an all-gather, of which the root alone keeps the result."""
+    """Start an all-gather, whose result the root alone copies to its outputs."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
@@ -333,7 +333,7 @@ def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do a broadcast of everything, of which each member keeps its part."""
+    """Start a broadcast of all inputs, of which each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
     is_root = wire.rank == root
@@ -343,7 +343,7 @@ def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do one all-gather where sizes are equal, else one broadcast from each member."""
+    """Start an all-gather if all sizes are equal, else a broadcast from each member."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     if all(output.numel() == tensor.numel() for output in outputs):
         return gather(wire, prepared)
@@ -357,13 +357,13 @@ def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Opera
 
 
 def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do the reduce-scatter of a list, of equal blocks."""
+    """Start a reduce-scatter of the input's equal blocks as a list."""
     parts = blocks(prepared.inputs[0], wire.size)
     return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
 def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do an all-reduce of all inputs in a row, of which each member keeps its own."""
+    """Start an all-reduce of all inputs in a row, of which each member keeps its own part."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: wire.rank])
@@ -372,7 +372,7 @@ def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> O
 
 
 def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Send one message to each other member, and receive one message from it."""
+    """Start a send to and a receive from each other member, and copy this member's part."""
     outputs, inputs = prepared.outputs, prepared.inputs
     write(outputs[wire.rank], inputs[wire.rank])
     others = [peer for peer in range(wire.size) if peer != wire.rank]
@@ -383,7 +383,7 @@ def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Do the all-to-all of lists, of consecutive parts."""
+    """Start an all-to-all of lists, on consecutive parts of input and output."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)

@@ -43,7 +43,7 @@ _Profile = tuple[str, ...]
 def public_support(
     wire: Wire, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind | None = None
 ) -> str:
-    """Return ``"native"``, ``"built"`` or ``""`` for a public verb, as ``Wire.support`` does.
+    """Return ``"native"``, ``"built"`` or ``""`` (refused): how ``wire`` does a public verb.
 
     Example:
         >>> gloo = find_wire("gloo")
@@ -73,7 +73,7 @@ def available_wires() -> list[Wire]:
 
 
 def capabilities(wires: Iterable[Wire] | None = None) -> dict[str, Any]:
-    """Return the table as plain values: wire, device type, public verb, op, state, dtypes.
+    """Return nested dicts ``{wire: {device type: {verb: {op: {state: dtypes}}}}}`` of names.
 
     Args:
         wires: which; by default those available here.
@@ -115,7 +115,7 @@ def dtypes_text(dtypes: Iterable[torch.dtype]) -> str:
 def overview_grid(
     wires: Sequence[Wire], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return a row for each verb, with a column for each wire, below a head.
+    """Return a head and a row for each verb, a column for each wire; equal rows are joined.
 
     Args:
         device_types: None means all.
@@ -136,7 +136,7 @@ def overview_grid(
 def table_grid(
     wires: Sequence[Wire], device_types: Collection[str] | None = None
 ) -> list[tuple[str, ...]]:
-    """Return the whole table below a head, with equal rows joined.
+    """Return a head, and a row per wire, devices, verbs and ops; equal rows are joined.
 
     Args:
         device_types: None means all.
@@ -171,7 +171,7 @@ _OWN = ("gloo", "hierarchical", "mpi", "nccl", "shm", "simulated", "ucc", "xccl"
 
 
 def table_page(page: str) -> str:
-    """Return the text of a page with the table of this package's wires between its marks."""
+    """Return ``page``, a Markdown text, with new tables of wires between its two marks."""
     wires = [wire for name in _OWN if (wire := find_wire(name)) is not None]
     parts = [_markdown(overview_grid(wires)), _markdown(table_grid(wires))]
     before, rest = page.split(_BEGIN)
@@ -199,7 +199,7 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """Return the support of a verb on the whole; refusals of an op by a dtype do not count."""
+    """Return "native", "built", "native, in part built", or "-", for a verb with all its ops."""
     # PREMUL_SUM is built for every wire.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:
@@ -208,7 +208,7 @@ def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
 
 
 def _joined(table: Mapping[_Key, _Value]) -> list[tuple[list[_Key], _Value]]:
-    """Return the values with the keys that share each, in order."""
+    """Return the keys and the value for each distinct value, in order of their first key."""
     keys_of: dict[_Value, list[_Key]] = {}
     for key, value in table.items():
         keys_of.setdefault(value, []).append(key)

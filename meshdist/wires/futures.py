@@ -33,7 +33,7 @@ _here = threading.local()
 
 
 class Deferral:
-    """Futures of the verbs that one piece of code has started, in the order of its calls."""
+    """Futures that ``settle`` completes, and their callbacks, in the order of the calls."""
 
     # On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
     # the thread that starts the verbs, which is one order as well.
@@ -42,12 +42,12 @@ class Deferral:
         self._futures: deque[torch.futures.Future[Any]] = deque()
 
     def add(self, future: torch.futures.Future[Any]) -> None:
-        """Leave ``future`` alone until it is waited for, or ``settle`` is called."""
+        """Append ``future``, which no thread completes until a wait or ``settle``."""
         self._futures.append(future)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Defer the futures that this thread makes in this context."""
+        """Collect here, for ``settle``, the futures that this thread makes in the context."""
         before = find_deferral()
         _here.deferral = self
         try:
@@ -78,7 +78,7 @@ _log = logging.getLogger("meshdist.futures")
 
 
 class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """A Future that its own methods complete, where they can.
+    """A torch Future that its methods ``wait`` and ``done`` complete by themselves.
 
     Args:
         pull: waits until it is completed, in this thread or another; raises nothing that belongs
@@ -204,7 +204,7 @@ _SHORTEST_S, _LONGEST_S = 0.0005, 0.005
 
 
 class Watcher:
-    """A thread that calls each ``complete`` once its ``poll`` is true, from the first watch."""
+    """Thread, started by the first ``watch``, that calls ``complete`` once ``poll()`` is true."""
 
     # It polls every half to five milliseconds while there is something, and sleeps otherwise. A
     # wait in Python does not depend on it and is not held up by the pause.
@@ -216,7 +216,7 @@ class Watcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, poll: Callable[[], bool], complete: Callable[[], None]) -> None:
-        """Call ``complete`` in the watcher's thread, as soon as ``poll()``, which never waits."""
+        """Call ``complete`` in this thread once ``poll()``, which never waits, is true."""
         with self._changed:
             self._new.append((poll, complete))
             if self._thread is None:
@@ -228,7 +228,7 @@ class Watcher:
             self._changed.notify()
 
     def end(self) -> None:
-        """Stop watching, for good; waits for a callback that runs, but not for long."""
+        """Stop the thread for good, waiting a second at most for a callback that runs."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -254,8 +254,7 @@ class Watcher:
             del still
 
     def _try_to_complete(self, poll: Callable[[], bool], complete: Callable[[], None]) -> bool:
-        """Call ``complete`` if ``poll()``; return False to poll again later, True also after an
-        error."""
+        """Call ``complete`` if ``poll()``; return whether to stop: it was called, or failed."""
         try:
             if not poll():
                 return False
@@ -288,7 +287,7 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """Let ``torch.futures.collect_all`` complete WorkFutures by need in this context."""
+    """Patch ``torch.futures.collect_all`` in the context to complete WorkFutures by its waits."""
     # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     global _num_collecting
     with _collecting.current:

@@ -54,15 +54,15 @@ class Mailbox:
         self._lock = threading.Lock()  # a receive from any member may start on another thread
 
     def send(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start sending ``tensor`` to this rank under ``tag``."""
+        """Start a send of ``tensor`` to this rank under ``tag``; return the transfer."""
         return self._start(SelfTransfer(self, tensor, is_send=True), tag)
 
     def recv(self, tensor: torch.Tensor, tag: int) -> SelfTransfer:
-        """Start to receive into ``tensor`` the message that this rank sends itself by ``tag``."""
+        """Start a receive into ``tensor`` of this rank's message to itself by ``tag``."""
         return self._start(SelfTransfer(self, tensor, is_send=False), tag)
 
     def finish(self, transfer: SelfTransfer, timeout: timedelta) -> None:
-        """Buffer a send at once; let a receive wait until another thread has sent its message."""
+        """Finish a send by copying its tensor; for a receive wait until its message was sent."""
         with self._lock:
             if transfer.is_send and not transfer.is_done:
                 transfer.tensor = transfer.tensor.clone()
@@ -72,7 +72,7 @@ class Mailbox:
             raise WireTimeout("no counterpart for a message of this rank to itself")
 
     def abort(self) -> None:
-        """Free every thread that waits in ``finish``."""
+        """Let every thread that waits in ``finish`` raise WireAborted."""
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
@@ -116,7 +116,7 @@ _DRAWING_S = 10.0
 
 
 class TagNumbers:
-    """The numbers of one group's large tags, from 0, equal on all members; in the group's store."""
+    """Small numbers for a group's large tags, equal on all members, drawn in its store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -124,7 +124,7 @@ class TagNumbers:
         self._numbering = threading.Lock()
 
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
-        """Return the number of ``tag``, which the first member that asks draws in the store."""
+        """Return the number of ``tag``, which the first member to ask draws in the store."""
         number = self._numbers.get(tag)
         if number is not None:
             return number

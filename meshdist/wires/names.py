@@ -74,13 +74,13 @@ class Backend(str):
 
 
 def usable_defaults() -> set[str]:
-    """Return the names of the default wires that work here."""
+    """Return the names of those default wires that work on this machine."""
     wires = filter(None, (find_wire(name) for names in _DEFAULT_WIRES.values() for name in names))
     return {wire.name for wire in wires if wire.is_available()}
 
 
 def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
-    """Return the best of the usable wires for each device type; by default of those here."""
+    """Return the best wire per device type among ``usable``; None: those that work here."""
     found = usable_defaults() if usable is None else usable
     return {
         device_type: next(filter(found.__contains__, names), names[-1])
@@ -89,7 +89,7 @@ def default_wires(usable: Collection[str] | None = None) -> dict[str, str]:
 
 
 def parse_backends(backend: str | None) -> dict[str, str]:
-    """Return the wire for each device type that ``backend`` means.
+    """Return ``{device type: wire}`` for the argument ``backend``.
 
     Args:
         backend: a wire's name, for all device types that it serves, or that of a backend that a
@@ -143,7 +143,7 @@ def _device_types(name: str) -> list[str]:
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return the wire of each device type in a group of ``world`` that names ``backends``."""
+    """Return the wires by device type that a group gets for ``backends``; raise for unknown."""
     # Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):

@@ -85,12 +85,12 @@ def parts_like(whole: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def blocks(tensor: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, ...]:
-    """Return flat views of equal parts of a contiguous tensor."""
+    """Return flat views of ``num_blocks`` equal parts of a contiguous tensor."""
     return tensor.view(num_blocks, tensor.numel() // num_blocks).unbind()
 
 
 def packed(tensors: Tensors) -> torch.Tensor:
-    """Return a new flat tensor that holds all tensors."""
+    """Return a new flat tensor with the elements of all ``tensors`` in a row."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
@@ -101,7 +101,7 @@ def write(output: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def write_all(outputs: Tensors, data: Tensors) -> None:
-    """Copy each of ``data`` into the output in its place."""
+    """Copy each tensor of ``data`` into the contiguous output at the same index."""
     with writing():
         for output, part in zip(outputs, data, strict=True):
             output.view(-1).copy_(part.view(-1))
@@ -212,11 +212,11 @@ class PreparedCall:
 
     @property
     def note(self) -> Note | None:
-        """The call as the group has noted it."""
+        """Return the recorder's note of this call, None if it has no recorder."""
         return None if self.recorder is None else self.recorder.find_note(self.number)
 
     def as_own(self, timeout: timedelta) -> PreparedCall:
-        """Make it a call of a wire's own that is waited for, and not noted; return it."""
+        """Set ``timeout``, and that the caller waits, for a call of a wire's own; return it."""
         self.timeout, self.waits = timeout, True
         return self
 
@@ -230,7 +230,7 @@ class PreparedCall:
         sizes: tuple[Sizes, Sizes] | None = None,
         tag: int = 0,
     ) -> PreparedCall:
-        """Return the same call carried otherwise; wires that compare calls compare ``self``'s."""
+        """Return a new call by ``way`` on other tensors, with the note and timeout of this call."""
         other = PreparedCall(self.verb, way, inputs, outputs, self.noted, op, root, sizes, tag)
         other.shows_all, other.call = False, self.call
         other.timeout, other.waits = self.timeout, self.waits
@@ -238,7 +238,7 @@ class PreparedCall:
         return other
 
     def later(self) -> PreparedCall:
-        """Note that its caller does not wait for it at once; return it."""
+        """Set that the caller does not wait at once, and return this call."""
         self.waits = False
         return self
 
@@ -255,7 +255,7 @@ class PreparedCall:
                 multiply(output, self.factor)
 
     def travel_as(self, tensors: Tensors, *, are_copies: bool) -> None:
-        """Carry ``tensors`` in place of those of an elementwise verb."""
+        """Replace inputs and outputs by ``tensors``, flat views or, if ``are_copies``, copies."""
         if are_copies:
             copies = {id(x): copy for x, copy in zip(self.inputs, tensors, strict=True)}
             self.written = [(x, data, copies[id(sent)]) for x, data, sent in self.written]
@@ -284,7 +284,7 @@ class PreparedCall:
         return find_hand_back(self.foreign)
 
     def finish_here(self) -> None:
-        """Copy the result to the caller's arrays, and give these to their library again."""
+        """Copy the result to the caller's arrays; let CuPy's streams, if used, wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
         if self.foreign and (hand_back := self.find_hand_back()):

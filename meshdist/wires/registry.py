@@ -64,12 +64,12 @@ class Opening:
     look: Callable[[], None] | None = None
 
     def check_present(self) -> None:
-        """Raise WireFailure where a member that is waited for has ended."""
+        """Raise WireFailure, with the text of ``find_lost``, if a member has ended."""
         if lost := self.find_lost():
             raise WireFailure(lost)
 
     def below(self, prefix: str, **changes: Any) -> Opening:
-        """Return this opening with other keys, below ``prefix``, and with ``changes``."""
+        """Return a copy whose store's keys stand below ``prefix``, with ``changes`` of fields."""
         return replace(
             self,
             store=PrefixStore(prefix, self.store),
@@ -86,7 +86,11 @@ class Needs(NamedTuple):
 
 
 def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
-    """Let this process open the groups that need so much, by name; return why it cannot, or ""."""
+    """Raise this process's limit of open files for ``needs``, by group; return a lack, or "".
+
+    Args:
+        num_local: the ranks of this host, each of which needs as many threads.
+    """
     # Where 20 of 1,024 files are open, ``{"axis 'dp'": Needs(2047, 2)}`` gives "1004 more files can
     # be opened of about 2059 needed; the limit is 1024 (axis 'dp': 2047)", if that limit is hard.
     # Threads are those of ``num_local`` ranks, which share a control group.
@@ -101,7 +105,12 @@ def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
 
 
 def lack_error(rank: int, text: str, members: Sequence[int], found: str) -> BackendError:
-    """The error where some members lack what opening ``text`` takes, as ``found`` tells."""
+    """Return the error of members that lack files or threads to open the group ``text``.
+
+    Args:
+        members: global ranks of the group.
+        found: the lack of each member, as text.
+    """
     return BackendError(
         f"{text} cannot be opened: a member can open too few files and sockets, or threads",
         where=f"rank {rank}, among {ranks_text(members)}",
@@ -164,7 +173,7 @@ class Wire(ABC):
 
     @abstractmethod
     def open(self, opening: Opening) -> Communicator:
-        """Open a communicator, together with all other members; raise WireFailure."""
+        """Return a communicator, opened with all other members; raise WireFailure if that fails."""
 
 
 _wires: dict[str, Wire] = {}
@@ -186,7 +195,7 @@ def find_wire(name: str) -> Wire | None:
 
 
 def get_wire(name: str) -> Wire:
-    """Return the wire called ``name``; raise BackendError, listing what there is."""
+    """Return the available wire called ``name``; else raise BackendError, which lists the wires."""
     name = name.lower()
     wire = find_wire(name)
     if wire is not None and wire.is_available():

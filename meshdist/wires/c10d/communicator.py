@@ -58,7 +58,7 @@ _LACKING = re.compile(
 
 
 class _Closed:
-    """A stand-in for a process group that was closed."""
+    """A stand-in for a process group that was closed, whose methods raise RuntimeError."""
 
     supports_coalescing = False
 
@@ -73,7 +73,7 @@ CLOSED = _Closed()
 
 
 class _VerbLacking(WireFailure):
-    """The class has no such verb, and said so before anything was sent."""
+    """Failure since torch's class lacks the verb, which it says before it sends anything."""
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +106,7 @@ class C10dOperation(Operation):
 
 @dataclass(eq=False, slots=True)
 class C10dTransfer(C10dOperation):
-    """A send to or receive from ``peer``, which is None where that may be any."""
+    """A send to, or receive from, member ``peer``; None for a receive from any member."""
 
     peer: int | None
 
@@ -115,7 +115,7 @@ class C10dTransfer(C10dOperation):
 
 
 class C10dCommunicator(Communicator):
-    """A group's connection over a c10d process group that is made already."""
+    """A group's connection over an existing process group of torch's (c10d)."""
 
     arithmetic: ClassVar[Arithmetic | None] = None
     """The ops and dtypes that the class reduces correctly; None where they are not known."""
@@ -281,7 +281,7 @@ class C10dCommunicator(Communicator):
         return started or self.build(prepared)
 
     def _meet(self, prepared: PreparedCall, nothing: torch.Tensor) -> Operation:
-        """Wait for all members, where there is nothing to move."""
+        """Start an all-reduce of ``nothing``, an empty tensor, so that members wait for all."""
         empty = [movable(nothing)]
         return self.start(prepared.by("all_reduce", empty, empty, ReduceOp.MAX))
 
@@ -351,18 +351,18 @@ class C10dCommunicator(Communicator):
             raise self.failure(error) from None
 
     def bound_work(self, work: Any, timeout: timedelta) -> None:
-        """Let a work be late after ``timeout``, where the communicator counts."""
+        """Let ``work`` fail as late after ``timeout``, if the class watches works."""
 
     def has_ended(self, work: Any) -> bool:
-        """Return whether it is known, without asking a device, that it is done or has failed."""
+        """Return whether ``work`` is known, without asking a device, to be done or failed."""
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
-        """The timeout to give c10d for an operation, on a clock that nothing pauses."""
+        """Return the timeout to give c10d for an operation, which no breakpoint pauses."""
         return timeout
 
     def failure(self, error: RuntimeError) -> WireFailure:
-        """The failure that an error from c10d means."""
+        """Return the WireFailure that stands for an error from c10d."""
         return WireAborted(plain_text(error)) if self.is_aborted else failure_of(error)
 
     def abort(self) -> None:
@@ -376,13 +376,13 @@ class C10dCommunicator(Communicator):
 
     @classmethod
     def find_substitute(cls, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """Return the reduction that the class runs in place of ``op``, or None."""
+        """Return the reduction that the class runs for ``op`` on ``dtype``, or None."""
         if cls.arithmetic is None:
             return None if is_whole_mean(op, dtype) else Substitute(op, dtype, True)
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, prepared: PreparedCall, dtype: torch.dtype) -> Substitute | None:
-        """The view of the tensor that the class's own verb reduces; None where it does not."""
+        """Return a substitute that reduces the tensor's own memory, None if there is none."""
         op = prepared.op
         assert op is not None
         found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)
@@ -402,7 +402,7 @@ class C10dCommunicator(Communicator):
         return all_reduce_widened(self, prepared, substitute.dtype)
 
     def _all_reduce_alike(self, prepared: PreparedCall, tensors: Tensors) -> Operation:
-        """``_all_reduce_list`` where all dtypes are equal."""
+        """Start ``_all_reduce_list`` of ``tensors`` whose dtypes are equal."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
             options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)
@@ -416,7 +416,7 @@ class C10dCommunicator(Communicator):
         return self.build(alike)
 
     def options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
-        """c10d's options, made once for calls that repeat."""
+        """Return c10d's options for a call, kept for later calls that are alike."""
         root = prepared.root if prepared.way in ROOTED_VERBS else None
         timeout = prepared.timeout
         key = kind, prepared.way, root, op, prepared.waits
@@ -437,20 +437,21 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: PreparedCall) -> bool:
-        """Return whether c10d shall return a work."""
+        """Return whether c10d shall return a work for the call."""
         return True
 
     def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:
-        """Start a verb of the class as an operation; return None where the class lacks the verb."""
+        """Start the class's method ``verb``; return None where the class lacks the verb."""
         try:
             return self._operation(prepared, self._call(verb, *arguments))
         except _VerbLacking:
             return None
 
     def _operation(self, prepared: PreparedCall, work: Any, note: int | None = None) -> Operation:
-        """Return the operation of a collective; finished, where the caller waits.
+        """Return the operation of a collective, which is finished if the caller waits.
 
         Args:
+            work: c10d's work of it.
             note: the recorder's number of a call on the fast path.
         """
         started = self._started(work, prepared)
@@ -460,11 +461,11 @@ class C10dCommunicator(Communicator):
         return C10dOperation(self, started)
 
     def _started(self, work: Any, prepared: PreparedCall) -> Any:
-        """The work that ``finish_work`` takes: c10d's own."""
+        """Return what ``finish_work`` takes for c10d's ``work``: here the work itself."""
         return work
 
     def _call(self, verb: str, *arguments: Any) -> Any:
-        """Call a method of the c10d process group."""
+        """Call a method of the c10d process group; raise its error as a WireFailure."""
         try:
             return getattr(self._group, verb)(*arguments)
         except RuntimeError as error:
@@ -474,7 +475,7 @@ class C10dCommunicator(Communicator):
 
     @contextmanager
     def _explained(self, explain: Explain) -> Iterator[None]:
-        """Explain an error of c10d's."""
+        """Raise what ``explain`` makes of a RuntimeError of the body."""
         try:
             yield
         except RuntimeError as error:
@@ -488,12 +489,12 @@ class C10dCommunicator(Communicator):
         return transfer
 
     def _end_batch(self, transfers: list[tuple[C10dTransfer, PreparedCall]]) -> None:
-        """Send the batch off; its one work is that of every transfer."""
+        """Send the batch, and give each of its transfers the work of the whole batch."""
         self._batch = None
         work = self._group._end_coalescing()
         for transfer, prepared in transfers:
             transfer.work = self._started(work, prepared)
 
     def _slot(self, tag: int, tensor: torch.Tensor) -> int:
-        """The wire's own tag for a message."""
+        """Return the wire's own tag for a message of ``tensor`` under ``tag``."""
         return tag

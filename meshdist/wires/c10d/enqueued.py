@@ -75,7 +75,7 @@ is_capturing: Callable[[], bool] = getattr(
 
 
 class DeviceResult:
-    """The end of a work, as far as that can be known without the device."""
+    """Record of how a work on a device ended, which does not hold the tensors' memory."""
 
     # It does not hold the work, which keeps the tensors' memory.
 
@@ -97,7 +97,7 @@ class DeviceResult:
         self.limit, self.deadline = limit, None
 
     def look(self) -> WireFailure | None:
-        """Look whether the work has ended, or is late; return its failure if it ended badly."""
+        """Update ``is_good``; return the failure of a work that failed or is late, else None."""
         if self.result.done():
             result = WorkResult(self.result.value())
             if result == WorkResult.SUCCESS:
@@ -278,7 +278,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return work.outcome.is_good
 
     def look(self) -> None:
-        """Check how the works have ended; where any has failed or is late, explain it and abort."""
+        """Check all works in flight; if any failed or is late, log its error and abort."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return
@@ -326,7 +326,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         self.is_aborted = True  # what has not ended by now never will
 
     def _shut_down(self) -> None:
-        """Let all kernels end, and the connection with them, before c10d's destructor aborts it."""
+        """Run c10d's shutdown, once, waiting up to the timeout for kernels to end."""
         if self._last_call is not None:
             return
         self._last_call = BoundedCall(self._group.shutdown, "shutdown")
@@ -335,7 +335,7 @@ class EnqueueingCommunicator(C10dCommunicator):
                 outcome.is_good = outcome.look() is None
 
     def _wait_for_last_call(self, limit: timedelta) -> bool:
-        """Wait for the group's last call, up to ``limit``; return whether it has ended well."""
+        """Wait up to ``limit`` for the shutdown or abort; return whether it went well."""
         call = wait_until(lambda: self._last_call, Deadline(limit))  # an abort may just begin
         try:
             if call is not None:
@@ -346,7 +346,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return True
 
     def _cut_off(self) -> Any:
-        """Let waits for works in flight fail from now on; return c10d's group the first time."""
+        """Mark as aborted, so that waits fail; return c10d's group, None if marked before."""
         group = self._group
         if self.is_aborted or group is CLOSED:
             return None
@@ -360,7 +360,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _fail(
         self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
-        """Explain a failure, which breaks the group, and abort the works that are enqueued."""
+        """Make and log the error of ``failure``, keep it for waits, and abort all works."""
         failure.limit, error = limit, None
         with self.explaining:
             try:
@@ -375,7 +375,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         _log.error("%s", error)
 
     def _find_failure(self, group: Any) -> WireFailure | None:
-        """The failure that c10d's own watchdog has found."""
+        """Return the failure that c10d's own watchdog has found, or None."""
         found = group.get_error().name
         if found == "SUCCESS":
             return None
@@ -384,7 +384,7 @@ class EnqueueingCommunicator(C10dCommunicator):
         return WireFailure(f"{self.wire.upper()} reports {found}")
 
     def _check_outcome(self, outcome: DeviceResult) -> None:
-        """Raise where a work was cut off."""
+        """Raise the error of a work that an abort cut off; return for any other work."""
         if outcome.is_good or not (self.is_aborted or self.explaining.locked()):
             return
         with self.explaining:  # the watchdog may be about to say why
@@ -441,7 +441,7 @@ def _tells_errors(group: Any) -> bool:
 
 
 def _abort_groups(groups: Sequence[Any]) -> None:
-    """Abort all of these process groups, side by side, as one group of NCCL's calls."""
+    """Abort process groups in parallel threads, inside a single group of NCCL's calls."""
     first = groups[0]
     has_groups = hasattr(first, "_group_start")
     if has_groups:

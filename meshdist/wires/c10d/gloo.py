@@ -231,7 +231,7 @@ class GlooCommunicator(C10dCommunicator):
         return self._group is CLOSED
 
     def disconnect(self) -> None:
-        """Close all connections; whatever waits for one fails."""
+        """Close all connections, so that the operations in flight fail."""
         group = self._group
         if group is not CLOSED:
             expire(start_expiring(group, peer) for peer in self._peers())
@@ -310,7 +310,7 @@ class GlooCommunicator(C10dCommunicator):
         return self._reduce_shared(prepared, tensor.view(-1))
 
     def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
-        """Reduce part j on member j, and share the parts."""
+        """Start an exchange that reduces part j on member j, and a job that shares all parts."""
         # The exchange starts here, since Gloo matches collectives by their order. Behind it a
         # thread shares by messages, which other collectives may precede: a call in flight goes on
         # by itself.
@@ -350,7 +350,7 @@ class GlooCommunicator(C10dCommunicator):
         return GlooTransfer(self, work, prepared.root, prepared.timeout, is_long)
 
     def finish_slowly(self, work: Any, timeout: timedelta) -> None:
-        """Go on with a wait, of which the first slice has expired."""
+        """Wait for ``work`` in slices, up to ``timeout``; raise WireFailure, also if aborted."""
         # The first slice is over already, unless the clock was paused.
         deadline = Deadline(timeout if clock.is_paused() else timeout - _SLICE)
         while True:
@@ -440,7 +440,11 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Let another thread wait for the work; return whether it is over within ``seconds``."""
+        """Start a thread that waits for the work; return whether it ends or is late by then.
+
+        Args:
+            seconds: how long to wait for the thread.
+        """
         # When it is late all connections are closed, and this is true, too.
         if self._waited is None:
             self._deadline = Deadline(self.timeout)
@@ -469,7 +473,7 @@ def _disconnect(alive: weakref.ref[GlooCommunicator]) -> None:
 
 
 def _spin_until(condition: Callable[[], bool]) -> None:
-    """Return when ``condition()``, or when sleeping costs less than to spin on."""
+    """Poll ``condition`` without sleeping, for half a millisecond at most."""
     # An idle core falls asleep, and to wake it takes longer than a small message; by yielding, this
     # thread leaves it to Gloo's threads whenever one of those can run.
     end = time.perf_counter() + _SPIN_S
@@ -479,7 +483,7 @@ def _spin_until(condition: Callable[[], bool]) -> None:
 
 @lru_cache(1024)
 def _code(numel: int, dtype: torch.dtype) -> int:
-    """28 bits that differ for tensors of another size or dtype; cached, since calls repeat."""
+    """Return a 28-bit hash of a tensor's number of elements and dtype."""
     digest = hashlib.blake2b(f"{numel} {dtype}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & _NUMBERED_SLOT - 1
 

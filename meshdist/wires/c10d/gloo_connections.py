@@ -64,11 +64,11 @@ _MOST_THREADS = 8  # as many messages that never come hold up no other
 
 
 class Devices:
-    """Devices of Gloo, and their listeners as far as those can be made deaf.
+    """Devices of Gloo, whose listening sockets drop all packets while no group opens.
 
     Args:
         make: makes the devices.
-        are_deaf: whether nothing need be heard while no group opens.
+        are_deaf: whether the sockets drop packets at all.
     """
 
     def __init__(self, make: Callable[[], list[Any]], *, are_deaf: bool) -> None:
@@ -84,7 +84,7 @@ class Devices:
 
     @contextmanager
     def hearing(self) -> Iterator[None]:
-        """Let a group open in the context, whose members connect to these devices."""
+        """Let the listening sockets take connections in the context, in which a group opens."""
         with self._changing:
             self._num_opening += 1
             self._change(is_deaf=False)
@@ -107,7 +107,7 @@ class Devices:
 
 
 def _listeners() -> dict[int, int]:
-    """The descriptors at which this process listens for TCP, by inode; none but on Linux."""
+    """Return the descriptors of this process's listening TCP sockets, by inode, on Linux."""
     listeners = {}
     for descriptor, copy in own_sockets():
         is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
@@ -122,7 +122,7 @@ def connects_late() -> bool:
 
 
 def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
-    """The network interfaces to use: those that GLOO_SOCKET_IFNAME lists, or loopback, or ()."""
+    """Return the interfaces that GLOO_SOCKET_IFNAME lists, or loopback on a single host, or ()."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
         return tuple(name.strip() for name in named.split(",") if name.strip())
@@ -130,7 +130,7 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 def agreed_devices(opening: Opening) -> Devices:
-    """Return the devices for a group whose members all have as many.
+    """Return the devices for a group whose members all have as many interfaces.
 
     Raises:
         WireRefused: a member has no such interface, or not all have as many.
@@ -153,7 +153,7 @@ def agreed_devices(opening: Opening) -> Devices:
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise WireRefused where the interfaces that the members published in time do not fit."""
+    """Raise WireRefused if members stored unequal numbers of interfaces; wait ``patience``."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return
@@ -201,7 +201,7 @@ def _refusal(text: str) -> WireRefused:
 
 
 class DroppedMessages:
-    """Dropped messages of one communicator; threads wait ``patience``, as good as for ever."""
+    """Messages whose Work was dropped, which threads finish, waiting ``patience`` for each."""
 
     def __init__(self, patience: timedelta) -> None:
         self._patience = patience
@@ -211,14 +211,13 @@ class DroppedMessages:
         self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep a message that the garbage collector drops, in any thread at any time."""
+        """Keep the ``work`` of a dropped message; callable in any thread at any time."""
         # No thread waits for a message that may come from anyone, since none could be freed when
         # the group ends.
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)
 
     def look(self) -> None:
-        """Start a thread that waits for the dropped messages, unless none are left or enough
-        threads wait."""
+        """Start a thread that waits for dropped messages, if any are left and few threads wait."""
         with self._counting:
             if not self._unfinished or self._num_waiting >= _MOST_THREADS:
                 return
@@ -230,8 +229,7 @@ class DroppedMessages:
             raise
 
     def close(self) -> bool:
-        """Drop all messages; return whether threads wait for some, which end with the
-        connections."""
+        """Drop all messages; return whether threads still wait for some of them."""
         self._unfinished.clear()
         self._from_anyone.clear()
         return self._num_waiting > 0
@@ -261,7 +259,7 @@ def start_expiring(group: Any, peer: int) -> Any:
 
 
 def expire(messages: Iterable[Any]) -> None:
-    """Let the first receive that can still expire do so, which closes all connections."""
+    """Let the first of ``messages`` that can time out do so, which closes all connections."""
     for message in messages:
         if message is None:
             continue
@@ -274,7 +272,7 @@ def expire(messages: Iterable[Any]) -> None:
 
 
 def drop_within(limit: timedelta, last_references: list[Any]) -> None:
-    """Drop the last references, which ends a group's messages; wait about ``limit`` at most."""
+    """Clear ``last_references`` in a thread, which ends a group; wait about ``limit`` at most."""
     # On torch 2.13 a send of Gloo's may stay in flight for ever when its connection is lost.
     has_ended = threading.Event()
 

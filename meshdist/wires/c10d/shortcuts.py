@@ -56,7 +56,7 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 class _Carried(NamedTuple):
-    """The way on which a verb of the core travels.
+    """The method and options of torch's class by which a verb of the native core travels.
 
     Args:
         way, method: the verb of a communicator, and the method of the class.
@@ -104,7 +104,7 @@ class ShortCommunicator(BuildingCommunicator, Protocol):
 
 
 class _CallsAlike(NamedTuple):
-    """The calls that have one shortcut.
+    """Fields that are equal in all calls of the same shortcut.
 
     Args:
         verb, dtype: as the core names them; ``op`` and ``root`` are numbers, -1 for none.
@@ -159,7 +159,7 @@ def _explained(explain: Explain, timeout: timedelta, error: BaseException) -> Ba
 
 
 def _find_shortcut(wire: ShortCommunicator, like: PreparedCall, *of: Any) -> Shortcut | None:
-    """Return the shortcut of calls that are alike, given their fields; None: Python does them.
+    """Return the method and options of torch's class for calls that are alike; None: use Python.
 
     Args:
         like: has the timeout of each, and whether its caller waits.
@@ -228,8 +228,7 @@ def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
 
 
 def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
-    """Return the tensors of an all-gather, and a function that reduces the gathered tensors
-    here."""
+    """Return the arguments of an all-gather, and a function that reduces the result here."""
     tensor = tensors[0].view(-1)
     whole = tensor.new_empty(size * tensor.numel())
     return (whole, tensor), partial(reduce_parts, tensor, whole, size, op)
@@ -238,7 +237,7 @@ def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
 def _exchange(
     wire: ShortCommunicator, op: ReduceKind, output: torch.Tensor, tensor: torch.Tensor
 ) -> Prepared:
-    """Return an all-to-all's arguments, and a function that reduces the parts that came here."""
+    """Return the arguments of an all-to-all, and a function that reduces the parts that came."""
     sizes = [output.numel()] * wire.size
     if tensor.nbytes <= _SMALL_BYTES:
         mine = torch.empty_like(tensor)
@@ -255,8 +254,7 @@ def _reduce_mine(
 
 
 def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:
-    """Return the arguments of an all-to-all over packed tensors, and a function that unpacks
-    them."""
+    """Return the arguments of an all-to-all on packed tensors, and a function that unpacks."""
     together = torch.cat(inputs)  # type: ignore[arg-type]
     gives = list(map(torch.Tensor.numel, inputs))
     takes = list(map(torch.Tensor.numel, outputs))

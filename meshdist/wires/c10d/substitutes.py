@@ -42,7 +42,7 @@ _OF_BYTES = {ReduceOp.BOR: _MAX, ReduceOp.BAND: _MIN}
 
 @dataclass(frozen=True)
 class Substitute:
-    """The op and dtype to reduce instead.
+    """Op and dtype by which a wire can do a reduction that it lacks itself.
 
     Args:
         op: the op to ask for.
@@ -68,7 +68,7 @@ class Arithmetic:
         return op in self._ops.get(dtype, ())
 
     def _find(self, op: ReduceKind, dtype: torch.dtype) -> Substitute | None:
-        """Return the first reduction that serves; None where the members have to gather."""
+        """Return the first Substitute for ``op`` on ``dtype`` that the wire reduces, or None."""
         for candidate in _candidates(op, dtype):
             if self.has(candidate.op, candidate.dtype):
                 return candidate
@@ -94,7 +94,7 @@ def _candidates(op: ReduceKind, dtype: torch.dtype) -> Iterator[Substitute]:
 
 
 def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a contiguous tensor as a flat tensor of ``dtype``."""
+    """Return the memory of a contiguous tensor as a flat tensor of ``dtype``."""
     if dtype is tensor.dtype:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
     # One element, or none, counts as contiguous whatever its stride, but is not read as bytes.
@@ -102,14 +102,14 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, flat, in a dtype that every class of torch's moves: its own, or its bytes."""
+    """Return ``tensor`` flat, as bytes if torch's classes cannot move its dtype."""
     if tensor.dtype not in _MOVED:
         return read_as(tensor, torch.uint8)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def all_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors``, each as ``movable`` gives it."""
+    """Return a list of ``tensors``, each as ``movable`` returns it."""
     return [movable(tensor) for tensor in tensors]
 
 

@@ -64,11 +64,9 @@ class RegisteredWire(Wire):
     descriptors_per_peer = 1  # which is a guess
 
     def is_available(self) -> bool:
-        """True: a registered backend is taken to work."""
         return True
 
     def open(self, opening: Opening) -> Communicator:
-        """Call the registered function for this group."""
         size = len(opening.ranks)
         try:
             if self.extended_api:
@@ -139,7 +137,7 @@ class GlooWire(Wire):
 
 
 def adopt_torch_backends() -> None:
-    """Make a wire of each backend that a plug-in has registered with torch and that is none yet."""
+    """Register a wire for each backend of a plug-in of torch's that has no wire yet."""
     backends: Any = distributed_c10d.Backend
     for upper, plugin in tuple(backends._plugins.items()):
         name = upper.lower()
@@ -149,14 +147,14 @@ def adopt_torch_backends() -> None:
 
 
 class UccCommunicator(C10dCommunicator):
-    """UCC's connection."""
+    """A group's connection over UCC."""
 
     arithmetic = UCC
 
 
 @dataclass(eq=False)
 class C10dWire(Wire):
-    """A wire over torch's process-group class ``class_name``, where a ``build`` of torch has it."""
+    """Wire over torch's class ``class_name``; ``build`` says how to get a torch that has it."""
 
     name: str
     class_name: str
@@ -178,7 +176,7 @@ class C10dWire(Wire):
 
     @abstractmethod
     def _open(self, kind: Any, opening: Opening) -> Communicator:
-        """Open a communicator with torch's class ``kind``."""
+        """Return a communicator over a new process group of torch's class ``kind``."""
 
 
 class UccWire(C10dWire):
@@ -193,7 +191,7 @@ class UccWire(C10dWire):
 
 
 class XcclWire(C10dWire):
-    """XCCL, and what NCCL shares with it: ``connect`` communicates, opening does not."""
+    """XCCL, on Intel's GPUs, and base of NCCL's wire: members first meet in ``connect``."""
 
     communicator_kind = EnqueueingCommunicator
     device_type = "xpu"
@@ -248,7 +246,7 @@ _LEFT_TO_US = {
 
 @contextmanager
 def _failures_left_to_us() -> Iterator[None]:
-    """Let a ProcessGroupNCCL made in the context end neither its verbs nor the process."""
+    """Switch off, in the context, that a new ProcessGroupNCCL ends verbs or the process."""
     # A failure is raised where it is waited for. Afterwards everything is as before: the program's
     # own groups of torch's keep their protection.
     with _changing.current:
@@ -269,7 +267,7 @@ def _failures_left_to_us() -> Iterator[None]:
 
 
 def _options(kind: Any, opening: Opening) -> Any:
-    """The group's own options: the fields of the program's, which other groups share, and more."""
+    """Return new options of class ``kind`` for a group, with the fields that the program set."""
     options = kind()
     given = opening.options
     if isinstance(given, kind):

@@ -82,7 +82,6 @@ class HierarchicalCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return shared memory's support of reductions, and Gloo's of what goes over Gloo alone."""
         if verb in REDUCING_VERBS:
             return ShmCommunicator.support(verb, "cpu", dtype, op)
         if verb in _OVER_ALL:
@@ -90,7 +89,7 @@ class HierarchicalCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def _stages(self, prepared: PreparedCall) -> Operation:
-        """Run a call now if the caller waits and the queue is idle, else enqueue it."""
+        """Run a call if the caller waits and the queue is idle, else queue it; return it."""
         if prepared.op is not None and not _reduces(prepared):
             return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
         perform = partial(self._perform, prepared)
@@ -128,12 +127,12 @@ class HierarchicalCommunicator(Communicator):
             level.close()
 
     def _release(self) -> None:
-        """Free every thread that waits in any level, on all members."""
+        """Abort all levels, which frees the threads that wait there, on all members."""
         for level in self._levels:
             level.abort()
 
     def _perform(self, prepared: PreparedCall) -> None:
-        """Do a collective, unless an earlier collective has failed."""
+        """Run a collective in stages; raise WireFailure if a call failed before, or aborted."""
         if self._is_aborted:
             raise WireAborted("aborted before")
         if self._failure:
@@ -172,15 +171,12 @@ class HierarchicalWire(Wire):
     communicator_kind = HierarchicalCommunicator
 
     def is_available(self) -> bool:
-        """Return whether shared memory is available."""
         return ShmWire().is_available()
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Return why shared memory is not available, and the fix."""
         return ShmWire().why_unavailable()
 
     def needs(self, opening: Opening) -> Needs:
-        """Return what shared memory here takes, and Gloo with each host and with all members."""
         if opening.is_one_host:
             return get_wire("shm").needs(opening)
         num_here = opening.hosts.count(opening.hosts[opening.rank])
@@ -220,7 +216,7 @@ class HierarchicalWire(Wire):
 def _among(
     opening: Opening, part: str, members: tuple[int, ...], *, is_one_host: bool = False
 ) -> Opening:
-    """Return the opening of a communicator among some of the members."""
+    """Return ``opening`` with ``members`` alone, and with its keys below ``part``."""
     return opening.below(
         part,
         ranks=tuple(opening.ranks[k] for k in members),
@@ -232,7 +228,11 @@ def _among(
 
 
 def _agree(opening: Opening, places: HostPlaces, refusal: str) -> None:
-    """Return when all hosts can share memory; raise on every member where a host cannot."""
+    """Wait until all hosts share memory; raise WireRefused on every member if a host cannot.
+
+    Args:
+        refusal: why this member cannot, or "".
+    """
     store, deadline = opening.store, Deadline(opening.timeout)
     if places.local == 0:
         store.set(f"host {places.host} says", refusal or "yes")
@@ -252,7 +252,7 @@ def _reduces(prepared: PreparedCall) -> bool:
 
 
 def _without(tensors: Tensors, members: Sequence[int]) -> list[torch.Tensor]:
-    """Return ``tensors``, with nothing in place of those of some members."""
+    """Return a list of ``tensors`` with empty tensors in the places ``members``."""
     nothing = tensors[0].new_empty(0)
     return [nothing if k in members else tensor for k, tensor in enumerate(tensors)]
 

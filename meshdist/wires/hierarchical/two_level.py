@@ -63,7 +63,7 @@ class HostPlaces:
 
     @property
     def num_owners(self) -> int:
-        """The number of members that each host has at least: so many exchange across hosts."""
+        """The size of the smallest host: so many members of each host exchange across hosts."""
         return min(map(len, self.members))
 
     @property
@@ -72,7 +72,7 @@ class HostPlaces:
         return tuple(member for members in self.members for member in members)
 
     def find(self, member: int) -> tuple[int, int]:
-        """Return the host of ``member``, and its place among those of that host."""
+        """Return the index of the host of ``member``, and its place among that host's members."""
         for host, members in enumerate(self.members):
             if member in members:
                 return host, members.index(member)
@@ -130,7 +130,7 @@ class Stages:
     def exchange_reducing(
         self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
     ) -> None:
-        """Reduce-scatter consecutive parts of ``tensor`` among the owners at this place."""
+        """Reduce-scatter parts of ``tensor`` among the owners at this place into ``output``."""
         assert self._across is not None
         call = PreparedCall("", "reduce_scatter_list", (), (), op=op)
         call.as_own(max(self._deadline.left, _LEAST))
@@ -138,7 +138,7 @@ class Stages:
         started.finish(call.timeout)
 
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
-        """Reduce ``part`` among the owners here into ``result``, its own memory or narrower."""
+        """All-reduce ``part`` among this place's owners, and write it, rounded, to ``result``."""
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
             self.across("all_reduce", [part], [part], op=_step(op))
             self.average(part, op)
@@ -161,17 +161,17 @@ class Stages:
             self.inside("all_gather_list", [mine[self.places.local]], mine)
 
     def num_parts(self, whole: torch.Tensor) -> int:
-        """Return in how many parts a tensor is exchanged across hosts."""
+        """Return in how many parts ``whole`` crosses hosts: 1 if small, else ``num_owners``."""
         num_bytes = whole.numel() * whole.element_size()
         return 1 if num_bytes < _WHOLE_BYTES else self.places.num_owners
 
     def parts(self, whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-        """Return a part of a flat tensor for each owner here, and nothing for each other member."""
+        """Return a part of flat ``whole`` per owner here, and an empty part per other member."""
         others = len(self.places.here) - num_parts
         return list(whole.split(cuts(whole.numel(), num_parts) + [0] * others))
 
     def average(self, total: torch.Tensor, op: ReduceKind) -> None:
-        """Divide the sum over all members in place, where ``op`` is a mean."""
+        """Divide ``total``, a sum over all members, in place if ``op`` is a mean."""
         if op == ReduceOp.AVG:
             divide(total, self.size)
 
@@ -195,12 +195,12 @@ def _all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
 
 
 def all_reduce(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside to the owners, then across, and spread."""
+    """Reduce inside each host to its owners, then across hosts, and spread inside."""
     _all_reduce(stages, prepared.outputs[0], _op(prepared))
 
 
 def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce tensors of one dtype as one tensor."""
+    """All-reduce tensors of one dtype, packed as a single tensor."""
     tensors = prepared.outputs
     whole = tensors[0] if len(tensors) == 1 else packed(tensors)
     _all_reduce(stages, whole, _op(prepared))
@@ -255,7 +255,7 @@ def broadcast(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_gather(stages: Stages, prepared: PreparedCall) -> None:
-    """Gather inside, exchange each host's part, and spread it."""
+    """Gather inside each host, exchange between hosts, and spread inside; sizes are equal."""
     (output,), (tensor,) = prepared.outputs, prepared.inputs
     _all_gather(stages, parts(output, [tensor.numel()] * stages.size), tensor, output)
 
@@ -294,8 +294,7 @@ def _all_gather(
 
 
 def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside each host to its owners, then between hosts; send each member its part
-    inside."""
+    """Reduce inside each host to its owners, then across; give each member its part inside."""
     (output,), op, places = prepared.outputs, _op(prepared), stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
     whole, inputs = _summable(output, op), [_summable(part, op) for part in prepared.inputs]
@@ -325,7 +324,7 @@ def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_to_all(stages: Stages, prepared: PreparedCall) -> None:
-    """Exchange among this host's members alone."""
+    """Exchange parts among this host's members alone."""
     outputs, inputs = prepared.outputs, prepared.inputs
     if len(outputs) == 1:
         outputs[0].view(-1).copy_(inputs[0].view(-1))
@@ -364,20 +363,20 @@ def _op(prepared: PreparedCall) -> ReduceKind:
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return ``tensor``, flat; of narrow floats a wider copy, to be rounded once, in the end."""
+    """Return ``tensor`` flat; of narrow floats a wider copy, to be rounded at the end."""
     facts = DTYPES[tensor.dtype]
     is_exact = facts.is_whole or facts.wide is None or op in (ReduceOp.MIN, ReduceOp.MAX)
     return tensor.view(-1) if is_exact else tensor.view(-1).to(facts.wide)
 
 
 def _round_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy the result into ``tensor`` where it lies in a wider copy of it."""
+    """Copy ``whole`` into ``tensor`` if their dtypes differ; else it is the same memory."""
     if whole.dtype is not tensor.dtype:
         write(tensor, whole)
 
 
 def _step(op: ReduceKind) -> ReduceKind:
-    """Return the op of every level: means are sums, divided in the end."""
+    """Return the op that each level runs: SUM for a mean, else ``op``."""
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
 

@@ -38,7 +38,7 @@ _NUMBER_SHIFT = 3
 
 
 class Turnout(IntEnum):
-    """Manner in which the members come to a collective."""
+    """Result of an arrival: APART, TOGETHER (all wait), EVEN (all wait, with equal parts)."""
 
     APART = 0
     """Some do not wait for it: no member may go into MPI's blocking call."""
@@ -67,7 +67,7 @@ class Arrivals:
     _interruption: BaseException | None = field(default=None, init=False)
 
     def for_core(self) -> Any:
-        """Return the native core's object for ``enter``, valid while the others come soon."""
+        """Return the native object that does ``enter`` if the others come soon."""
         return core.ArrivalWords(
             core.Words(self.mine),
             [core.Words(theirs) for theirs in self.others],
@@ -82,7 +82,7 @@ class Arrivals:
         )
 
     def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Turnout:
-        """Come to the next collective and, if ``waits``, wait until the others have come.
+        """Show that this member is at the next collective; if ``waits``, wait for the others.
 
         Args:
             is_even: whether all parts that this member gives and takes are of one size.
@@ -110,7 +110,7 @@ class Arrivals:
             return self.leave(error)
 
     def leave(self, error: BaseException) -> Turnout:
-        """Give up waiting, and raise ``error``; or stay, and keep it for ``end``."""
+        """Raise ``error`` if another member is not there; else stay, and keep it for ``end``."""
         # Where all have come by now the others may be inside MPI's call, which takes this one, too.
         number = self.mine[_WINDOW]
         is_even = bool(self.mine[number % _WINDOW] & _EVEN)
@@ -169,7 +169,7 @@ class Arrivals:
         return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
-        """Return whether all others are there, else let MPI go on; raise where any has left."""
+        """Return whether all others are there, after MPI's progress; raise if any has left."""
         for place, theirs in enumerate(self.others):
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:

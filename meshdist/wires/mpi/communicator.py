@@ -123,7 +123,7 @@ class MpiCommunicator(Communicator):
     def _reduce_blocks(
         self, prepared: PreparedCall, whole: torch.Tensor, sizes: list[int] | None
     ) -> Operation:
-        """Reduce each member's block of ``whole``; ``sizes`` are theirs where they may differ."""
+        """Start a reduce-scatter of ``whole`` in blocks of ``sizes``; None: equal blocks."""
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
         plan = plan_of(kind, whole.dtype, self.size)
@@ -303,7 +303,7 @@ class MpiCommunicator(Communicator):
     def _copy_back(
         self, plan: MpiReduction, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
-        """Return the function that writes a reduction into ``output``, and frees its memory."""
+        """Return a function that decodes ``result`` into ``output``, and frees its memory."""
 
         def copy_back() -> None:
             plan.decode(result, output, self.size)
@@ -329,7 +329,7 @@ class MpiCommunicator(Communicator):
         *buffers: Any,
         is_even: bool = False,
     ) -> Operation:
-        """Do the collective that mpi4py calls ``name``, or start it.
+        """Run mpi4py's collective ``name``, or start it if some member does not wait.
 
         Args:
             kept: the tensors that it uses, kept while it runs.
@@ -375,10 +375,10 @@ class MpiCommunicator(Communicator):
     def _message(
         self, call: Callable[..., Any], tensor: torch.Tensor, peer: int, tag: int, *taken: Any
     ) -> Operation:
-        """Start a message over MPI.
+        """Start a message by ``call``, mpi4py's Isend or Irecv, and return its operation.
 
         Args:
-            taken: what a receive's operation needs besides.
+            taken: of a receive, MPI's status and the number of bytes.
         """
         link = self._link
         if self._is_cuda:
@@ -407,7 +407,7 @@ class MpiCommunicator(Communicator):
         return largest - number
 
     def _most_for_one(self, x: torch.Tensor) -> int:
-        """Return how many elements one member may have for another in an exchange of all."""
+        """Return the most elements that a member may send to another in an all-to-all."""
         return self._buffers.most // (self.size * x.itemsize)
 
 
@@ -430,11 +430,9 @@ class MpiWire(Wire):
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:
-        """Return whether mpi4py and an MPI library load."""
         return find_mpi_problem() is None
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Return why this machine cannot use the wire, and the fix."""
         return find_mpi_problem() or super().why_unavailable()
 
     def open(self, opening: Opening) -> Communicator:
@@ -447,7 +445,7 @@ class MpiWire(Wire):
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the tensor's stream: MPI knows nothing of streams."""
+    """Wait for the current stream of the tensor's device, of which MPI knows nothing."""
     torch.cuda.current_stream(tensor.device).synchronize()
 
 

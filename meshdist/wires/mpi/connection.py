@@ -83,7 +83,7 @@ class MpiOperation(Operation):
         return Operation.source(self) if self.status is None else int(self.status.Get_source())
 
     def test(self) -> bool:
-        """Let MPI go on, unless another thread does so just now; return whether this is done."""
+        """Test MPI's request, unless another thread does just now; return whether it is done."""
         if not self.is_done and self.polling.acquire(blocking=False):
             try:
                 if not self.is_done:  # a second test after the end gets an empty status
@@ -93,7 +93,7 @@ class MpiOperation(Operation):
         return self.is_done
 
     def test_quietly(self) -> bool:
-        """Return ``test()``; True also where it has failed, as ``finish`` will raise."""
+        """Return ``test()``, or True if that raises MPI's error, which ``finish`` raises again."""
         try:
             return self.test()
         except self.link.MPI.Exception:
@@ -105,7 +105,7 @@ class MpiConnection:
     """Part of one member in a group over MPI, with its operations in flight.
 
     Args:
-        end: gives back what the group has taken besides.
+        end: frees the shared words that the group has taken.
     """
 
     MPI: Any
@@ -133,11 +133,11 @@ class MpiConnection:
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
-        """Return the members whose processes have ended, as far as can be seen."""
+        """Return the members whose processes are seen to have ended."""
         return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
 
     def start(self, operation: MpiOperation) -> MpiOperation:
-        """Keep an operation as long as it is in flight, also where its Work is dropped."""
+        """Keep an operation while it is in flight, even if its Work is dropped; return it."""
         in_flight = self.in_flight
         with self.keeping:
             for _ in range(2):  # so that operations whose Work was dropped are freed in time
@@ -151,14 +151,14 @@ class MpiConnection:
         return operation
 
     def finish_at_once(self, operation: MpiOperation | MpiStarted, timeout: timedelta) -> None:
-        """Finish a collective whose caller waits for it as it is started."""
+        """Wait for a collective's end; raise a handler's exception as an Interrupted."""
         try:
             operation.finish(timeout)
         except BaseException as error:  # MPI takes no collective back, and may write its tensors
             raise given_up_for(error, operation.test_quietly) from None
 
     def forget(self, operation: MpiOperation) -> None:
-        """Drop an operation that is not in flight any more."""
+        """Drop the reference to an operation that is not in flight any more."""
         with self.keeping:
             self.in_flight.pop(operation, None)
 
@@ -178,7 +178,11 @@ class MpiConnection:
                 return
 
     def wait(self, is_done: Callable[[], bool], timeout: timedelta) -> None:
-        """Return when ``is_done()``, which lets MPI go on: spin first, then yield, then sleep."""
+        """Call ``is_done`` until it is true, spinning, then sleeping; raise WireFailure.
+
+        Raises:
+            WireFailure: it is late, aborted or closed, or a member has ended.
+        """
         begin = time.perf_counter()
         while not is_done():
             if time.perf_counter() - begin >= self.spin_s:
@@ -221,7 +225,7 @@ class MpiConnection:
         return f"rank {self.opening.ranks[member]} has given up waiting for this call{text}"
 
     def close(self) -> None:
-        """Give MPI its communicator back, where nothing is in flight on it."""
+        """Free MPI's communicator, or keep it until the process ends if calls are in flight."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -245,7 +249,7 @@ class MpiConnection:
         _abandoned.append((self.comm, kept))
 
     def check_size(self, count: int, num_bytes: int) -> None:
-        """Raise unless a receive of ``num_bytes``, which is done, has got as many."""
+        """Raise MessageMisfit unless ``count``, the bytes that came, equals ``num_bytes``."""
         if count != num_bytes:
             raise MessageMisfit(
                 f"a message of {count} bytes came where {num_bytes} were to be received"
@@ -322,7 +326,7 @@ def _why_key(member: int, number: int) -> str:
 
 
 def report_dead_ranks_at_the_end() -> None:
-    """Let this rank print which ranks have died when mpiexec ends it for that."""
+    """Install a handler of SIGTERM that prints which ranks died, as mpiexec ends this rank."""
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _report)

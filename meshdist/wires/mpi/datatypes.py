@@ -51,12 +51,12 @@ class MpiBuffers:
         self.large_type = lru_cache(256)(self._new_large_type)
 
     def numbers(self, x: torch.Tensor, kind: Any, num_blocks: int = 1) -> tuple[Any, int, Any]:
-        """Return the elements of ``x``, of datatype ``kind``, to be reduced; counted by blocks."""
+        """Return MPI's argument to reduce elements of ``x``: memory, count per block, ``kind``."""
         count = x.numel()
         return self._at(x.data_ptr(), count * x.itemsize), count // num_blocks, kind
 
     def moved(self, x: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
-        """Return the bytes of ``x``, to be moved; counted by blocks."""
+        """Return MPI's argument to move bytes of ``x``: memory, count per block, datatype."""
         num_bytes = x.numel() * x.itemsize
         memory, count = self._at(x.data_ptr(), num_bytes), num_bytes // num_blocks
         if num_bytes <= self.most:
@@ -64,7 +64,7 @@ class MpiBuffers:
         return memory, 1, self.large_type(count)
 
     def cut(self, x: torch.Tensor, sizes: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Return consecutive parts of ``x``, of so many elements each, as bytes to be moved."""
+        """Return MPI's argument to move parts of ``x``, of ``sizes`` elements, as bytes."""
         item = x.itemsize
         counts = [size * item for size in sizes]
         starts, end = [], 0
@@ -83,7 +83,7 @@ class MpiBuffers:
 
 
 def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return one flat tensor of all, a view where they lie in a row, and what frees its memory."""
+    """Return a flat tensor of all ``tensors``, and a function that frees it; None for a view."""
     whole = _in_a_row(tensors)
     if whole is not None:
         return whole, None
@@ -93,8 +93,7 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
 
 
 def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return a flat tensor for ``outputs``, and a function that copies it there; None for a
-    view."""
+    """Return a flat tensor for ``outputs``, and a function that copies it there; None: a view."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -108,7 +107,7 @@ def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwar
 
 
 def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
-    """Return one view of tensors that lie in a row in one block of memory; None of any others."""
+    """Return a flat view of tensors that lie in a row in a block of memory; else None."""
     first = next((x for x in tensors if x.numel()), tensors[0])
     item, start = first.itemsize, first.data_ptr()
     end = start
@@ -148,7 +147,7 @@ class MpiReduction:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Return whether MPI reduces the very memory of the tensor, and that is all."""
+        """Return whether MPI reduces the tensor's own memory, and nothing else is to do."""
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
@@ -202,7 +201,7 @@ _sums_of_two = {dtype: MpiReduction(ReduceOp.SUM, ours=dtype) for dtype in _HALV
 
 
 def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
-    """Return the way in which a group of ``size`` reduces."""
+    """Return ``find_plan``'s result; for 16-bit sums of two members an operation of ours."""
     # To hash an op takes longer than to add a few numbers.
     if op is not ReduceOp.SUM:
         return find_plan("mpi", op, dtype)
@@ -269,5 +268,5 @@ def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
 
 @cache
 def _mpi_op(MPI: Any, op: ReduceKind) -> Any:
-    """Return MPI's reduction for that of a plan."""
+    """Return MPI's predefined operation for ``op``."""
     return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op.name)

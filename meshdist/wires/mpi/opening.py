@@ -49,13 +49,13 @@ _watched: dict[Arrivals, Explain] = {}
 
 
 def watch(arrivals: Arrivals, explain: Explain) -> None:
-    """Look after this member's blocking calls in a group."""
+    """Let a watchdog thread end this process if a blocking call of the group is overdue."""
     _watched[arrivals] = explain
     _start(num_forks())  # threads do not follow into a forked child
 
 
 def forget(arrivals: Arrivals) -> None:
-    """Stop looking after a group, which ends."""
+    """Let the watchdog thread ignore a group, which ends."""
     _watched.pop(arrivals, None)
 
 
@@ -148,7 +148,7 @@ class _Region:
         self._shared_words = words_of_process() if opening.is_one_host else None
 
     def reserve(self) -> dict[str, Any]:
-        """Reserve the region, and return where it is; nothing where there is no place for it."""
+        """Reserve the region, and return its key and address as fields; {} if it has no room."""
         for region in tuple(_closed):
             region.release_after_all()
         if self._shared_words is None:
@@ -160,13 +160,13 @@ class _Region:
         return {"words": {"key": self._key, "address": self._shared_words.address}}
 
     def release(self) -> None:
-        """Give the region back."""
+        """Free the region in this process's shared words."""
         if self._shared_words is not None and self.words is not None:
             self.words = None
             self._shared_words.release(self._key)
 
     def release_after_all(self) -> None:
-        """Give the region back once every member has closed the group: any may read it before."""
+        """Free the region once every member has closed the group: any may read it before."""
         keys = [left_key(member) for member in range(len(self._opening.ranks))]
         try:
             is_over = self._opening.store.check(keys)
@@ -184,7 +184,7 @@ _closed: set[_Region] = set()
 
 
 def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
-    """Open a group among its members alone; arrivals are None where they cannot be seen."""
+    """Open a group among its members alone; Arrivals are None if members share no memory."""
     mine: dict[str, Any] = {"card": my_card().to_json()}
     region = _Region(opening)
     try:
@@ -251,7 +251,7 @@ def _started(opening: Opening) -> Any:
 
 
 def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the entries of all members, after each has written its own."""
+    """Store this member's entry ``mine``; return the entries of all members in group order."""
     store = opening.store
     store.set(f"mpi/{opening.rank}", json.dumps(mine))
     keys = [f"mpi/{member}" for member in range(len(opening.ranks))]
@@ -264,7 +264,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_member(value: Any) -> dict[str, Any]:
-    """Return a member's entry, parsed; raise where it is something else."""
+    """Return a member's entry in its types; raise an error if it is malformed."""
     found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])
@@ -322,12 +322,12 @@ def make_fast_path(
     most_bytes: int,
     works: tuple[Any, ...],
 ) -> FastPath | None:
-    """Return the fast path of a group; None where MPI's functions are not found.
+    """Return the native object for plain calls; None where MPI's functions are not found.
 
     Args:
+        entry, explain, timeout, works: as ``Communicator.fast_path`` takes them.
         largest_tag: the largest tag that it takes.
         most_bytes: the most that a call may move.
-        works: for calls that are started.
     """
     MPI, failing = link.MPI, link.MPI.Exception
     functions = _find_functions(MPI, link.comm)
@@ -379,7 +379,7 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
 def _finish(
     link: MpiConnection, timeout: timedelta, request: int, kept: Any, is_send: bool
 ) -> None:
-    """Wait for a message that was not done soon."""
+    """Wait up to ``timeout`` for MPI's ``request``, a message that native code started."""
     status = None if is_send else link.MPI.Status()
     num_bytes = 0 if is_send else kept.numel() * kept.itemsize
     started = link.MPI.Request.fromhandle(request)

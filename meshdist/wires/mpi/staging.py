@@ -60,7 +60,7 @@ class _Queued(Operation):
 
 
 class StagedCommunicator(Communicator):
-    """The verbs of ``host`` for tensors on a device; ``is_over`` once it was aborted or closed."""
+    """Communicator of CUDA tensors, which runs the verbs of ``host`` on copies in host memory."""
 
     ways: ClassVar[Mapping[str, str]] = {}  # all are the host's
     wants_senders = True
@@ -74,7 +74,7 @@ class StagedCommunicator(Communicator):
         self._failure: WireFailure | None = None  # since which nothing starts any more
 
     def start(self, prepared: PreparedCall) -> Operation:
-        """Start a call of the host's, once all that was queued for its tensors allows that."""
+        """Start the host's call on copies, queued if earlier calls or the copies are not done."""
         verb, outputs = WIRE_VERBS[prepared.way], prepared.outputs
         sent, is_written = prepared.inputs, bool(outputs)
         if verb.takes is Form.IN_PLACE:
@@ -131,7 +131,7 @@ class StagedCommunicator(Communicator):
     def _begin(
         self, prepared: PreparedCall, events: Sequence[Any], then: Callable[[], None] | None
     ) -> Operation:
-        """Start a verb of the host behind ``events``; ``then`` copies its result to the device."""
+        """Wait for ``events``, then start the host's call; ``then`` copies its result back."""
         try:
             for event in events:
                 event.synchronize()
@@ -145,7 +145,7 @@ class StagedCommunicator(Communicator):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Let nothing start any more: this member has left out a call that the others make."""
+        """Refuse all later calls with ``error``, since this member has left out a call."""
         if not isinstance(error, WireFailure):
             error = WireFailure(f"an earlier call did not start: {type(error).__name__}: {error}")
         self._failure = self._failure or error
@@ -157,7 +157,7 @@ def _places(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _down(tensors: Tensors) -> list[torch.Tensor]:
-    """Return copies in host memory, complete when ``_events(tensors)`` are reached."""
+    """Return copies of ``tensors`` in host memory, complete once ``_events(tensors)`` are."""
     copies = _places(tensors)
     _copy(copies, tensors)
     return copies

@@ -77,7 +77,6 @@ class ShmCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return "native" for all but what the core cannot reduce, or cannot do."""
         if _core is None:
             return ""
         if verb in REDUCING_VERBS and (dtype, op.value) not in REDUCTION_CODES:
@@ -92,7 +91,6 @@ class ShmCommunicator(Communicator):
         return op is None or all((tensor.dtype, op.value) in REDUCTION_CODES for tensor in tensors)
 
     def start(self, prepared: PreparedCall) -> Operation:
-        """Do a collective or a message, or start it in the background."""
         way, op, inputs, outputs = prepared.way, prepared.op, prepared.inputs, prepared.outputs
         if way not in _CORE_VERBS:
             return self.build(prepared) if way in BUILT else self._message(prepared)
@@ -143,7 +141,7 @@ class ShmCommunicator(Communicator):
         return DONE
 
     def _message(self, prepared: PreparedCall) -> Operation:
-        """Do a message, or start it."""
+        """Run a send or receive if the caller waits, else start it; return its operation."""
         is_send, peer = not prepared.outputs, prepared.root
         (tensor,) = prepared.inputs or prepared.outputs
         message = is_send, -1 if peer is None else peer, prepared.tag
@@ -211,11 +209,9 @@ class ShmWire(Wire):
     descriptors_per_peer = 2  # its process's handle, and while members meet a connection
 
     def is_available(self) -> bool:
-        """Return whether its native core was built."""
         return _core is not None
 
     def why_unavailable(self) -> tuple[str, str]:
-        """Return why this machine cannot use the wire, and the fix."""
         folder = Path(__file__).parents[3]
         if (folder / "CMakeLists.txt").exists():
             return (
@@ -228,7 +224,7 @@ class ShmWire(Wire):
         )
 
     def open(self, opening: Opening) -> Communicator:
-        """Open the group's memory; raise WireRefused on every member where any cannot."""
+        """Open the group's memory; raise WireRefused on every member if any member cannot."""
         if not opening.is_one_host:
             raise WireRefused("its ranks run on several hosts")
         core = _share(
@@ -243,27 +239,31 @@ class ShmWire(Wire):
 
 
 def _make_segment(size: int, is_crowded: bool) -> int:
-    """Make memory for a group of ``size``; return its open file."""
+    """Create the shared memory of a group of ``size``; return its file descriptor.
+
+    Args:
+        is_crowded: whether the host has more ranks than cores, so that waits do not spin.
+    """
     slot, ring = next((s, r) for most, s, r in _MEMORY if most is None or size <= most)
     _check_room(_core.segment_bytes(size, slot, ring))
     return int(_core.create_segment(size, slot, ring, is_crowded))
 
 
 def _make_memory(num_bytes: int) -> int:
-    """Make memory for buffers; return its open file."""
+    """Create shared memory of ``num_bytes``; return its file descriptor."""
     _check_room(num_bytes)
     return int(_core.create_memory(num_bytes))
 
 
 def _check_room(num_bytes: int) -> None:
-    """Raise MemoryError where the system would have to end processes to make room."""
+    """Raise MemoryError if this system has fewer than ``num_bytes`` free."""
     free = free_bytes()
     if num_bytes > free:
         raise MemoryError(f"{num_bytes:,} bytes are asked for, and {free:,.0f} are free")
 
 
 def _attach_memory(shared: Shared) -> Any:
-    """Return memory for buffers, which needs no handles of processes."""
+    """Map memory for buffers, and close the handles of processes, which that does not need."""
     for handle in shared.processes:
         if handle >= 0:
             os.close(handle)
@@ -271,7 +271,7 @@ def _attach_memory(shared: Shared) -> Any:
 
 
 def _share(opening: Opening, make: Callable[[], int], attach: Callable[[Shared], Any]) -> Any:
-    """Return ``attach`` of memory that all members share, opened by ``make`` on the first."""
+    """Return the result of ``attach`` on memory that ``make`` has opened on the first member."""
     made: list[Any] = []
 
     def attach_and_close(shared: Shared) -> None:
@@ -295,7 +295,7 @@ _BYTES = (DTYPE_CODES.get(torch.uint8, 0), 0)
 
 @cache
 def _reductions() -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]]:
-    """Return the core's reductions: op, its number, and its codes for each dtype."""
+    """Return the native core's reductions: op, its number, and its codes for each dtype."""
     found: list[tuple[ReduceKind, int, dict[torch.dtype, tuple[int, int]]]] = []
     for op in PLAIN_OPS:
         codes = {dtype: REDUCTION_CODES.get((dtype, op.value)) for dtype in DTYPE_CODES}
@@ -324,7 +324,7 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
 def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int, int, Places]:
-    """Return the address of one tensor, and how much of it travels; or the places of several."""
+    """Return ``(address, count, ())`` of a single tensor, or ``(0, 0, places)`` of several."""
     # Each element counts as ``scale`` of what travels: as 1, or as its bytes.
     if form is _ONE:
         tensor = tensors[0]
@@ -358,9 +358,10 @@ def failure_of(
     number: int | None = None,
     message: tuple[bool, int, int] | None = None,
 ) -> WireFailure:
-    """Return the failure that a status of the core's means.
+    """Return the WireFailure for a ``status`` of the native core and its record ``failure``.
 
     Args:
+        number: the call's, or the message's, for MembersDisagree.
         message: whether it is a send, the peer and the tag.
     """
     known = _core.STATUSES

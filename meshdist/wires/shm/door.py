@@ -39,7 +39,7 @@ def send(connection: socket.socket, number: int, files: Sequence[int], deadline:
 def receive(
     connection: socket.socket, deadline: Deadline, most_files: int = 0
 ) -> tuple[int, list[int]]:
-    """Receive what ``send`` sent; the files are the caller's to close."""
+    """Return the number and open files that ``send`` sent; the caller has to close these."""
     data = b""
     while len(data) < _HEAD.size:
         limit(connection, deadline)
@@ -75,7 +75,7 @@ def limit(connection: socket.socket, deadline: Deadline) -> None:
 def send_part(
     connection: socket.socket, data: bytes, files: Sequence[int], deadline: Deadline
 ) -> None:
-    """Send few bytes with open files, in one message; see ``receive_part``."""
+    """Send a few bytes and open files in a single message, for ``receive_part``."""
     if not wait_until(partial(_try_to_send, connection, data, files), deadline):
         raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
 
@@ -95,7 +95,7 @@ def receive_part(
 
 
 def close_all(files: list[int]) -> None:
-    """Close open files."""
+    """Close all file descriptors in ``files``."""
     for file in files:
         os.close(file)
 
@@ -123,7 +123,7 @@ _SILENT_S = 1.0  # so long each of them may do so where others wait for its plac
 
 
 class Door:
-    """The first member's socket, which is no file, and the connections that have not spoken yet."""
+    """The first member's listening socket, and connections that have not sent a greeting."""
 
     def __init__(self, size: int) -> None:
         name = f"meshdist-{secrets.token_hex(16)}"
@@ -140,20 +140,20 @@ class Door:
             raise
 
     def close(self) -> None:
-        """Let no more in, and drop the connections that have not spoken."""
+        """Close the socket, and the connections that have not sent a greeting."""
         for connection in (self._listener, *self._silent):
             connection.close()
         self._silent.clear()
 
     def watched(self) -> list[socket.socket]:
-        """Return the sockets to ``look`` at when they have something to read."""
+        """Return the sockets to pass to ``look`` once they are readable."""
         is_full = (
             len(self._silent) >= _MOST_SILENT and not next(iter(self._silent.values())).is_over
         )
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
     def look(self, connection: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """Return a new member's place, connection and process handle, or None."""
+        """Read from a watched socket; return a new member's place, connection, handle, or None."""
         if connection is self._listener:
             self._accept()
         if self._silent.pop(connection, None) is None:
@@ -199,7 +199,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Show the door the secret and this process's handle; return False if it is another user's."""
+    """Connect to the door at ``address`` and greet; return False if it is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
@@ -217,7 +217,7 @@ def enter(
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """Return the user whose process is at the other end."""
+    """Return the id of the user whose process is at the connection's other end."""
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])

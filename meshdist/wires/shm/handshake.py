@@ -151,7 +151,7 @@ class _Member:
                     receive(socket_, self.deadline)
 
     def follow(self) -> None:
-        """Get the memory from the first member."""
+        """Receive the memory from the first member, attach to it, and confirm that."""
         address = self._await_address()
         with _as_trouble(self.ranks[self.rank], f"rank {self.ranks[0]}"):
             connection = self.stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -177,7 +177,11 @@ class _Member:
     def _ready(
         self, sockets: Iterable[socket.socket], awaited: Iterable[int]
     ) -> list[socket.socket]:
-        """Return those of ``sockets`` that can be read or are closed; after a moment none."""
+        """Return the readable sockets after a moment; raise _Trouble if a member failed or is late.
+
+        Args:
+            awaited: the places of the members that are late at the deadline.
+        """
         with selectors.PollSelector() as selector:
             for socket_ in sockets:
                 selector.register(socket_, selectors.EVENT_READ)
@@ -201,14 +205,14 @@ class _Member:
         return address
 
     def _look(self) -> None:
-        """Raise where a member that is waited for has ended."""
+        """Raise _Trouble if a member for which others wait has ended."""
         if lost := self.find_lost():
             raise _Trouble("left", lost)
 
 
 @contextmanager
 def _as_trouble(rank: int, other: str) -> Iterator[None]:
-    """Raise errors of the block as trouble of ``rank``, or of ``other``, with which it talks."""
+    """Turn errors of the body into a _Trouble that names ``rank`` and its partner ``other``."""
     try:
         yield
     except ConnectionRefusedError as error:
@@ -223,13 +227,13 @@ def _as_trouble(rank: int, other: str) -> Iterator[None]:
 
 
 def _first_trouble(store: Store, trouble: _Trouble) -> tuple[str, str]:
-    """Return the trouble that all members report: the first in the store."""
+    """Store ``trouble`` if it is the first; return kind and text of the stored trouble."""
     mine = json.dumps([trouble.kind, str(trouble)])
     return _read_trouble(store.compare_set(_TROUBLE, "", mine))
 
 
 def _read_trouble(found: bytes) -> tuple[str, str]:
-    """Return the kind and the text of a trouble in the store."""
+    """Return kind and text of a trouble from the store; kind "left" if it is malformed."""
     with suppress(ValueError, TypeError, RecursionError):
         kind, text = json.loads(found)
         if kind in _KINDS:

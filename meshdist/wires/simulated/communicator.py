@@ -50,7 +50,6 @@ class SimulatedCommunicator(Communicator):
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
-        """Return "native", or "" for reductions of what torch cannot add."""
         if verb in REDUCING_VERBS and find_lack(op, dtype) is not None:
             return ""
         return super().support(verb, device_type, dtype, op)
@@ -87,7 +86,7 @@ class SimulatedCommunicator(Communicator):
         return started
 
     def _send(self, prepared: PreparedCall) -> Operation:
-        """Deliver a message, or copy it, at once: so it never waits."""
+        """Write a message to the receive that waits for it, or keep a copy; never wait."""
         self._check_usable()
         (tensor,), peer = prepared.inputs, prepared.root
         assert peer is not None
@@ -97,7 +96,7 @@ class SimulatedCommunicator(Communicator):
         return DONE
 
     def _recv(self, prepared: PreparedCall) -> Operation:
-        """Start receiving from one member, or from any: the message that was sent first."""
+        """Start a receive from a member, or any; it takes the message that was sent first."""
         self._check_usable()
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
         synchronize(tensor)
@@ -111,11 +110,9 @@ class SimulatedCommunicator(Communicator):
         return any(verb in (None, started.note.call.verb) for started in there.values())
 
     def abort(self) -> None:
-        """Fail everything that is not done, on all members, and free the ranks that wait for it."""
         self._meeting.abort()
 
     def close(self) -> None:
-        """End this member's part, so that a later call by it is refused."""
         self._is_closed = True
 
     def _check_usable(self) -> None:
@@ -129,7 +126,7 @@ class SimulatedCommunicator(Communicator):
             raise WireFailure("the communicator was closed")
 
     def _noted(self, prepared: PreparedCall) -> Note:
-        """Return the call's note, with the number and the name that it has in the meeting."""
+        """Return the recorder's note of a call, with this group's number and name."""
         recorder = prepared.recorder
         assert recorder is not None  # a wire's own calls are those of other wires
         note = recorder.find_note(prepared.number)
@@ -151,7 +148,6 @@ class SimulatedWire(Wire):
     communicator_kind = SimulatedCommunicator
 
     def is_available(self) -> bool:
-        """Return True: it needs nothing but torch."""
         return True
 
     def open(self, opening: Opening) -> Communicator:

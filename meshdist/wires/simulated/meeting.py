@@ -53,7 +53,7 @@ class MemberData:
 
 
 def move(verb: WireVerb, round_: MemberData) -> None:
-    """Do one collective: read everything, then write each member's results."""
+    """Move a collective's data: read all inputs, then write each member's outputs."""
     # Members may be in inference mode or not, and hold parameters: this mode writes to all.
     with writing():
         writes = _writes(verb, round_)
@@ -90,7 +90,7 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 
 def _writes(verb: WireVerb, round_: MemberData) -> Writes:
-    """Return the data that a verb writes into each output, by its forms."""
+    """Return pairs of an output and the data to write there, by the forms of ``verb``."""
     # All members' tensors stand in columns; a member gets one column, all, or a part of one:
     #
     #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
@@ -128,7 +128,7 @@ _BROKEN = "; the group is broken now"
 
 @dataclass(eq=False)
 class PendingCall(Operation):
-    """A started operation of one member."""
+    """An operation that a member has started, and that other simulated ranks can end."""
 
     meeting: Meeting
     member: int
@@ -147,13 +147,12 @@ class PendingCall(Operation):
             raise copy.copy(self.failure)
 
     def poll(self) -> bool:
-        """Return whether it is done, or has failed; if not, other ranks have run before."""
+        """Return whether the operation is done or failed; if not, let other ranks run first."""
         if not self.is_done and find_rank_here() is self.rank:
             self.rank.poll(self)
         return self.is_done
 
     def is_ready(self) -> bool:
-        """Return whether it is done, or has failed."""
         return self.is_done
 
     @abstractmethod
@@ -161,7 +160,7 @@ class PendingCall(Operation):
         """Return the operation in words, with what it waits for."""
 
     def end(self, failure: Exception | None = None) -> None:
-        """Note that the operation is done, or has failed."""
+        """Mark the operation as done, with the ``failure`` that ``finish`` raises, if any."""
         self.failure = failure
         self.is_done = True
 
@@ -191,14 +190,14 @@ class PendingCollective(PendingCall):
         )
 
     def end(self, failure: Exception | None = None) -> None:
-        """Note that the collective is done, or has failed; forget its tensors."""
+        """Mark the collective as done, with its ``failure``, if any; drop its tensors."""
         self.failure, self.inputs, self.outputs = failure, (), ()
         self.is_done = True
 
 
 @dataclass(eq=False)
 class PendingReceive(PendingCall):
-    """A receive from ``peer``, or anyone, that waits for its message, or has it."""
+    """A receive from member ``peer`` (None: any), which waits for its message or has it."""
 
     peer: int | None
     tag: int
@@ -213,7 +212,7 @@ class PendingReceive(PendingCall):
         return self.tag == message.tag and self.peer in (None, message.source)
 
     def accept(self, message: SentMessage) -> None:
-        """Take a message; where it does not fit, fail the whole group."""
+        """Write a message into the tensor; fail the whole group where it does not fit."""
         tensor, data = self.tensor, message.data
         assert tensor is not None  # a receive accepts once
         self._source = message.source
@@ -248,14 +247,14 @@ class PendingReceive(PendingCall):
         return "\n".join(lines)
 
     def end(self, failure: Exception | None = None) -> None:
-        """Note that the message is there, or that the receive has failed; forget its tensor."""
+        """Mark the receive as done, with its ``failure``, if any; drop its tensor."""
         super().end(failure)
         self.tensor = None
 
 
 @dataclass
 class SentMessage:
-    """A message that a member has sent, and its note."""
+    """A message that a member has sent, with its note."""
 
     source: int
     tag: int
@@ -279,7 +278,7 @@ class Meeting:
         """The disagreement of members, if any; whatever is started after it fails with it."""
 
     def enter(self, started: PendingCollective) -> None:
-        """Add a member's call to its round; the last call moves the data."""
+        """Add a member's call to those of its number; move the data once all have called."""
         number = started.note.sequence
         there = self.rounds.setdefault(number, {})
         there[started.member] = started
@@ -334,7 +333,7 @@ class Meeting:
         )
 
     def send(self, message: SentMessage, to: int) -> None:
-        """Deliver to the first receive that takes the message, or keep a copy."""
+        """Give the message to the first receive of member ``to`` that takes it, or keep a copy."""
         waiting = self.receives[to]
         for place, receive in enumerate(waiting):
             if receive.takes(message):
@@ -354,12 +353,12 @@ class Meeting:
         self.receives[receive.member].append(receive)
 
     def fail(self, failure: AgreementError) -> None:
-        """Fail all that is not done and all that follows, since members disagree."""
+        """Fail all unfinished and all later operations with ``failure``."""
         self.failure = failure
         self._end(failure)
 
     def abort(self) -> None:
-        """Fail all that is not done and all that follows, since a member has aborted."""
+        """Fail all unfinished and all later operations with WireAborted."""
         self.is_aborted = True
         self._end(WireAborted("the communicator was aborted"))
 
@@ -396,7 +395,7 @@ def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
 
 
 def _attempt(action: Callable[[], None]) -> Exception | None:
-    """Run ``action``; return its failure, which every member is to raise."""
+    """Run ``action``; return None, or the exception that it raised as a WireFailure."""
     try:
         action()
     except Exception as failure:

@@ -95,7 +95,7 @@ class Rank:
             self.complete_watched()
 
     def poll(self, awaited: Waiting) -> None:
-        """Let others run, and go on in any case, since ``awaited`` was polled in vain."""
+        """Let other ranks run, after a poll in vain; after many such, wait for ``awaited``."""
         if self._is_polling:
             return
         self.num_vain_polls += 1
@@ -111,7 +111,7 @@ class Rank:
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
-        """Make the watched calls that are due; no other rank runs while this rank polls."""
+        """Call the watched functions that are due; no other rank runs while this rank polls."""
         if not self._watched or self._is_polling:
             return
         due: list[Callable[[], None]] = []
@@ -215,7 +215,7 @@ class Scheduler(Generic[T]):
                 thread.join()
 
     def call_outside(self, function: Callable[[], object]) -> None:
-        """Let the caller's thread call ``function``, and wait for that on the rank that runs."""
+        """Run ``function`` on the thread that called ``run``; wait until it returns."""
         is_done = threading.Event()
         self._asked.put(function)
         self._asked.put(is_done.set)
@@ -223,13 +223,13 @@ class Scheduler(Generic[T]):
             pass
 
     def _serve(self, seconds: float) -> bool:
-        """Run the call that a rank requests in time, if any; return whether all ranks are over."""
+        """Wait ``seconds`` for a rank's request, and run it; return whether all ranks are over."""
         with suppress(Empty):
             self._asked.get(timeout=seconds)()
         return self._is_all_over
 
     def _stop(self, started: list[threading.Thread]) -> None:
-        """End all ranks from the caller's thread, the rank that runs at its next line."""
+        """End all ranks by RankReleased, the running rank at its next line of Python."""
         for rank in self.ranks[len(started) :]:
             rank.is_over = True
         if not started:
@@ -249,7 +249,7 @@ class Scheduler(Generic[T]):
                     self._resume(self._choose(self._running.index))
 
     def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        """Run a rank's thread from its start to its end."""
+        """Run ``body`` on this thread once the rank may run, then let the next rank run."""
         try:
             rank.may_run.acquire()
             if not rank.is_released:
@@ -329,7 +329,7 @@ class Scheduler(Generic[T]):
         return stuck[0]
 
     def _report(self) -> str:
-        """Return the wait of each rank in words, ranks that wait for the same joined."""
+        """Return the wait, or the ending, of each rank in words, equal texts grouped."""
         return grouped_text(
             (
                 rank.index,
@@ -352,7 +352,7 @@ def _let_pending_exceptions_out() -> None:
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
-    """Attach the rank to ``error``, and let its traceback begin at the program's own lines."""
+    """Return ``error`` with its rank, and a traceback that begins in the program's code."""
     text = f"raised on simulated rank {rank} of {size}"
     error.rank = rank  # type: ignore[attr-defined]
     if sys.version_info >= (3, 11):

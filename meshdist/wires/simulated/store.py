@@ -73,7 +73,7 @@ class SimulatedStore(Store):
         self._values[key] = self._values.get(key, b"") + _to_bytes(value)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` are set; if not, the other ranks have run before."""
+        """Return whether all ``keys`` are set; if not, let the other ranks run first."""
         return self._poll(lambda: self._has(keys), f"store.check({list(keys)!r})")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -172,7 +172,7 @@ class SimulatedStore(Store):
         return all(key in self._values for key in keys)
 
     def _poll(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Return whether ``is_ready()``; if not, the other ranks have run before."""
+        """Return ``is_ready()``; if that is false, let the other ranks run first."""
         rank = find_rank_here()
         if rank is not None and not is_ready():
             rank.poll(CallWait(call, call_site(), is_ready))
