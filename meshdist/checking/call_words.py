@@ -36,7 +36,7 @@ _LOW = 0xFFFFFFFF
 
 
 class StatementTooLong(Exception):
-    """A statement takes more words than there are."""
+    """Error of a statement that takes more words than call words have for statements."""
 
 
 class CallWords:
@@ -71,7 +71,7 @@ class CallWords:
         """Of what this member has shown last."""
 
     def sees_all(self) -> bool:
-        """Return whether the words of all members are seen; before a context a member has none."""
+        """Look for the other members' words; return whether those of all are found."""
         for member in tuple(self._missing):
             view = self._regions.find(member, _NUM_WORDS)
             if view is not None:
@@ -80,18 +80,18 @@ class CallWords:
         return not self._missing
 
     def reaches_all(self) -> bool:
-        """Return whether the words of each member would be seen if it had some."""
+        """Return whether each member's words are found, or will be once it reserves some."""
         return self.sees_all() or all(map(self._regions.reaches, self._missing))
 
     def close(self) -> None:
-        """Give its words back."""
+        """Free this member's words, and drop the views of the other members' words."""
         self._views.clear()
         self._release()
 
     # -- of this member ---------------------------------------------------------------------------
 
     def has_room(self, data: bytes) -> bool:
-        """Return whether a statement can be shown now, over nothing that is still to be read."""
+        """Return whether ``data`` can be shown now, over words that all members have read."""
         fits = data in self._told or _num_words(data) <= self._left_over()
         least = self.number + 2 - WINDOW if fits else self.number
         if self._all_reached < least:
@@ -100,16 +100,16 @@ class CallWords:
         return self._all_reached >= least
 
     def show(self, data: bytes) -> None:
-        """Show the statement of what this member comes to next, where there is room.
+        """Show the statement ``data`` as this member's next; call it only if ``has_room``.
 
         Raises:
-            StatementTooLong: there never is.
+            StatementTooLong: ``data`` never has room.
         """
         word = self._told.get(data)
         self._enter(self._write(data) if word is None else word)
 
     def show_round(self) -> None:
-        """Show that this member comes to a round by the wire."""
+        """Show that this member's next statement travels by the wire."""
         self._enter(_ROUND)
 
     def _enter(self, word: int) -> None:
@@ -141,7 +141,7 @@ class CallWords:
     # -- of the others ----------------------------------------------------------------------------
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
-        """Return whether a member is a word ahead: with a round if ``by_wire``, else a call."""
+        """Return whether another member is ahead, with a round if ``by_wire``, else a statement."""
         shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
         return any(
             word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)
@@ -149,7 +149,7 @@ class CallWords:
         )
 
     def find_all(self) -> list[bytes] | None:
-        """All that members say where this member has come to; None if some are not seen yet."""
+        """Return all members' statements under this member's last number, None if some lack."""
         found = []
         for member in range(1 + len(self._views)):
             view = self._views.get(member, self._mine)
@@ -166,7 +166,7 @@ class CallWords:
         return [member for member, view in views if self._find(view, self.number) is None]
 
     def _find(self, view: memoryview, number: int) -> int | None:
-        """The word that a member shows under a number; also where it has closed the group since."""
+        """Return the word that a member shows under ``number``, None while it shows none."""
         word = view[_CALLS + number % WINDOW]
         return word & _LOW if word >> 32 == self._tag(number) else None
 
@@ -181,13 +181,13 @@ class CallWords:
         return self._seed + number & _LOW
 
     def _checksum(self, data: bytes, word: int) -> int:
-        """Return the checksum of what a word stands for, different in each turn of the words."""
+        """Return a checksum of a statement and of the word that refers to the statement."""
         return crc32(data, self._seed ^ word)
 
     # -- contexts ---------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A context begins; call it before any other member can call anything in it."""
+        """Note that a join context begins, before another member can make a call there."""
         self._mine[_LEFT] = 0
 
     def leave(self, number: int) -> None:

@@ -74,7 +74,7 @@ class GroupFacts:
 
     @property
     def here(self) -> str:
-        """Return the text of this member and its group, for messages."""
+        """The text "rank N", with this member's global rank."""
         return f"rank {self.ranks[self.rank]}"
 
 
@@ -148,12 +148,12 @@ class Call:
 
     @property
     def name(self) -> str:
-        """``all_reduce``, or ``all_reduce of the title``."""
+        """The verb, with its title if any, as in ``all_reduce of the title``."""
         return f"{self.verb} of {self.title}" if self.title else self.verb
 
     @property
     def data_text(self) -> str:
-        """``(2,) float32``, or ``[(2,) float32, (3,) int8]``."""
+        """The shapes and dtypes as in ``(2,) float32``, or ``[(2,) float32, (3,) int8]``."""
         shown = ", ".join(f"{tuple(shape)} {dtype_name(dtype)}" for shape, dtype in self.parts)
         return f"[{shown}]" if is_list(self.data) else shown
 
@@ -164,11 +164,11 @@ class Call:
 
     @property
     def text(self) -> str:
-        """``all_reduce((2,) float32, SUM)``, and behind it the title."""
+        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
         return self.with_arguments(self.arguments)
 
     def with_arguments(self, arguments: Sequence[str]) -> str:
-        """Return ``text`` with these arguments in place of the shapes."""
+        """Return ``text`` with ``arguments`` between its brackets."""
         title = f" of {self.title}" if self.title else ""
         return f"{self.verb}({', '.join(arguments)}){title}"
 
@@ -203,7 +203,7 @@ class Note(NamedTuple):
 
     @property
     def arguments(self) -> str:
-        """``(2,) float32, SUM``."""
+        """The arguments as in ``(2,) float32, SUM``, with root, sizes, layouts, peer and tag."""
         call = self.call
         parts = call.arguments
         if call.root is not None:
@@ -221,25 +221,24 @@ class Note(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The call's place as ``train.py:8 in step`` and the stack below it, or "an unknown
-        place"."""
+        """The place as ``train.py:8 in step`` and the stack below it, or "an unknown place"."""
         if self.code is None:
             return "an unknown place"
         return "\n  called at ".join([place_text(self.code, self.instruction), *self.stack])
 
     @property
     def text(self) -> str:
-        """``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
+        """The call and its place: ``all_reduce((2,) float32, SUM) at train.py:8 in step``."""
         return f"{self.called} at {self.where}"
 
     @property
     def called(self) -> str:
-        """``all_reduce((2,) float32, SUM)``, and behind it the title."""
+        """The call in words, as in ``all_reduce((2,) float32, SUM) of the title``."""
         return self.call.with_arguments([self.arguments])
 
     @property
     def heading(self) -> str:
-        """Return ``text`` with the group, and the number in the members' common sequence."""
+        """The call and its place with the group, and with the number of a collective."""
         if self.is_message:  # the two ends of a message need not agree on a number
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"
@@ -285,7 +284,7 @@ def get_call(
     layouts: tuple[Any, ...] = (),
     owner: str = "",
 ) -> Call:
-    """The one ``Call`` of a collective on ``tensors``."""
+    """Return the ``Call`` of a collective on ``tensors``, one object for equal arguments."""
     data: Data = None
     if isinstance(tensors, torch.Tensor):
         data = tensors.shape, tensors.dtype
@@ -296,7 +295,7 @@ def get_call(
 
 
 def get_message(verb: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Call:
-    """The one ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
+    """Return the ``Call`` of a send to or a receive from member ``peer`` (None: any)."""
     data = tensor.shape, tensor.dtype
     return calls[verb, data, None, None, "", False, (), "", peer, tag]
 
@@ -318,7 +317,7 @@ def from_fields(
     title: str,
     owner: str,
 ) -> Call:
-    """The call that was taken apart; the inverse of ``to_fields``."""
+    """Return the call whose values ``to_fields`` has returned."""
     parts = tuple((torch.Size(shape), getattr(torch, name)) for shape, name in shapes)
     data: Data = parts if is_of_list else (*parts, None)[0]
     return calls[verb, data, op, root, title, is_uneven, (), owner]
@@ -330,7 +329,7 @@ def is_list(data: Data) -> bool:
 
 
 def _header(call: Call) -> tuple[int, ...]:
-    """The header of a call; without the number of elements where members may differ in that."""
+    """Return the numbers that must be equal on all members; uneven calls have no count."""
     dtypes, counts = [_code(kind) for _, kind in call.parts], [prod(size) for size, _ in call.parts]
     dtype, count = (*dtypes, 0)[0], (*counts, 0)[0]
     if is_list(call.data):
@@ -347,18 +346,18 @@ def _header(call: Call) -> tuple[int, ...]:
 
 
 def fingerprint(*values: int) -> int:
-    """A number of 32 bits, equal for equal values on every process that runs this Python."""
+    """Return 32 bits, equal for equal ``values`` on every process that runs this Python."""
     return hash(values) & _LOW
 
 
 @cache
 def _code(name: object) -> int:
-    """A number for a verb or dtype."""
+    """Return the number that stands for a verb or dtype in headers."""
     return crc32(str(name).encode())
 
 
 def likeness(note: Note | None) -> str:
-    """The text of what must be equal on all members; ``note`` is this member's, if it is known."""
+    """Return a text of what must be equal on all members; ``note`` is this member's call."""
     title = "" if note is None else note.call.title
     under = " under the same title" if title else ""
     if title.startswith("lax."):

@@ -112,7 +112,7 @@ def shows_stacks() -> bool:
 
 
 class _LastResort(logging.Handler):
-    """Writes to stderr while the program has set up no handler of its own."""
+    """Log handler that writes to stderr while the program has set up no handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if len(_package_log.handlers) == 1 and not logging.getLogger().handlers:
@@ -125,7 +125,7 @@ _last_resort.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s
 
 
 def _follow() -> None:
-    """Set the level of the logger from TORCH_CPP_LOG_LEVEL and the debug level."""
+    """Set the level of the logger "meshdist" by TORCH_CPP_LOG_LEVEL and the debug level."""
     level: Any = _CPP_LEVELS.get(os.environ.get("TORCH_CPP_LOG_LEVEL", "").upper())
     if level is None:  # unset, or unknown: torch complains about that by itself
         return

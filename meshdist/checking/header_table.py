@@ -137,7 +137,11 @@ class HeaderTable:
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """Return the native core's object for ``enter``, valid while no member is missing."""
+        """Return the native object that does ``enter`` once all words are found.
+
+        Args:
+            words, make: the native classes of words, and of that object.
+        """
         return make(
             self,
             words(self._mine),
@@ -150,8 +154,7 @@ class HeaderTable:
         )
 
     def close(self) -> None:
-        """Drop the views of others' words and release this member's own; later calls are not
-        compared."""
+        """Free this member's words and drop the others'; later calls are not compared."""
         with self._messages_lock:
             self._missing.clear()
             self._views.clear()
@@ -166,7 +169,7 @@ class HeaderTable:
 
     @property
     def reaches_all_words(self) -> bool:
-        """Return whether all members are on this host, where their words are seen in the end."""
+        """Return whether all members are on this host, so that their words will be found."""
         return self._sees_all
 
     def is_awaited(self, sequence: int) -> bool:
@@ -187,7 +190,7 @@ class HeaderTable:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> list[int]:
-        """Write the header of call ``sequence``; return the members there that differ from it.
+        """Write the header of call ``sequence``; return the members whose header there differs.
 
         Args:
             sequence: the call's number, from 1.
@@ -239,7 +242,7 @@ class HeaderTable:
         return differing
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
-        """Return a member that has still to see the words which call ``sequence`` overwrites."""
+        """Return a member that still needs words that call ``sequence`` overwrites, or None."""
         # It is called before every uneven call, and before every ``CHECK_EVERY``-th of the others;
         # as long as there is such a member the call has to wait.
         window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
@@ -256,7 +259,11 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until no member is behind, or ``check`` raises; return a member that still is."""
+        """Wait until ``find_behind`` is None; return the member behind at the timeout.
+
+        Args:
+            check: called now and then, to raise where waiting is in vain.
+        """
         if self.find_behind(sequence, is_uneven) is None:  # by far the most frequent
             return None
         find_behind = partial(self.find_behind, sequence, is_uneven)
@@ -280,7 +287,7 @@ class HeaderTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Note a message to or from ``peer``; returns its number where the other side differs."""
+        """Note a message to or from ``peer``; return its number if both sides differ, or None."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
@@ -300,7 +307,7 @@ class HeaderTable:
             )
 
     def find_sender(self, tag: int) -> int | None:
-        """Return a member that has noted a message under ``tag`` which no receive takes yet."""
+        """Return a member with a noted message under ``tag`` that no receive takes, or None."""
         # Round robin, where several have; for tags for which ``can_find_sender`` was true.
         with self._messages_lock:
             for place, peer in enumerate(self._round_robin):
@@ -311,7 +318,7 @@ class HeaderTable:
         return None
 
     def find_lost(self) -> int | None:
-        """A member whose process did not exit normally; or any, where all others have exited."""
+        """Return a member that ended abnormally, or any if all others exited; else None."""
         gone = [member for member, _ in tuple(self._views) if not self._regions.is_alive(member)]
         for member, view in tuple(self._views):
             # In this order: a member that closes the group sets the word before it frees its words.
@@ -320,7 +327,7 @@ class HeaderTable:
         return gone[0] if gone and len(gone) == self._size - 1 else None
 
     def recv_any(self, tag: int) -> None:
-        """Note a receive whose sender will not be known: its tag is compared no more."""
+        """Note a receive from any member under ``tag``, which is compared no more."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()
@@ -338,7 +345,7 @@ class HeaderTable:
         return None if view is None else self.message_words(view, self._member)
 
     def _publish_later(self) -> None:
-        """Start the thread that publishes messages once others have read those before."""
+        """Start the thread that writes message headers once peers have read older headers."""
         if self._publisher is None:
             publisher = threading.Thread(
                 target=self._publish_all, name="meshdist-publisher", daemon=True
@@ -409,5 +416,5 @@ class HeaderTable:
 
 
 def _is_behind(noted: int, sequence: int) -> bool:
-    """Return whether a noted call's number, of which 32 bits are kept, is below ``sequence``."""
+    """Return whether the call number ``noted``, kept in 32 bits, is below ``sequence``."""
     return noted - sequence & _LOW >= 1 << 31

@@ -80,7 +80,7 @@ _BETWEEN = (
 
 
 class _BetweenFiles(dict[str, bool]):
-    """Cache of whether a file lies between program and wire, as ours and torch's do."""
+    """Cache, by file name, of whether a file is of this package or of torch."""
 
     def __missing__(self, file: str) -> bool:
         self[file] = found = file.startswith(_BETWEEN)
@@ -91,14 +91,14 @@ is_between = _BetweenFiles()
 
 
 def program_frame(frame: FrameType) -> FrameType:
-    """The innermost frame of the program, from ``frame`` outwards; else the outermost of all."""
+    """Return the innermost frame of the program, from ``frame`` outwards; else the outermost."""
     while is_between[frame.f_code.co_filename] and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
 
 def call_site() -> Site:
-    """The innermost line of the program that led here."""
+    """Return the innermost line of the program that led here, None if there is none."""
     frame = program_frame(sys._getframe(1))
     file = frame.f_code.co_filename
     return None if is_between[file] else (file, frame.f_lineno)
@@ -122,17 +122,17 @@ def warn_once_at(
 
 
 def show_site(site: Site) -> str:
-    """``file:line``, as editors and terminals link it."""
+    """Return ``file:line``, as editors link it, or "an unknown place" for None."""
     return "an unknown place" if site is None else f"{site[0]}:{site[1]}"
 
 
 def place_text(code: CodeType, instruction: int) -> str:
-    """``file:line in function`` of an instruction of ``code``."""
+    """Return ``file:line in function`` of an instruction of ``code``."""
     return f"{code.co_filename}:{line_of(code, instruction)} in {code.co_name}"
 
 
 def line_of(code: CodeType, instruction: int) -> int:
-    """The number of an instruction's line."""
+    """Return the line number of an instruction of ``code``."""
     for start, end, number in code.co_lines():
         if start <= instruction < end and number is not None:
             return number
@@ -140,7 +140,7 @@ def line_of(code: CodeType, instruction: int) -> int:
 
 
 def stack_above(frame: FrameType) -> list[str]:
-    """The places of the program from which ``frame`` was called, the innermost first."""
+    """Return texts of the program's places that led to ``frame``, the innermost first."""
     stack = []
     above = frame.f_back
     while above is not None:
@@ -155,8 +155,7 @@ R = TypeVar("R")
 
 
 def end_here(error: BaseException) -> None:
-    """End the traceback of ``error`` at the frame that has caught it, unless program frames
-    follow."""
+    """Cut the traceback of ``error`` at the frame that caught it, unless program frames follow."""
     # It stays as it is where a frame of the program lies below: the error then comes from there.
     caught = error.__traceback__
     if caught is not None and not _keeps_all() and _find_program(caught) is None:
@@ -164,14 +163,14 @@ def end_here(error: BaseException) -> None:
 
 
 def enter_program(error: BaseException) -> None:
-    """Let the program's own frames follow the frame that has caught ``error``, if there are any."""
+    """Cut the frames between that which caught ``error`` and the program's, if any follow."""
     caught = error.__traceback__
     if caught is not None and not _keeps_all():
         caught.tb_next = _find_program(caught) or caught.tb_next
 
 
 def one_frame(function: Callable[P, R]) -> Callable[P, R]:
-    """Let an error of ours that leaves ``function`` keep one frame of ours, in its name."""
+    """Wrap ``function`` so that an error of ours shows a single frame of ours, in its name."""
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -190,7 +189,7 @@ def _keeps_all() -> bool:
 
 
 def _find_program(caught: TracebackType) -> TracebackType | None:
-    """Return the first frame of the program below the frame that has caught an error."""
+    """Return the first frame of the program below the frame that caught an error, or None."""
     below = caught.tb_next
     while below is not None and is_between[below.tb_frame.f_code.co_filename]:
         below = below.tb_next
@@ -204,18 +203,18 @@ _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
-    """Return whether this thread is in a verb."""
+    """Return whether this is the main thread, and it is in a verb."""
     return under_way[0] is not None and get_ident() == _main_thread
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether an error leaving our code is Ctrl-C's, or of a frame of the program."""
+    """Return whether ``error`` is no Exception, or was raised in a frame of the program."""
     files = (frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__))
     return not (isinstance(error, Exception) and all(is_between[file] for file in files))
 
 
 def check_unnested(verb: str) -> None:
-    """Raise NestedVerbError where this thread is in a verb already."""
+    """Raise NestedVerbError if the main thread, which calls this, is in a verb already."""
     if not is_nested():
         return
     world = find_world()
@@ -231,7 +230,7 @@ def check_unnested(verb: str) -> None:
 
 
 def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call ``function``, which carries out a verb, as the one verb of its thread.
+    """Call ``function`` and return its result, with ``verb`` noted as this thread's verb.
 
     Raises:
         NestedVerbError: the thread is in a verb already.
@@ -248,7 +247,7 @@ def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Let every call of ``function`` go by ``run_unnested``, as the verb of its name."""
+    """Wrap ``function`` so that each call goes by ``run_unnested``, as verb of its name."""
     verb = function.__name__
 
     @one_frame
@@ -261,7 +260,7 @@ def never_nested(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Let the verb that this thread is in call others before it goes on, as steps of its own."""
+    """Allow the verb that this thread is in to call other verbs in the context."""
     if get_ident() != _main_thread:
         yield
         return
@@ -287,7 +286,7 @@ _LIBRARIES = ("<frozen ", *{sysconfig.get_path(kind) + os.sep for kind in _KINDS
 
 
 def stack_text(thread_id: int) -> str:
-    """The stack of a thread as a traceback shows it, the innermost frame last."""
+    """Return the stack of a thread as a traceback shows it, the innermost frame last."""
     pairs = [(frame, frame.f_lineno) for frame in _own_frames(thread_id)]
     return "".join(traceback.StackSummary.extract(iter(pairs)).format())
 
@@ -303,7 +302,7 @@ def find_place(thread_id: int, call: str) -> str:
 
 
 def _own_frames(thread_id: int) -> list[FrameType]:
-    """A thread's frames that are the program's own, all but ours and torch's where it has none."""
+    """Return a thread's frames outside torch, this package and, if any are left, libraries."""
     innermost = sys._current_frames().get(thread_id)
     if innermost is None:
         return []

@@ -91,7 +91,7 @@ class Recorder:
         return note
 
     def for_core(self, make: Callable[..., Any]) -> Any:
-        """Return the core's object that notes calls as ``note`` does; None where it may not."""
+        """Return the native object, made by ``make``, that notes calls; None if stacks are kept."""
         if self._keeps_stacks:
             return None
         with _making.current:  # groups may share a communicator
@@ -135,11 +135,11 @@ class Recorder:
         return self._find(lambda note: note.sequence == sequence and not note.is_message)
 
     def find_message(self, *message: Any) -> Note | None:
-        """The note of a send or receive, by whether it is a send, its peer, tag and number."""
+        """Return the note of a message by (is send, peer, tag, number), None if overwritten."""
         return self._find(lambda note: (*note.call.kind, note.number) == message)
 
     def text_about(self, about: dict[str, Any]) -> str | None:
-        """The call that a question of another rank is about; None where it was not noted yet.
+        """Return the text of the call ``about``, FORGOTTEN if overwritten, None if not noted.
 
         Args:
             about: the ``sequence`` of a collective, the number of a ``note``, or the fields of a

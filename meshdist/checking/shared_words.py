@@ -99,7 +99,7 @@ class SharedWords:
             return region
 
     def release(self, key: int) -> None:
-        """Give a region back, for another key."""
+        """Free the region under ``key``, for a later region of its size."""
         with self._lock:
             slot = self._slots.pop(key, None)
             if slot is not None:
@@ -107,7 +107,7 @@ class SharedWords:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """Let no other process open the memory any more; those that have it mapped keep it."""
+        """Prevent other processes from opening the memory; views that exist stay valid."""
         os.close(self._file)
 
     def _new_slot(self, num_words: int) -> _Slot:
@@ -128,7 +128,7 @@ class _Slot:
 
 
 class SharedWordsView:
-    """Another process's shared words, to read.
+    """Another process's shared words, mapped to be read.
 
     Raises:
         OSError: it cannot be reached from here, or is not the process that was meant.
@@ -174,7 +174,7 @@ class SharedWordsView:
         return bool(self._words[_IS_FULL])
 
     def has(self, key: int) -> bool:
-        """Return whether there is a region under ``key`` still."""
+        """Return whether there still is a region under ``key``."""
         return self._entry(key) is not None
 
     def _entry(self, key: int) -> int | None:
@@ -196,12 +196,12 @@ class Regions:
         self._found: dict[int, tuple[SharedWordsView | None, int]] = {}
 
     def find(self, member: int, num_words: int) -> memoryview | None:
-        """The words of a member, if they are there."""
+        """Return the words of ``member``, or None while they cannot be found."""
         view, key = self._look(member)
         return None if view is None else view.find(key, num_words)
 
     def reaches(self, member: int) -> bool:
-        """Return whether a member's region is found as soon as the member asks for a region."""
+        """Return whether a region that ``member`` reserves will be found from here."""
         view, _ = self._look(member)
         return view is not None and not view.is_full()
 
@@ -219,7 +219,7 @@ class Regions:
         return view is not None and view.has(key)
 
     def is_alive(self, member: int) -> bool:
-        """Return whether a member may write more."""
+        """Return whether a member's words were found, and its process can still write them."""
         view, _ = self._found.get(member, (None, 0))
         return view is not None and view.is_kept() and self.is_current(member)
 
@@ -251,7 +251,7 @@ class SignsOfLife:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 
     def find_published(self) -> int | None:
-        """Return the number of the lowest live process; None where that is this process."""
+        """Return the number published by the lowest live process; None if it is this process."""
         for member, (beat, silence) in enumerate(self._beats):
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):
