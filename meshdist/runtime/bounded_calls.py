@@ -79,7 +79,7 @@ _kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
 
 
 def keep_thread() -> None:
-    """Start a thread that makes bounded calls when no other can be started any more."""
+    """Start a thread that makes bounded calls once no other thread can be started."""
     _start_kept_thread(num_forks())
 
 
@@ -153,7 +153,7 @@ def _threads(num_forks: int) -> _Threads:
 
 
 def begin_elsewhere(call: Callable[[], object]) -> None:
-    """Begin ``call``, which raises nothing, in another thread; raise where none can be had."""
+    """Begin ``call``, which raises nothing, in another thread; raise if no thread starts."""
     _threads(num_forks()).begin(call)
 
 
@@ -167,11 +167,11 @@ class Watched(Protocol):
     """An object that the watchdog's thread checks ten times a second, as long as it lives."""
 
     def look(self) -> None:
-        """Look how what is under way ends, and fail where it has failed or is late."""
+        """Check the operations in flight, and let those fail that have failed or are late."""
 
 
 def watch(watched: Watched) -> None:
-    """Let the watchdog look at ``watched`` from now on."""
+    """Let the watchdog's thread call ``watched.look`` ten times a second from now on."""
     _watchdog().add(watched)
 
 

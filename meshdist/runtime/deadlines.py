@@ -50,8 +50,7 @@ class Clock:
         return self._state[0] is not None
 
     def pause(self, holder: Hashable) -> None:
-        """Pause the clock until every holder has resumed; a second call by ``holder`` does
-        nothing."""
+        """Pause the clock until each holder has resumed; a holder's second call does nothing."""
         with self._changing:
             self._holders.add(holder)
             paused_since, paused = self._state
@@ -117,7 +116,7 @@ class Deadline:
         return self._now() >= self._end
 
     def slice_s(self, longest_s: float) -> float:
-        """Return the seconds to block before the next look: at most ``longest_s``."""
+        """Return the seconds to block now: ``longest_s``, or less if the deadline is sooner."""
         return longest_s if clock.is_paused() else min(longest_s, self.left_s)
 
     @staticmethod
@@ -137,7 +136,7 @@ class Grace(Deadline):
 
 
 def first_look_s(num_members: int) -> float:
-    """Return the seconds after which the first of so many members looks for those missing."""
+    """Return after how many seconds the first of ``num_members`` looks for missing members."""
     return max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members)
 
 
@@ -215,8 +214,7 @@ class Timer:
         self._thread.add(self)
 
     def cancel(self) -> bool:
-        """Prevent the call and return True; if the call was begun or made, return False once it is
-        over."""
+        """Prevent the call and return True; if it has begun, wait for its end, return False."""
         if self._thread.remove(self):
             self.call = _do_nothing  # the thread may still hold the timer, and must hold no more
             return True
@@ -242,7 +240,7 @@ class _TimerThread(threading.Thread):
             self._is_needed.set()
 
     def remove(self, timer: Timer) -> bool:
-        """Remove a timer; return False where it is removed already."""
+        """Remove a timer, and return whether it was there."""
         try:
             self._timers.remove(timer)
         except KeyError:
@@ -259,8 +257,7 @@ class _TimerThread(threading.Thread):
             self._fire_while_used()
 
     def _fire_while_used(self) -> None:
-        """Make the calls of timers whose deadline is over, until no timer has been set for a
-        while."""
+        """Make the calls of timers that are over, until no timer was set for a second."""
         linger = Grace(_LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)

@@ -44,7 +44,7 @@ def seed_notes() -> SeedNotes:
 
 
 def swap_seed_notes(notes: SeedNotes) -> None:
-    """Let ``notes`` be the seed notes of the rank that runs now."""
+    """Set the seed notes of the rank that runs now."""
     global _notes
     _notes = notes
 
@@ -53,7 +53,7 @@ _WORDS: Any = vars(np.random.MT19937)["state"]
 
 
 class _NumpyGenerator(np.random.MT19937):
-    """NumPy's global bit generator for one rank, exchanged as a whole."""
+    """NumPy's global bit generator of a simulated rank, swapped as a whole object."""
 
     # Exchanging the object takes half a microsecond where copying its 624 words takes a hundred.
     # The second half of a drawn pair of normals lies beside it, in the global RandomState: to move
@@ -95,7 +95,7 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Put everything back, for the thread that runs now."""
+        """Restore the generators and the default dtype, for the thread that runs now."""
         global _notes
         _notes = self.seed_notes
         seed_before = torch.default_generator.initial_seed()
@@ -122,7 +122,7 @@ def _has_cuda() -> bool:
 
 
 def _seed_cuda(noted_seed: int) -> None:
-    """Seed the CUDA generators as this rank's CPU generator was seeded."""
+    """Seed CUDA's generators like the CPU's, if CUDA runs or the seed is not ``noted_seed``."""
     # ``torch.manual_seed`` before CUDA is initialised only notes the seed for later; without this
     # the note would be that of the rank that seeded last, which left ``noted_seed``.
     seed = torch.default_generator.initial_seed()
@@ -131,7 +131,7 @@ def _seed_cuda(noted_seed: int) -> None:
 
 
 def start_as(rank: int) -> None:
-    """Give the generators the fixed states with which a rank starts, and torch no groups."""
+    """Seed all generators by ``rank``, and give this thread an empty record of torch's groups."""
     begin_record()
     swap_seed_notes(SeedNotes())
     seed_before = torch.initial_seed()

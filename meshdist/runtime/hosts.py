@@ -50,7 +50,7 @@ _PF_EXITING = 0x4  # of Linux, set before the process gives its memory and files
 
 
 def process_start(pid: int) -> str | None:
-    """Return when process ``pid`` started, in the system's terms; None once it ends."""
+    """Return the start time of process ``pid`` as the system's text, None once it ends."""
     # With the number it names a process for good, since numbers are given again.
     process = read_process(pid)
     if process is not None:
@@ -111,7 +111,7 @@ def free_bytes() -> float:
 
 
 def make_descriptor_room(num_needed: int) -> str:
-    """Let this process open so many more files and sockets; return why it cannot, or ""."""
+    """Raise the limit so that ``num_needed`` more files can be opened; return a lack, or ""."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ""
@@ -131,8 +131,7 @@ def make_descriptor_room(num_needed: int) -> str:
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each socket's descriptor and a copy, closed afterwards; nothing on systems but
-    Linux."""
+    """Yield each socket's descriptor and a copy, closed afterwards; on Linux alone."""
     names: list[str] = []
     with suppress(OSError):  # no such folder, or no descriptor is left
         names = os.listdir("/proc/self/fd")
@@ -144,7 +143,7 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
-    """Return why ``num_processes`` here cannot each start so many more threads, or ""."""
+    """Return why ``num_processes`` cannot start ``num_needed`` more threads each, or ""."""
     num_needed *= num_processes  # they share one control group
     with suppress(OSError, ValueError):  # no such group, or no limit
         limit, used = (int(Path(path).read_text()) for path in _PIDS)
@@ -278,19 +277,19 @@ def call_at_end(function: Callable[[], None]) -> None:
 
 
 def do_not_call_at_end(function: Callable[[], None]) -> None:
-    """Take back ``call_at_end``."""
+    """Cancel ``call_at_end(function)``."""
     atexit.unregister(function)
     if (finalizer := _finalizers.pop(function, None)) is not None:
         finalizer.cancel()
 
 
 def is_ending_by_exception() -> bool:
-    """Return whether an exception that nobody caught ends this process."""
+    """Return whether an exception that no code caught ends this process."""
     return find_last_exception() is not None
 
 
 def ending_text(exception: BaseException | None) -> str:
-    """Return an end by ``exception`` in words for others, as in "ended by ValueError: no data"."""
+    """Return how an end by ``exception`` reads, as in "ended by ValueError: no data"."""
     if exception is None:
         return _WITHOUT_EXCEPTION
     kind, message = type(exception).__name__, str(exception).partition("\n")[0]
@@ -301,7 +300,7 @@ def ending_text(exception: BaseException | None) -> str:
 
 
 def find_last_exception() -> BaseException | None:
-    """Return the exception that nobody caught, and that ends this process."""
+    """Return the exception that no code caught, and that ends this process, or None."""
     found = getattr(sys, "last_value", None) or sys.exc_info()[1]
     return found if isinstance(found, BaseException) else None
 
@@ -312,7 +311,7 @@ def handled_here() -> int:
 
 
 def find_failure(handled_before: int) -> BaseException | None:
-    """Return the exception that this thread handles, but for an exit or ``handled_before``."""
+    """Return the exception handled here, None for an exit or that of id ``handled_before``."""
     found = sys.exc_info()[1]
     is_exit = isinstance(found, (SystemExit, GeneratorExit))
     return None if is_exit or handled_here() in (0, handled_before) else found

@@ -26,7 +26,7 @@ _MOST_WASTE = 2  # times as large as needed
 
 
 class _Pool:
-    """Unused blocks of memory; ``_MOST_KEPT`` bytes at most."""
+    """Unused blocks of memory for large results, of 512 MiB at most."""
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
@@ -34,8 +34,7 @@ class _Pool:
         self._changing = threading.Lock()
 
     def take(self, num_bytes: int) -> np.ndarray | None:
-        """Return bytes that come back to the pool with their last reference; None if there are
-        none."""
+        """Return bytes that come back here with their last reference; None if memory lacks."""
         with self._changing:
             self._collect()
             most = _MOST_WASTE * num_bytes
@@ -89,7 +88,7 @@ _pool = _Pool()
 
 
 def forget() -> None:
-    """Give unused memory back to the system."""
+    """Give the pool's unused memory back to the system."""
     global _pool
     _pool = _Pool()
 
@@ -98,7 +97,7 @@ os.register_at_fork(after_in_child=forget)  # a thread of the parent may hold th
 
 
 def new_like(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Return a contiguous tensor of any values, like ``tensor``, or of another ``shape``."""
+    """Return an uninitialized contiguous tensor like ``tensor``, in its shape or ``shape``."""
     if tensor.layout is not torch.strided:  # sparse tensors have no contiguous form
         return torch.empty_like(tensor)
     num_bytes = tensor.element_size() * (tensor.numel() if shape is None else math.prod(shape))
@@ -117,7 +116,7 @@ _MOST_BYTES = 256 << 20
 
 
 class Scratch:
-    """A pool of CPU memory, since fresh pages cost more than the work that is done in them."""
+    """A pool of two blocks of CPU memory, for copies that verbs need while they run."""
 
     # The two blocks that were given back last are kept, of at most 256 MiB each; no verb needs
     # more. A block that is never given back, since its verb failed, is the garbage collector's.
@@ -127,8 +126,7 @@ class Scratch:
         self._changing = threading.Lock()  # any thread may copy results back
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor of ``count`` elements, of any values, typed and placed like
-        ``like``."""
+        """Return a flat uninitialized tensor of ``count`` elements, on ``like``'s device."""
         if not like.is_cpu:
             return like.new_empty(count)
         num_bytes = count * like.element_size()

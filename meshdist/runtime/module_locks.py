@@ -27,7 +27,7 @@ from typing import Any
 
 
 class ModuleLock:
-    """Holds the lock of a module, for ``with it.current``; ``make`` makes a lock of threading's."""
+    """Holder of a module's lock, entered as ``with it.current``, which a forked child renews."""
 
     # No lock by itself: between steps of an ``__enter__`` in Python a signal's handler may raise,
     # and the lock would stay held. A thread that forks inside leaves the lock that it has entered.
@@ -37,5 +37,5 @@ class ModuleLock:
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Take another lock from now on."""
+        """Replace the lock by a new lock that no thread holds."""
         self.current = self._make()

@@ -32,7 +32,7 @@ if not hasattr(_core, "_set_thread_isolation_mode"):
 
 
 class TorchWorld(getattr(_torchs, "_World", object)):  # type: ignore[misc]
-    """The record of one simulated rank."""
+    """Torch's record of its process groups, for a single simulated rank."""
 
     # In torch's own these are properties, which read variables of its module.
     pg_map: Any = None
@@ -53,7 +53,7 @@ _here = threading.local()
 
 
 def begin_record() -> None:
-    """Give this thread, a simulated rank's, a record of its own without groups."""
+    """Give this thread, a simulated rank's, an empty record of torch's groups."""
     _here.record = TorchWorld()
 
 
@@ -71,7 +71,7 @@ class _RecordOfThread:
 
 
 def isolate_names() -> None:
-    """Let each thread have a registry of names of its own, until ``callers_torch_world`` ends."""
+    """Give each thread its own names of torch's groups; raise if this torch cannot."""
     global _is_isolated
     if _LACKING:
         raise BackendError(
@@ -90,7 +90,7 @@ _is_isolated = False
 
 @contextmanager
 def callers_torch_world() -> Iterator[None]:
-    """Give threads their own records, check backends, and leave torch as it was."""
+    """Let simulated ranks in the context have torch groups of their own; restore torch after."""
     global _is_isolated
     was_isolated, hook = _is_isolated, sys.excepthook
     variables = {name: getattr(_torchs, name) for name in _VARIABLES if hasattr(_torchs, name)}

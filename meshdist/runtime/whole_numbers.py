@@ -28,7 +28,7 @@ def find_whole_number(text: str, most: int = _MOST) -> int | None:
 
 
 def to_runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Return ``numbers`` as runs: the first, how often each stands there, how many follow on.
+    """Return ``numbers`` as runs: first number, repeats of each, how many numbers follow on.
 
     Example:
         >>> to_runs([0, 0, 1, 1, 2, 2]), to_runs([0, 1, 2, 0, 1, 2])
@@ -45,7 +45,7 @@ def to_runs(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def from_runs(runs: Iterable[Iterable[int]], most: int) -> list[int]:
-    """Return the numbers that ``to_runs`` was given; raise ValueError where they are too many.
+    """Return the numbers that ``to_runs`` was given; raise ValueError if more than ``most``.
 
     Example:
         >>> from_runs([[0, 2, 3]], most=6)
