@@ -156,7 +156,7 @@ class BoundedStore(Store):
         return bool(self.ask(lambda raw: raw.check(list(keys))))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` are set: until the deadline in force, or for ``timeout``."""
+        """Wait for all ``keys``, until ``within``'s deadline or ``timeout``; raise if they lack."""
         # The deadline in force also wins over the limit that C++ hands over.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
         next_check = Grace(_CHECK_S)
@@ -214,8 +214,7 @@ class BoundedStore(Store):
                     alarm.turn.release()
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set ``key`` to ``desired`` if it holds ``expected``; return the value that it then
-        holds."""
+        """Set ``key`` to ``desired`` if it holds ``expected``; return the value it has then."""
         # An absent key equals an empty ``expected``.
         return self.ask(lambda raw: raw.compare_set(key, expected, desired))  # type: ignore[arg-type]
 
@@ -246,7 +245,7 @@ class BoundedStore(Store):
 
     @property
     def alarm(self) -> KeyAlarm | None:
-        """The alarm of this process, which waits use in turn; None where no server is reached."""
+        """The alarm that waits of this process share, made anew if lost; None if that fails."""
         if self._address is not None and (not self._alarms or self._alarms[-1].is_lost):
             with suppress(AlarmLost):
                 self._alarms.append(KeyAlarm(self._address))
@@ -279,14 +278,13 @@ class BoundedStore(Store):
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
-        """Set ``key`` under no prefix; return the server's host and port, or None."""
+        """Set ``key`` at the root of a TCPStore; return its host and port, else None."""
         if self._address is not None:
             self.ask(lambda raw: root_of(raw).set(key, ""))
         return self._address
 
     def let_server_end(self) -> None:
-        """Close this client's watch behind the requests under way: an ending server waits for
-        it."""
+        """Close this client's watch, for which an ending server waits, after earlier requests."""
         if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))
@@ -419,18 +417,18 @@ def _is_unlocked(file: int) -> bool:
 
 
 def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:
-    """Return ``parse`` of the JSON value under ``key``; raise StoreError for any other value."""
+    """Return ``parse`` of the JSON value of ``key``; raise StoreError if ``parse`` fails."""
     return read_jsons(store, [key], parse)[0]
 
 
 def read_jsons(store: Store, keys: Sequence[str], parse: Callable[[Any], T]) -> list[T]:
-    """Return ``parse`` of the JSON values under several keys, by one request."""
+    """Return ``parse`` of the JSON value of each key, by a single request; raise StoreError."""
     values = zip(keys, store.multi_get(list(keys)), strict=True)
     return [parse_value(key, value, parse) for key, value in values]
 
 
 def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
-    """Return ``parse`` of a JSON value of ``key``; raise StoreError where no rank wrote it."""
+    """Return ``parse`` of the JSON in ``value``, that of ``key``; raise StoreError if it fails."""
     try:
         return parse(json.loads(value))
     except _NOT_PARSED:
@@ -438,7 +436,7 @@ def parse_value(key: str, value: bytes, parse: Callable[[Any], T]) -> T:
 
 
 def read_number(store: Store, key: str) -> int:
-    """Return the number under ``key``, 0 where it is not set; unlike ``add``, write nothing."""
+    """Return the number under ``key``, 0 if it is not set; raise StoreError for other values."""
     value = find_value(store, key)
     try:
         return 0 if value is None else int(value)
@@ -457,8 +455,7 @@ def find_value(store: Store, key: str) -> bytes | None:
 def await_key(
     store: Store, key: str, deadline: Deadline, look: Callable[[], object] | None = None
 ) -> bool:
-    """Wait for ``key`` until ``deadline``, with a ``look`` now and then; return whether it is
-    set."""
+    """Wait for ``key`` until ``deadline``, calling ``look`` at times; return whether it is set."""
     if not isinstance(root_of(store), BoundedStore):
         return bool(wait_until(lambda: store.check([key]), deadline, look))
     try:

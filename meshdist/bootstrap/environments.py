@@ -141,7 +141,7 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
-    """Return the launcher whose variables count in this process."""
+    """Return the table row of the launcher whose variables count in this process."""
     engine = None if is_mpi_asked else find_engine(environment)
     if engine is not None and engine.is_service:
         return BY_HAND
@@ -194,7 +194,7 @@ def read_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def find_local_size(environment: Mapping[str, str]) -> int | None:
-    """Return how many ranks of the job run on this host, where a launcher says so.
+    """Return how many ranks of the job run on this host, None if no launcher says so.
 
     Example:
         >>> find_local_size({"LOCAL_WORLD_SIZE": "4"})
@@ -206,8 +206,7 @@ def find_local_size(environment: Mapping[str, str]) -> int | None:
 
 
 def find_stray(environment: Mapping[str, str]) -> str:
-    """Return in words that Slurm's variables are there and name no rank; "" where they do, or are
-    not."""
+    """Return a text on variables of Slurm that are there but name no rank, else ""."""
     if SLURM.rank not in environment or SLURM.has_started(environment):
         return ""
     told = f"{SLURM.rank}={_shown(environment[SLURM.rank], plain=True)}"
@@ -350,15 +349,13 @@ class _Reader:
 
 
 def _shown(value: str, *, plain: bool = False) -> str:
-    """Return a variable's value for a message: quoted where it is not plain, and cut where it is
-    long."""
+    """Return a variable's value for a message: cut if long, quoted unless ``plain`` and ASCII."""
     text = value if plain and value.isascii() and value.isprintable() else repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def ways_to_start(commands: Sequence[str] = ()) -> list[str]:
-    """Return the commands to type: ``commands`` of a launcher half recognised, or those that work
-    here."""
+    """Return commands that start ranks here; ``commands``, if any, with the script's name."""
     name = sys.argv[0] if sys.argv else ""
     name = os.path.basename(name) if os.path.isabs(name) else name  # -m makes it absolute
     is_script = name.endswith(".py") and not name.endswith("__main__.py")

@@ -59,7 +59,12 @@ def enter(
     job: str = "",
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Entry:
-    """Join the generation that gathers at ``path``, or begin a new generation there."""
+    """Add this process to the file's open generation, or to a new generation; return its Entry.
+
+    Args:
+        rank: None takes the next free rank.
+        job: generations of other jobs in the file do not count.
+    """
     with _locked(path, timeout) as record:
         generations = [generation for generation in record if generation["job"] == job]
         for generation in generations:
@@ -78,8 +83,7 @@ def enter(
 
 
 def leave(entry: Entry) -> None:
-    """Leave the generation; the last member removes its store, and the file with the last
-    generation."""
+    """Record that this member left; the last member removes the store, and a file left empty."""
     with (
         suppress(RendezvousError),  # it is not that file any more, or stays locked
         _locked(entry.path, _LEAVE, may_create=False) as record,
@@ -185,7 +189,7 @@ def _take_lock(descriptor: int) -> bool:
 
 
 def parse(text: bytes) -> _Record:
-    """Return the generations that a file's text lists; raise ValueError where it is no record."""
+    """Return the generations that a file's text lists; raise ValueError if it is malformed."""
     values = json.loads(text)
     if not isinstance(values, dict) or _MARK not in values:
         raise ValueError("it has no mark")

@@ -92,7 +92,7 @@ class Rendezvous:
 
 @dataclass
 class Attempt:
-    """The way of one process into the world of ``size`` ranks that meets in a store.
+    """Attempt of this process to join a world of ``size`` ranks that meets in a store.
 
     Args:
         handle: makes the requests to what all ranks share.
@@ -125,8 +125,7 @@ class Attempt:
         self.store = PrefixStore(self.prefix, self.handle)
 
     def join(self) -> Rendezvous:
-        """Return the world once every rank has joined; ranks that wait in vain raise the same
-        error."""
+        """Return the world once all ranks joined; ranks that wait in vain raise the same error."""
         try:
             with within(self._deadline):
                 while (joined := self.try_generation(generation := self._enter())) is None:
@@ -138,8 +137,7 @@ class Attempt:
         return joined
 
     def _enter(self) -> int:
-        """Return the number of the open generation; raise where its first rank gave it another
-        size."""
+        """Return the open generation's number; raise if its first rank gave another size."""
         held, terms = b"", [0]
         for _ in range(_MOST_TRIES):
             opened = f"[{terms[0]}, {self.size}]"
@@ -166,12 +164,11 @@ class Attempt:
         return generation
 
     def _pass_over(self, generation: int) -> None:
-        """Let the processes that come later begin the next generation."""
+        """Make the next generation the open generation, for the processes that come later."""
         self.store.compare_set("open", self._terms, f"[{generation + 1}]")
 
     def try_generation(self, generation: int) -> Rendezvous | None:
-        """Return this generation's world, None if it is stale or closed; raise RendezvousError if
-        it failed."""
+        """Return the world, None if it is stale or closed; raise RendezvousError if it failed."""
         keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
         mine = self._claim(keys, generation)
         if mine is None:
@@ -228,7 +225,7 @@ class Attempt:
         return None
 
     def _wait_for(self, keys: Store, key: str) -> bool:
-        """Wait until the key is there; return whether it came in time."""
+        """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
         notice = Grace(_NOTICE_S)
 
         def look() -> None:
@@ -292,7 +289,7 @@ class Attempt:
         )
 
     def _fail(self, keys: Store, generation: int, failure: dict[str, Any], size: int) -> None:
-        """Close the generation as failed, and raise, unless another rank has closed it."""
+        """Close the generation with ``failure``, then raise the outcome's error, if it failed."""
         self._resolve(keys, failure)
         self._pass_over(generation)
         self._raise(_state(keys, size))
@@ -407,7 +404,7 @@ def _parse_card(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
 
 
 def _state(keys: Store, size: int) -> dict[str, Any]:
-    """Return the outcome with which a generation was closed."""
+    """Return a closed generation's outcome, of ``size`` ranks; raise StoreError if malformed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
         kind, server, served_by = value["kind"], value.get("server"), value.get("served_by")

@@ -84,7 +84,7 @@ class HeadCount:
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of this number and of those below it."""
+        """Yield the names of this number and of all numbers of its ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()
@@ -92,7 +92,7 @@ class HeadCount:
 
 @lru_cache(16)  # programs repeat groups
 def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount:
-    """Return the head count of ``members`` in blocks by host; ``hosts`` gives each rank's."""
+    """Return the head count of ``members`` in blocks by host; ``hosts[r]`` is that of rank r."""
     by_host: dict[int, list[int]] = {}
     for rank in members:
         by_host.setdefault(hosts[rank], []).append(rank)
@@ -115,10 +115,10 @@ def head_count_of(members: tuple[int, ...], hosts: tuple[int, ...]) -> HeadCount
 
 
 def digest_of_ranks(ranks: Sequence[int]) -> str:
-    """A short name for a list of ranks, equal on all of them."""
+    """Return a short name for a list of ranks, equal in every process."""
     return digest_of(repr(tuple(ranks)))
 
 
 def digest_of(text: str) -> str:
-    """A short name for a text, equal on all ranks."""
+    """Return a short name for a text, equal in every process."""
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:16]

@@ -80,7 +80,7 @@ def meet(
     origin: str = "a given store",
     handler_arguments: Mapping[str, Any] | None = None,
 ) -> Rendezvous:
-    """Meet the other ranks; return when all have joined.
+    """Join the world that ``terms`` describe; return its Rendezvous once all ranks have joined.
 
     Args:
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
@@ -311,7 +311,7 @@ def _meet_at(
     stays: bool = False,
     **known: Any,
 ) -> Rendezvous:
-    """Meet in the store of an address.
+    """Return the Rendezvous in the store of ``address``, which ``make`` opens if none is kept.
 
     Args:
         stays: whether the store stays open when the world has ended: no other address will come.

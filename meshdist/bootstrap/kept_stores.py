@@ -49,7 +49,7 @@ def has_kept(address: Hashable) -> bool:
 
 
 def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
-    """Return the store of ``address``, made now if there is none; ``let_go`` gives it up."""
+    """Return the store of ``address``, made now if there is none; ``let_go`` ends this use."""
     key = (os.getpid(), address)
     with _keeping:
         kept = _kept.get(key)
@@ -61,7 +61,7 @@ def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
 
 
 def let_go(address: Hashable) -> None:
-    """Give up one use of the store of ``address``; the last closes it when others have left."""
+    """End a use of the store of ``address``; the last closes it once other processes left."""
     key = (os.getpid(), address)
     with _keeping:
         kept = _kept.get(key)

@@ -41,7 +41,7 @@ _LAUNCHERS = ("prte", "orted", "orterun", "mpiexec", "mpirun", "hydra_pmi_proxy"
 
 
 def directory_of_mpiexec(surroundings: Surroundings) -> str:
-    """Return the directory where the processes meet that one mpiexec started on this host."""
+    """Return a private directory, the same for all processes of an mpiexec on this host."""
     launcher = _launching_process()
     start = (process_start(launcher) or "").replace(" ", "-")
     job = "".join(letter if letter.isalnum() else "-" for letter in surroundings.job or "")
@@ -60,7 +60,7 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
 
 
 def _remove_empty(folder: str) -> None:
-    """Remove the directory, if this is the last rank that has left it."""
+    """Remove the directory if it is empty, as the last rank finds it."""
     with suppress(OSError):
         os.rmdir(folder)
 
@@ -90,7 +90,7 @@ def _check_private(folder: str) -> None:
 
 
 def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
-    """Return the store of all processes of one mpiexec; collective, by mpi4py."""
+    """Return the store that rank 0 of an mpiexec serves; collective, by mpi4py."""
     problem = find_mpi_problem()
     if problem is not None:
         raise RendezvousError(
@@ -115,7 +115,7 @@ def store_by_mpi(surroundings: Surroundings, timeout: timedelta) -> TCPStore:
 
 
 def _reachable_address() -> str:
-    """Return the address of this host's interface that leads to other hosts."""
+    """Return this host's address on the interface to other hosts, else the host's name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
@@ -251,8 +251,7 @@ def find_functions(MPI: Any, *names: str) -> list[int]:
 
 
 def _size_by_mpiexec(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the MPI whose mpiexec started this process, and how many ranks; ("", 0) if none
-    did."""
+    """Return the MPI of the mpiexec that started this process, and its size; else ("", 0)."""
     for launcher, name in _SIZES.items():
         if size := find_whole_number(environment.get(name, "")):
             return launcher, size
@@ -300,7 +299,7 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
 
 
 def _abort_after_error(MPI: Any, pid: int) -> None:
-    """End the job where an uncaught error ends this rank: MPI's own end waits for all ranks."""
+    """Abort the MPI job if an uncaught error ends this rank: MPI's own end waits for all."""
     error = getattr(sys, "last_value", None)
     if error is None or pid != os.getpid() or MPI.Is_finalized():
         return

@@ -84,8 +84,7 @@ class ServerWatch:
             raise
 
     def is_served(self) -> bool:
-        """Return False if a look finds the server's process ended; True if it is unknown or between
-        looks."""
+        """Return whether the server's process lives; True if unknown, or looked at just now."""
         # The connections of a process that has ended may end later.
         now = time.monotonic()
         if self.server is not None and now > self._next_look:
@@ -95,8 +94,7 @@ class ServerWatch:
         return True
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Return whether the server closes the connection within ``seconds``; answers do not
-        count."""
+        """Return whether the server closes the connection within ``seconds``; read no answers."""
         if self.connection is None:
             return False
         try:
@@ -118,7 +116,7 @@ class ServerWatch:
 
 
 def find_readable(files: Iterable[Any], seconds: float) -> set[int]:
-    """Return the numbers of the files that can be read, or have ended, within so many seconds."""
+    """Return the descriptors of ``files`` that can be read, or ended, within ``seconds``."""
     return _polled(files, select.POLLIN, seconds)
 
 
@@ -193,8 +191,7 @@ class KeyAlarm:
             return True
 
     def poll(self, key: str | None = None) -> bool | None:
-        """Set the alarm for ``key``, if given; return whether it has rung, None where a wait has
-        it."""
+        """Set the alarm for ``key`` if given; return whether it rang, None while a wait uses it."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
@@ -248,8 +245,7 @@ class _Clients:
         self._process_id = os.getpid()
 
     def update(self, seconds: float = 0.0) -> None:
-        """Find the connections of new clients, and drop those that clients close within
-        ``seconds``."""
+        """Find new clients' connections, and drop those that clients close within ``seconds``."""
         store = self._store()
         told = b"" if store is None else store.compare_set(_CLIENTS, _NO_VALUE, _NO_VALUE)
         if store is not None and told != self._told:
@@ -264,8 +260,7 @@ class _Clients:
                 connection.close()
 
     def close(self) -> None:
-        """Wait until no client needs the store; then close this side and wait for the clients'
-        sides."""
+        """Wait until no client needs the store; close this side, then wait for the clients'."""
         do_not_call_at_end(self.close)  # a program that is interrupted meanwhile ends at once
         if self._process_id != os.getpid():  # a forked child's copy
             return
@@ -294,6 +289,6 @@ def _connections_of(clients: set[str], port: int) -> Iterator[socket.socket]:
 
 
 def _text_of(name: tuple[Any, ...]) -> str:
-    """Return one end of a connection as a text, equal on both sides."""
+    """Return an address and port as a text that is equal on both sides of a connection."""
     address = ipaddress.ip_address(name[0].partition("%")[0])
     return f"{getattr(address, 'ipv4_mapped', None) or address} {name[1]}"

@@ -41,7 +41,7 @@ _PAUSE_S = 0.01
 def open_by_url(
     address: str, port: int, rank: int, size: int, timeout: timedelta, *, is_named: bool
 ) -> Store:
-    """Return the store at the address of a URL, served by rank 0, else by the first that comes.
+    """Return the store at a URL's address, which rank 0, or else the first process, serves.
 
     Args:
         rank: -1 where ranks follow the order of arrival.
@@ -65,7 +65,7 @@ def open_by_url(
 def place_by_environment(
     surroundings: Surroundings, timeout: timedelta
 ) -> tuple[Hashable, Callable[[], Store]]:
-    """Return the address at which the ranks of a launcher meet, and what opens the store there."""
+    """Return the key of a launcher's meeting place, and a function that opens its store."""
     port, address = surroundings.port, surroundings.address or ""
     if port is None:
         return ("mpiexec", surroundings.job), partial(store_by_mpi, surroundings, timeout)
@@ -82,7 +82,7 @@ def place_by_environment(
 
 
 def place_of(address: str, port: int) -> Hashable:
-    """Return the key of a host's port for ``keep_store``."""
+    """Return the key under which ``keep_store`` has the store at a host's port."""
     return "tcp", numeric_loopback(address), port
 
 
@@ -122,7 +122,7 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a listening socket for loopback or a number; None where only "everywhere" is safe."""
+    """Return a socket that listens at a loopback or numeric address; None for a host's name."""
     # A host's name may mean loopback to itself and another interface to other hosts.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None

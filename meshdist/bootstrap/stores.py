@@ -61,7 +61,7 @@ _ANSWER_S = 30.0
 
 
 def find_number(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the address that ``address`` writes as a number; None for a name."""
+    """Return the IP address that ``address`` writes in numbers; None for a name."""
     try:
         return ipaddress.ip_address(address)
     except ValueError:
@@ -117,8 +117,7 @@ def unknown_address(address: str, error: Exception) -> RendezvousError:
 
 
 def inherited_listener(descriptor: str | None, port: int) -> socket.socket | None:
-    """Return the launcher's socket from MESHDIST_LISTEN_FD, listening, if bound to ``port``; or
-    None."""
+    """Return the launcher's socket ``descriptor``, listening, if bound to ``port``; else None."""
     number = find_whole_number(descriptor or "", most=_MOST_DESCRIPTORS)
     if number is None:
         return None
@@ -142,7 +141,7 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
 
 
 class NamedPrefixStore(PrefixStore):
-    """A PrefixStore whose prefix can be read."""
+    """A PrefixStore that shows its ``prefix``, as torch's own does not."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)
@@ -183,7 +182,7 @@ def serve_store(
 
 
 def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta) -> None:
-    """Raise unless a client that connects to ``address`` reaches this process's ``store``."""
+    """Raise RendezvousError unless a client at ``address`` reaches this process's ``store``."""
     # A router or a proxy may lead here from an address that no interface of this host has.
     key = f"meshdist/reached/{secrets.token_hex(8)}"
     store.set(key, "")
@@ -204,7 +203,7 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
         )
 
 
-def connect_store(address: str, port: int, timeout: timedelta, num_tries: int = 1) -> TCPStore:
+def connect_store(address: str, port: int, timeout: timedelta, try_number: int = 1) -> TCPStore:
     """Return a client of the store at ``address`` and ``port``, once a store listens there."""
     host, deadline = numeric_loopback(address), Deadline(timeout)
     _wait_for_listener(host, port, timeout)
@@ -228,9 +227,9 @@ def connect_store(address: str, port: int, timeout: timedelta, num_tries: int = 
     limit_s = min(_ANSWER_S, timeout.total_seconds())
     client.join(limit_s)
     found = outcome[0] if outcome else None
-    if found is not None and is_closing[0] and num_tries < _MOST_TRIES and not deadline.is_over:
+    if found is not None and is_closing[0] and try_number < _MOST_TRIES and not deadline.is_over:
         del found, outcome[:]
-        return connect_store(address, port, timedelta(seconds=deadline.left_s), num_tries + 1)
+        return connect_store(address, port, timedelta(seconds=deadline.left_s), try_number + 1)
     if isinstance(found, TCPStore):
         return found
     reason = "" if found is None else f": {first_line(found)}"
@@ -264,7 +263,7 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
 
 
 def _find_damage(path: str) -> str | None:
-    """Return a FileStore file's damage, or ``_SOUND``; None while another process locks it."""
+    """Return the damage of a FileStore's file, or ``_SOUND``; None while it is locked."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -67,7 +67,7 @@ class Closable(Protocol):
     """An object that modules above keep in a world: the registry, or the group of all ranks."""
 
     def close(self) -> None:
-        """End this rank's part in it."""
+        """End this rank's part in the object."""
 
 
 @dataclass(eq=False)
@@ -274,7 +274,7 @@ def places_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | 
 
 
 def give_group(world: World, group: Closable) -> None:
-    """Keep the group of all ranks of ``world``."""
+    """Set the group of all ranks of ``world``."""
     world.group = group
     if _of_process[0] is world:
         _group_of_process[0] = group
