@@ -87,7 +87,7 @@ class Cell:
         return statistics.median(samples) if samples else None
 
     def ratio(self, label: str, to: str) -> float | None:
-        """Return the median over rounds of one entrant's time divided by another's."""
+        """Return the median over rounds of the ratio of two entrants' times, None if any lack."""
         both = (self.samples.get(label), self.samples.get(to))
         if not both[0] or not both[1]:
             return None
@@ -137,7 +137,7 @@ class _Ranks:
 
 @contextmanager
 def running(entrants: Sequence[Entrant], num_ranks: int) -> Iterator[dict[str, _Ranks]]:
-    """Start every entrant's ranks; end them, and wait, when the context ends."""
+    """Yield each entrant's started ranks by label; end the ranks when the context ends."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -169,7 +169,11 @@ def measure(
     show: Callable[[Cell], None],
     dtype: str = "float32",
 ) -> list[Cell]:
-    """Measure every verb at every size, ``rounds`` times each, entrants in turn."""
+    """Return a Cell for each verb and size, with ``rounds`` samples per entrant, taken in turn.
+
+    Args:
+        show: called with each cell once its samples are taken.
+    """
     cells = []
     order = list(ranks)
     shuffler = random.Random(0)
@@ -251,7 +255,7 @@ def _started(
 def _accepted(
     listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
 ) -> socket.socket:
-    """Return the connection of the next rank that is ready."""
+    """Return the connection of the next rank; raise SideFailedError if a rank ended, or if late."""
     grace = Grace(_START_S)
     while True:
         try:

@@ -17,7 +17,7 @@ ADDRESS = "MESHDIST_BENCH_SOCKET"
 
 
 def main(argv: list[str]) -> int:
-    """Open the side that is named, and measure on it."""
+    """Open the side ``argv[0]``, serve its measurements under the label ``argv[1]``; return 0."""
     from .sides import SIDES
 
     serve(SIDES[argv[0]](), argv[1])
@@ -40,7 +40,7 @@ def serve(side: Library, label: str) -> None:
 
 
 def _measure(side: Library, order: dict[str, Any]) -> float | None:
-    """Return the seconds per call; None where the side has no such verb."""
+    """Return the seconds per call that ``order`` asks for; None where the side has no such verb."""
     call = side.call(order["verb"], order["bytes"], order["dtype"])
     if call is None:
         return None

@@ -242,7 +242,7 @@ def _output_of(
 
 
 def _answers(lines: Sequence[str], kind: type[T]) -> list[T]:
-    """Return the JSON values that our program has printed among the lines that MPI writes."""
+    """Return the values of ``kind`` that stand as JSON among ``lines``, skipping other lines."""
     found = []
     for line in lines:
         with suppress(ValueError, RecursionError):
@@ -316,7 +316,11 @@ def loopback(wire: str, num_calls: int, torchs_url: str = "") -> float:
 
 
 def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, Any]:
-    """Start two ranks over a wire, or over "torch's shm"; return what ``doctor`` shows of it."""
+    """Run ``loopback`` on two ranks over a wire; return its latency, duration and error.
+
+    Args:
+        wire: its name, or "torch's shm" for torch.distributed over shared memory.
+    """
     from ..errors import MeshdistError
     from ..worlds.simulation import simulate
     from ..worlds.spawning import spawn

@@ -15,7 +15,7 @@ from .torchrun_flags import add_torchrun_flags, launch_settings
 
 
 def report_usage_error(program: str, text: str) -> int:
-    """Print text as the error of program; return the exit code for it, argparse's."""
+    """Print ``text`` as the error of ``program``; return 2, argparse's exit code."""
     print(f"{program}: {text}", file=sys.stderr)
     return 2
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> None:
-    """Add the arguments that start a program; with short, -n for the number of processes."""
+    """Add torchrun's flags, with -n for processes if ``short``, and the program with arguments."""
     add_torchrun_flags(parser, short=short)
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="script.py ...", help="script and arguments"
@@ -43,7 +43,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the program to start, and its arguments; raise where none can be started."""
+    """Return the command up to the program, and the program's arguments; or raise LaunchError."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(
@@ -85,7 +85,12 @@ def launch(
     hands_local_rank: bool = False,
     **output: Any,
 ) -> int:
-    """Start what arguments ask for; return the exit code of the job, 2 if it cannot be started."""
+    """Start the job that ``arguments`` ask for; return its exit code, 2 if it cannot start.
+
+    Args:
+        hands_local_rank: whether the program gets ``--local-rank=N`` as its first argument.
+        output: fields of ``Output``.
+    """
     try:
         start, rest = command_of(program, arguments)
 

@@ -124,7 +124,7 @@ _OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "run_path", "command
 
 
 def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
-    """Let mpiexec take this process's place, so that signals and exit codes are its own."""
+    """Replace this process by mpiexec; raise LaunchError for options in ``given`` it lacks."""
     start, rest = command_of(_PROGRAM, arguments)
     nprocs = number_of_processes(arguments.nproc_per_node)
     if nprocs < 1:

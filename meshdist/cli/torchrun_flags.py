@@ -98,7 +98,7 @@ _SWITCH: dict[str, Any] = {"action": "store_true"}
 def _add(
     parser: argparse.ArgumentParser, usage: str, text: str, *letters: str, **options: Any
 ) -> None:
-    """Add a flag by its name and what stands for its value in the help, with its default."""
+    """Add the flag ``usage``, as "nnodes M", in both spellings; PET_NNODES gives its default."""
     name, _, metavar = usage.partition(" ")
     spellings = dict.fromkeys((*letters, f"--{name}", f"--{name.replace('-', '_')}"))
     default = os.environ.get(f"PET_{name.replace('-', '_').upper()}", options.pop("default", None))
@@ -124,8 +124,7 @@ def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
-    """Return the arguments of ``run_processes`` beside the command; ``output`` has more for
-    Output."""
+    """Return the keyword arguments of ``run_processes``; ``output`` are more fields of Output."""
     _refuse_what_is_served_elsewhere(arguments)
     nnodes = _number_of_hosts(arguments.nnodes)
     address, port = _place_of_the_store(arguments, nnodes)
@@ -140,7 +139,7 @@ def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, A
 
 
 def number_of_processes(text: str) -> int:
-    """Return the number that ``--nproc-per-node`` names; only names of accelerators load torch."""
+    """Return the number that ``--nproc-per-node=text`` means; raise LaunchError if it is none."""
     if re.fullmatch(r"-?\d+", text, re.ASCII):
         return int(text)
     if text == "cpu":

@@ -97,7 +97,7 @@ class Launch:
         inherited: Sequence[int] = (),
         **streams: Any,
     ) -> subprocess.Popen[bytes]:
-        """Start a child and watch it as the given rank."""
+        """Start ``command`` as the child ``rank``, which inherits ``listener``, closed here."""
         inherited = [*inherited, *([] if listener is None else [listener.fileno()])]
         child = subprocess.Popen(
             command,
@@ -115,7 +115,7 @@ class Launch:
         return child
 
     def add(self, rank: int, child: subprocess.Popen[Any]) -> None:
-        """Watch child as the given rank."""
+        """Watch ``child`` as ``rank``, whose end ``step`` then returns."""
         self.running[rank] = child
         with contextlib.suppress(AttributeError, OSError):
             handle = os.pidfd_open(child.pid)
@@ -123,7 +123,7 @@ class Launch:
             self._selector.register(handle, selectors.EVENT_READ, rank)
 
     def attend(self, file: BinaryIO | int, read: Callable[[], bool]) -> None:
-        """Call read() whenever file is readable, until it returns False."""
+        """Let ``step`` call ``read`` whenever ``file`` is readable, until it returns False."""
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
     def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
@@ -156,7 +156,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Note first the ends of children that were killed before, and are not quite gone yet."""
+        """Wait for children that are nearly gone, and note their ends first."""
         dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
         grace = Grace(_ANSWER_S)
         for rank in dying:
@@ -177,7 +177,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Ask the ranks that run where they are; "" for a rank that should answer and does not."""
+        """Return, by rank, where the running ranks are; "" for a rank that gives no answer."""
         running, grace = {*self.running}, Grace(_ANSWER_S)
         ask_where(self.directory)
         while True:
@@ -233,7 +233,7 @@ class Guard:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)
 
     def adopt(self, pid: int) -> None:
-        """Let the guard end a started process, too."""
+        """Let the guard end the process ``pid``, too."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(f"{pid}\n".encode())
@@ -247,7 +247,7 @@ class Guard:
 
 
 def remove_after(pid: int, directory: str) -> None:
-    """Let a process of its own remove ``directory`` once process ``pid`` has ended."""
+    """Start a process that removes ``directory`` once process ``pid`` has ended."""
     if hasattr(os, "pidfd_open"):  # else it stays
         remover = _start_script(REMOVE_AFTER, str(pid), directory, stdin=subprocess.DEVNULL)
         remover.returncode = 0  # it outlives this process, which never waits for it

@@ -82,7 +82,7 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def _last_report(text: bytes) -> bytes:
-    """Return the last traceback in ``text``, with those that led to it."""
+    """Return the last traceback in ``text``, with the chained tracebacks before it."""
     *before, report = text.split(TRACEBACK)
     if not before:
         return report[-_KEPT_WITHOUT_TRACEBACK:]
@@ -118,7 +118,7 @@ class Report:
 
 
 def are_equal(report: Report, other: Report) -> bool:
-    """Return whether two ranks report the same.
+    """Return whether two reports differ at most in each rank's own number, and in process ids.
 
     Example:
         >>> are_equal(Report(0, b"rank 0: 2 ranks"), Report(1, b"rank 1: 2 ranks"))
@@ -143,7 +143,7 @@ def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
 
 
 def _find_own_call(report: Report) -> re.Match[bytes] | None:
-    """Return the match of this rank's own call in an error that its group raises together."""
+    """Return the match of this rank's own call in an error of the whole group, or None."""
     *_, found = [None, *_TOGETHER.finditer(with_end(report.text))]
     return found
 
@@ -229,7 +229,7 @@ def summary_of(
     failures: Sequence[Failure],
     endings: Sequence[ProcessExit],
     equal: Collection[int],
-    stopped: int,
+    num_stopped: int,
 ) -> str:
     """Return one line about a job that failed; ``equal`` ranks reported the same as the cause."""
     ending = cause.ending
@@ -243,16 +243,16 @@ def summary_of(
         text += f"; {ranks_text(sorted(others))} failed after it"
     if before:
         text += f"; {ranks_text(before)} had ended before, with exit code 0"
-    if stopped:
-        text += f"; stopped {stopped} other rank(s) of this host"
+    if num_stopped:
+        text += f"; stopped {num_stopped} other rank(s) of this host"
     return text
 
 
 def with_end(text: bytes) -> bytes:
-    """Return the text, its last line with its end.
+    """Return ``text``, with a line break at its end unless it is empty.
 
     Example:
         >>> with_end(b"one"), with_end(b"")
-        (b'one\\n', b'')
+        (b'one\n', b'')
     """
     return text + b"\n" if text and not text.endswith(b"\n") else text

@@ -40,12 +40,12 @@ class _Process(NamedTuple):
 
 
 def mark_value(outer: str | None, mark: str) -> str:
-    """Return the value of MARK for a launch named mark, inside the launch named outer if any."""
+    """Return the value of MARK for launch ``mark``, begun inside the launch of value ``outer``."""
     return f"{outer or ''}/{mark}"
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the system end this process as soon as ``parent`` ends, whatever runs here."""
+    """Let Linux kill this process as soon as ``parent`` ends; exit now if that has ended."""
     if sys.platform == "linux":  # for this process alone, not for those that it forks
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # elsewhere, or where it has ended before
@@ -81,7 +81,7 @@ class Family:
         self._roots: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """Count the process pid, started by the launch, as a member even if it hides its mark."""
+        """Count process ``pid``, started by the launch, as a member even if it hides its mark."""
         # A program that sets its process title overwrites the environment that others can see.
         process = _read_process(pid, self._needle)
         self._roots[pid] = process.started if process else None

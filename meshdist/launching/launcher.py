@@ -59,7 +59,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Note signals while the block runs, where this is the main thread: no other can."""
+        """Note the ``wanted`` signals, or the usual, in the context; only on the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             if wanted is None:
@@ -228,7 +228,7 @@ class _LocalRanks:
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
     ) -> None:
-        """Start one rank, which inherits listener; this process then gives it up."""
+        """Start a rank, which inherits ``listener``, closed here; after a signal start none."""
         if self._signals.received:
             return
         rank = int(environment["RANK"])
@@ -279,7 +279,7 @@ class _LocalRanks:
         return stream, writer
 
     def finish(self) -> int:
-        """Wait until the ranks have ended, stop all after the first failure; return the code."""
+        """Wait for all ranks, end them after a failure or signal; return the exit code."""
         launch, signals = self._launch, self._signals
         while launch.running and launch.failed is None and signals.received is None:
             self._step()
@@ -334,7 +334,7 @@ class _LocalRanks:
             self._show_late_reports()
 
     def _show_late_reports(self) -> None:
-        """Show the tracebacks that have waited long enough, and those of others that are equal."""
+        """Show tracebacks that have waited long enough, with other ranks' equal tracebacks."""
         late = {rank for rank, stream in self._errors.items() if stream.has_late_report()}
         waiting = [Report(rank, stream.report) for rank, stream in sorted(self._errors.items())]
         for group in grouped([report for report in waiting if report.text]) if late else ():
@@ -360,7 +360,7 @@ class _LocalRanks:
             stream.flush()
 
     def _take_reports(self) -> list[Report]:
-        """Return the tracebacks that have not been shown, by rank."""
+        """Return the held tracebacks in the order of ranks; they are not shown otherwise."""
         taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
         return [Report(rank, text) for rank, text in taken if text]
 

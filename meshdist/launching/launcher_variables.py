@@ -45,7 +45,7 @@ class LauncherVariables:
 
     @property
     def names(self) -> set[str]:
-        """All variables of the row."""
+        """The names of all variables of this launcher."""
         own = {self.rank, self.local_rank, self.local_size, self.host, self.address, self.port}
         return own.union(self.size, self.num_hosts, self.hosts, self.marks) - {""}
 

@@ -29,7 +29,7 @@ class Answerer:
             self._write("")
 
     def look(self) -> None:
-        """Answer, once, if there is a question."""
+        """Write the answer to the launcher's file, once, if the launcher has asked."""
         if self._folder and os.path.exists(os.path.join(self._folder, _QUESTION)):
             self._write(self._answer())
             self._folder = ""

@@ -38,7 +38,7 @@ from .launcher_variables import STARTERS, first_value
 
 
 class LaunchError(ExplainedError, ValueError):
-    """The job cannot be started as asked; nothing of it runs."""
+    """Error of a job that cannot be started as asked, of which nothing runs."""
 
 
 # -- the environment of a rank ------------------------------------------------------------------
@@ -101,7 +101,13 @@ def rank_environment(
     listen_fd: int | None = None,
     directory: str | None = None,
 ) -> dict[str, str]:
-    """Return the environment of one rank: base, with its place in the job."""
+    """Return the environment of a rank: ``base``, with the rank's place in the job.
+
+    Args:
+        mark: names the launch.
+        listen_fd: the socket on which rank 0 serves the store.
+        directory: where the ranks meet if all run on this host.
+    """
     nnodes, node_rank = place_in_job.nnodes, place_in_job.node_rank
     foreign = foreign_rank_variables(base, nprocs=nprocs, nnodes=nnodes, node_rank=node_rank)
     environment = {name: value for name, value in base.items() if name not in foreign}
@@ -143,7 +149,7 @@ _UNDER_MPIEXEC = {
 
 
 def find_mpiexec() -> str | None:
-    """Return the mpiexec that a wheel has put beside this interpreter, else that on the PATH."""
+    """Return the path of mpiexec beside this interpreter, else on the PATH; None without any."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
@@ -173,7 +179,7 @@ class Reservation:
     _sockets: contextlib.ExitStack
 
     def close(self) -> None:
-        """Give the port back."""
+        """Close the sockets that hold the port."""
         self._sockets.close()
 
 

@@ -22,7 +22,7 @@ from .rank_environment import LaunchError
 
 
 def open_terminal(screen: TextIO) -> tuple[int, int]:
-    """Open a terminal of the size of ``screen``: the end to read, and the rank's to write."""
+    """Return the ends, to read and for the rank to write, of a new terminal like ``screen``."""
     import pty
     import termios
 
@@ -65,7 +65,7 @@ class Destination:
     is_terminal: bool = False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, if any."""
         if self.file is not None:
             self.file.close()
 
@@ -99,7 +99,7 @@ class Output:
     job: str = "none"
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise LaunchError where a rank is named that a job of this size does not have."""
+        """Raise LaunchError if options name a rank that a job of ``world_size`` does not have."""
         terminal = () if self.terminal is None else (self.terminal,)
         for flag, ranks in (("--ranks", self.ranks or ()), ("--terminal", terminal)):
             if max(ranks, default=0) >= world_size:
@@ -166,7 +166,7 @@ _ERASE = b"\r\x1b[K"  # what stands in the line where the cursor is
 
 
 def show(screen: TextIO | None, data: bytes) -> None:
-    """Write ``data`` to ``screen``, if it is there to be written to."""
+    """Write ``data`` to ``screen``, unless ``screen`` is None or closed."""
     if screen is None:
         return
     # A reader that has gone away must not end the job.
@@ -182,8 +182,7 @@ def show(screen: TextIO | None, data: bytes) -> None:
 
 @dataclass
 class _OutputLine:
-    """An unfinished line on a screen, ended or drawn again when a stream beside ``owner`` writes
-    there."""
+    """An unfinished line on a screen, ended or drawn again if another stream writes there."""
 
     owner: Stream
     text: bytes
@@ -197,7 +196,7 @@ class Console:
         self._lines: dict[object, _OutputLine] = {}
 
     def show(self, owner: Stream, screen: TextIO, data: bytes) -> None:
-        """Show what ``owner`` has written, in a line of its own."""
+        """Write ``data`` of ``owner`` to ``screen``, apart from other streams' unfinished lines."""
         self.num_shown += 1
         place = _place(screen)
         line = self._lines.get(place)
@@ -233,7 +232,7 @@ class Stream:
 
     Args:
         pipe: the end to read from, of a pipe or of a terminal; close it at the end.
-        holds_reports: whether tracebacks wait.
+        holds_reports: whether tracebacks are held back until they are whole.
     """
 
     def __init__(
@@ -321,23 +320,23 @@ class Stream:
         return bool((self._partial and not self._prefix) or self.report)
 
     def show_late_line(self) -> None:
-        """Show a line whose end has not come for some time, such as a prompt."""
+        """Show an unfinished line, such as a prompt, once its end has not come for a while."""
         if self._partial and not self._prefix and time.monotonic() - self._latest >= _LINE_S:
             data, self._partial = self._partial, b""
             self._show(data)
 
     def has_late_report(self) -> bool:
-        """Return whether a traceback has waited as long as it may."""
+        """Return whether a held traceback has waited as long as it may."""
         now = time.monotonic()
         is_late = now - self._latest >= _REPORT_S or now - self._report_began >= _LONGEST_REPORT_S
         return bool(self.report) and is_late
 
     def show_report(self) -> None:
-        """Show the traceback that waits, and stop holding back the output behind it."""
+        """Show the held traceback, and stop holding back the output behind it."""
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
-        """Return the traceback that waits; it is not shown then."""
+        """Return the held traceback, which is not shown by the stream then."""
         data, self.report = self.report, b""
         return data
 
@@ -360,10 +359,10 @@ class Stream:
             self._file = None
 
     def ends_with(self, text: bytes) -> bool:
-        """Return whether ``text`` is the last that came, and no traceback waits."""
+        """Return whether ``text`` is the last output that came, and no traceback is held."""
         return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
-        """Return the last lines that are whole."""
+        """Return the last whole lines of the output, of 32 KiB at most."""
         is_whole = len(self._kept) <= _KEPT_BYTES
         return self._kept if is_whole else self._kept.partition(b"\n")[2]

@@ -61,7 +61,7 @@ def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
 
 @never_nested
 def open_mpi_group(ranks: list[int]) -> WireGroup:
-    """Open the MPI wire for these global ranks; for all ranks of ``mpiexec`` without any."""
+    """Open the MPI wire for these global ranks, or for all ranks of mpiexec if there are none."""
     wire = get_wire("mpi")
     joined = _joined_under_mpi()  # torch gives no store, rank or size
     members = tuple(ranks) or tuple(range(joined.size))
@@ -161,7 +161,7 @@ _sharing = ModuleLock()
 
 
 class _Connection:
-    """A connection to a store that groups share; it is closed behind the last of them."""
+    """A connection to a store that groups share, closed once the last drops its reference."""
 
     def __init__(self, root: Store, timeout: timedelta) -> None:
         self.store = BoundedStore(cloned(root), timeout)

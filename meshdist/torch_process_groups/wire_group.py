@@ -57,12 +57,12 @@ class _BackendForHooks(Backend):
     # process group itself has none. The recorder stays empty: torch's dispatcher feeds it, which
     # our verbs do not pass. Our own recorder notes them.
     def getBackendName(self) -> str:
-        """Return the group's name in errors."""
+        """Return "meshdist", the name of the backend in torch's errors."""
         return "meshdist"
 
 
 def _for_its_wire(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a verb that torch's own group runs, by ``name``, for devices that the wire lacks."""
+    """Wrap a verb so that torch's own group runs it, by ``name``, for devices the wire lacks."""
 
     @wraps(method)
     def called(self: WireGroup, *given: Any, **named: Any) -> Any:
@@ -290,7 +290,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
         return self._run(verb, _LATER, start, [tensor], [tensor], title)
 
     def _start_pairs(self, verb: str, outputs: Tensors, inputs: Tensors, opts: Any) -> TorchWork:
-        """Run a verb on each pair of tensors; all are checked before the first is sent."""
+        """Check all pairs of tensors, then start a verb on each; return a single Work."""
         self.inner.check_unbroken()
         asked = read_options((), opts=opts)
         ops = [asked.op] if VERBS[verb].reduces else []

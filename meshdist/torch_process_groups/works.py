@@ -54,7 +54,7 @@ class TorchWork(torch_distributed.Work):
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
-        """Join several to a single Work, whose result is that of all."""
+        """Return a single Work of several, whose result is the list of all results."""
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
         return cls(works, [x for part in parts for x in part._result], completer, recordings)
@@ -70,7 +70,7 @@ class TorchWork(torch_distributed.Work):
                 thread.join()
 
     def end_with(self, records: list[Any], is_async: bool) -> None:
-        """Let the profiler's record of the verb, the last in the list, end when the verb does."""
+        """Let the profiler's ``records`` end when the verb does; where torch cannot, at once."""
         # Another thread ends it, and holds it last: so the profiler sees that the verb went on in
         # the background. torch 2.11 drops such a record: it ends with an async call's start there.
         # A simulated rank has one thread.

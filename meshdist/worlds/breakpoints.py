@@ -106,7 +106,7 @@ def _limit(world: World, timeout_s: object) -> timedelta:
 
 
 def _open_counts(world: World) -> _Add:
-    """Return the function that adds to a number that all ranks share, and returns the sum."""
+    """Return a function that adds to a named number that all ranks share, and returns the sum."""
     # All ranks stop at one breakpoint after the other, so that four numbers are enough: how many
     # were entered and left, and which was quit or had no debugger. Simulated ranks, which wait by
     # letting others run, keep them in the table that they share.
@@ -263,7 +263,7 @@ class _DebuggerConsole:
 
 
 def _find_console() -> _DebuggerConsole:
-    """Return this process's standard input, its terminal, or that of a process above it."""
+    """Return this process's standard input, its terminal, or that of a process above; or raise."""
     if _is_input(0):
         return _DebuggerConsole(0, is_own=False)
     for path in ["/dev/tty", *_terminals_above()]:
@@ -280,7 +280,7 @@ def _find_console() -> _DebuggerConsole:
 
 
 def _is_input(fd: int) -> bool:
-    """Return whether something may come from ``fd``."""
+    """Return whether ``fd`` is open, and is not /dev/null."""
     try:
         return not os.path.samestat(os.fstat(fd), os.stat(os.devnull))
     except OSError:  # closed

@@ -22,7 +22,7 @@ _joining = ModuleLock(threading.RLock)
 
 
 def begin_for_mesh(timeout: timedelta | None, *, is_alone: bool) -> None:
-    """Make the world where there is none, for a mesh of all the ranks that were started."""
+    """Make the world at a first mesh, if there is none; ``is_alone``: the mesh has rank 0 alone."""
     with _joining.current:
         end_orphan()
         if find_world() is not None:

@@ -229,14 +229,14 @@ def _end(world: World) -> None:
 
 
 def end_orphan() -> None:
-    """Close the world of this process if it was adopted of torch's, which has ended since."""
+    """Close this process's world if it was adopted from torch, whose own world has ended."""
     world = find_world()
     if world is not None and world.is_orphan and not world.is_closed:
         _end(world)
 
 
 def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
-    """Log where the CPU's wire of an adopted world is not the best that its ranks have."""
+    """Warn on rank 0 if an adopted world has another CPU wire where shared memory serves."""
     taken, best = world.backends.get("cpu"), usual.get("cpu")
     if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":
         _log.warning(

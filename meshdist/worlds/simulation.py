@@ -142,7 +142,7 @@ _simulating = threading.Lock()
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Refuse ranks beside others that no rank of theirs has made: all would swap the generators."""
+    """Raise WorldError if another thread simulates ranks; a rank may do so inside its own run."""
     if find_rank_here() is not None:
         yield
         return

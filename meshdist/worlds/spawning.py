@@ -148,7 +148,7 @@ def _check(fn: object, args: object, timeout: object) -> None:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return what a process needs to find the same modules, in multiprocessing's terms."""
+    """Return multiprocessing's data by which a new process finds this program's modules."""
     main = sys.modules["__main__"]
     data: dict[str, Any] = {
         "sys_path": [path or os.getcwd() for path in sys.path],
@@ -225,7 +225,7 @@ class _RankResult:
 
     @property
     def is_missing(self) -> bool:
-        """Return whether the rank can send no answer any more."""
+        """Return whether the rank has closed its pipe without an answer."""
         return self.is_whole and not self._data
 
     def find(self) -> tuple[str, Any]:
@@ -251,7 +251,7 @@ class _Team:
     def start(
         self, rank: int, environment: dict[str, str], call: int, listener: socket.socket | None
     ) -> None:
-        """Start one rank, which inherits listener; this process then gives it up."""
+        """Start a rank, which inherits ``listener``; it reads the call from the file ``call``."""
         reader, writer = os.pipe()
         answer = self._answers[rank] = _RankResult(reader)
         # The interpreter with its options, as multiprocessing would call it.

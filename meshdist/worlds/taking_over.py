@@ -24,7 +24,7 @@ def take_over(
     options: Any,
     device: torch.device | None,
 ) -> None:
-    """Let the program have ``world`` as if these arguments had made it; raise where they disagree.
+    """Accept ``world``, made at a first touch, for these arguments; raise if they differ.
 
     Args:
         timeout: stands in place of that of ``terms``: None where the program has named none.
