@@ -98,7 +98,7 @@ def machine() -> dict[str, Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Write the report as JSON."""
+    """Write ``report`` as JSON to ``path``, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -76,7 +76,7 @@ class Library(ABC):
 
 
 class TorchSide(Library):
-    """torch.distributed, or anything with its names: meshdist is called by the same code."""
+    """torch.distributed, or meshdist, which the same code calls by the same names."""
 
     def __init__(self, name: str, backend: str) -> None:
         import torch
@@ -139,7 +139,7 @@ class SharedSide(TorchSide):
         self._made: dict[tuple[int, Any], Any] = {}
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; only all_reduce is measured."""
+        """Return a function that does an all_reduce once; None for other verbs."""
         return super().call(verb, num_bytes, dtype) if verb == "all_reduce" else None
 
     def _ones(self, count: int, dtype: Any) -> Any:
@@ -152,7 +152,7 @@ class CopySide(TorchSide):
     """The limit that memory sets an all_reduce: every rank copies as much and exchanges nothing."""
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that copies once, in place of an all_reduce."""
+        """Return a function that copies once in place of an all_reduce; None for other verbs."""
         if verb != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)
@@ -172,7 +172,7 @@ class MpiSide(Library):
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; MPI knows no bfloat16."""
+        """Return a function that does ``verb`` once; None for bfloat16 and verbs that MPI lacks."""
         import numpy as np
 
         world, is_root = self._world, self.rank == 0
@@ -226,7 +226,7 @@ class JaxSide(Library):
         self.barrier, self.close = barrier, jax.distributed.shutdown
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once, out of place, as JAX does."""
+        """Return a function that does ``verb`` once, out of place; None if JAX lacks the verb."""
         import numpy as np
 
         lax, spec = self._jax.lax, self._jax.sharding.PartitionSpec

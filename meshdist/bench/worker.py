@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 
 
 def serve(side: Library, label: str) -> None:
-    """Report the side's rank, and measure until the measuring process ends it."""
+    """Greet the measuring process as ``label``, and answer its orders until it says "end"."""
     with socket.socket(socket.AF_UNIX) as connection:
         path, secret = os.environ[ADDRESS].rsplit(" ", 1)
         connection.connect(path)
@@ -56,7 +56,7 @@ def _measure(side: Library, order: dict[str, Any]) -> float | None:
 
 
 def say(talk: Any, message: dict[str, Any]) -> None:
-    """Send one message, as a line of JSON."""
+    """Write ``message`` as a line of JSON to the text stream ``talk``."""
     talk.write(json.dumps(message) + "\n")
     talk.flush()
 

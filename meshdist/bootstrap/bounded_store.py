@@ -252,7 +252,7 @@ class BoundedStore(Store):
         return self._alarms[-1] if self._alarms else None
 
     def watch(self, server: ProcessCard) -> None:
-        """Let this client see that ``server``, a process of this host, has ended or is stopped."""
+        """Set ``server``, a process of this host, whose end or stop this client then notices."""
         if self._watch is not None:
             self._watch.server = server
 
@@ -262,7 +262,7 @@ class BoundedStore(Store):
         return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Return whether the server closes this process's watch within so many ``seconds``."""
+        """Return whether the server closes its connection to this process within ``seconds``."""
         for alarm in self._alarms:  # an answer that no wait has read would hide the end
             with suppress(AlarmLost):
                 alarm.poll()
@@ -274,7 +274,7 @@ class BoundedStore(Store):
         return not self.has_ended() and (self._watch is None or self._watch.is_served())
 
     def raw_clone(self) -> Store:
-        """Return the store on a connection of its own, for the threads of torch's classes."""
+        """Return the raw store on a new connection, for the threads of torch's classes."""
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:

@@ -30,7 +30,7 @@ class Engine:
 
     @property
     def fix(self) -> str:
-        """The fix for its workers, in place of a launcher's command."""
+        """The fix that errors give to a worker of this engine, in place of a launcher's command."""
         return (
             "give each worker its rank and a store that all share, before its first verb or mesh: "
             "init_process_group(store=store, rank=rank, world_size=size); the program that does so "

@@ -78,6 +78,7 @@ def read_surroundings(
 
     Args:
         rank: wins over the environment where it is given; ``world_size`` likewise.
+        is_mpi_asked: whether the variables of mpiexec alone count.
     """
     row = _find_row(environment, is_mpi_asked=is_mpi_asked)
     reader = _Reader(environment, row)
@@ -141,7 +142,7 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
-    """Return the table row of the launcher whose variables count in this process."""
+    """Return the row of the launcher that counts in this process, of MPI if ``is_mpi_asked``."""
     engine = None if is_mpi_asked else find_engine(environment)
     if engine is not None and engine.is_service:
         return BY_HAND

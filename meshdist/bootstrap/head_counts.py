@@ -36,7 +36,7 @@ class HeadCount:
     parts: tuple[HeadCount, ...] = ()
 
     def count(self, add: Callable[[str, int], int], key: str, rank: int) -> tuple[int, bool]:
-        """Count ``rank`` under ``key``; return how many of its block came, and whether all have.
+        """Count ``rank`` under ``key``; return how many of its block came, and if all members did.
 
         Args:
             add: adds to a number in the store, and returns the sum.

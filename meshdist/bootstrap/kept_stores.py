@@ -82,7 +82,7 @@ def hold_until_left(store: Store) -> None:
 
 
 def _close_if_left(key: _Key) -> bool:
-    """Close a store without users; return False where other processes are connected to it."""
+    """Close the store of ``key`` unless other processes are connected; return if it closed."""
     root = root_of(_kept[key].store)
     if isinstance(root, TCPStore):
         if has_clients(root):
@@ -134,7 +134,7 @@ _closer = _Closer()
 
 
 def _forget_locks() -> None:
-    """Let a forked child begin anew; its parent's stores stay, since to end them takes threads."""
+    """Give a forked child new locks and a new closer; its parent's stores stay open."""
     global _keeping, _closer
     _keeping, _closer = threading.RLock(), _Closer()
 

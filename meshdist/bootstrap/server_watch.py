@@ -211,7 +211,7 @@ def wait_for_clients_at_end(store: TCPStore, timeout: timedelta) -> None:
 
 
 def has_clients(store: TCPStore) -> bool:
-    """Return whether other processes are connected to ``store``, if this process serves it."""
+    """Return whether other processes are connected to ``store``, False if served elsewhere."""
     is_seen, mine, peers = False, set(), []
     for _, copy in own_sockets():
         if copy.family not in (socket.AF_INET, socket.AF_INET6):

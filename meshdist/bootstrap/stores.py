@@ -204,7 +204,7 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
 
 
 def connect_store(address: str, port: int, timeout: timedelta, try_number: int = 1) -> TCPStore:
-    """Return a client of the store at ``address`` and ``port``, once a store listens there."""
+    """Return a client of the store at ``address``, once it listens; ``try_number`` counts tries."""
     host, deadline = numeric_loopback(address), Deadline(timeout)
     _wait_for_listener(host, port, timeout)
     outcome: list[TCPStore | RuntimeError] = []
@@ -341,7 +341,7 @@ def root_of(store: Store) -> Store:
 
 
 def cloned(store: Any) -> Store:
-    """Return another handle to the same store, over a connection of its own."""
+    """Return a handle to the same store, on a new connection; raise StoreError without room."""
     if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would try for a minute
         raise StoreError(
             "there is no room for another connection to the store",

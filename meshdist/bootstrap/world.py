@@ -58,7 +58,7 @@ class Caches:
         return value
 
     def of(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the only object of a type, made at its first use."""
+        """Return the only object of type ``kind``, made by ``make`` or ``kind()`` at first use."""
         found = self.find(kind, None)
         return self.keep(kind, None, (make or kind)()) if found is None else found
 
@@ -269,7 +269,7 @@ _used_contexts: list[ContextVar[World | None]] = []
 
 
 def places_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
-    """Return a list of the variable of worlds, once in use, and of the process's own group."""
+    """Return the live lists of the ContextVar of worlds, if in use, and of this process's group."""
     return _used_contexts, _group_of_process
 
 
@@ -334,7 +334,7 @@ def find_unjoined_place() -> tuple[int, int] | None:
 
 
 def join_by(join: Callable[[], None]) -> None:
-    """Let ``join`` make the world at the first touch of a process that a launcher started."""
+    """Let ``join`` make the world at the first verb of a process that a launcher started."""
     global _join
     _join = join
 
@@ -365,7 +365,7 @@ def install_world(world: World) -> None:
 
 
 def remove_world(world: World) -> None:
-    """Take ``world`` out of the process's slot, if it is there."""
+    """Clear this process's world, if it is ``world``."""
     if _of_process[0] is world:
         _of_process[0] = _group_of_process[0] = None
 

@@ -141,7 +141,7 @@ class CallWords:
     # -- of the others ----------------------------------------------------------------------------
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
-        """Return whether another member is ahead, with a round if ``by_wire``, else a statement."""
+        """Return whether a member is ahead, by a statement on the wire if ``by_wire``, or here."""
         shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
         return any(
             word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)
@@ -161,7 +161,7 @@ class CallWords:
         return found
 
     def find_silent(self) -> list[int]:
-        """Return the members that have not shown as many words as this member."""
+        """Return the members that have not shown as many statements as this member."""
         views = sorted(self._views.items())
         return [member for member, view in views if self._find(view, self.number) is None]
 

@@ -357,7 +357,7 @@ def _code(name: object) -> int:
 
 
 def likeness(note: Note | None) -> str:
-    """Return a text of what must be equal on all members; ``note`` is this member's call."""
+    """Return a text of what must be equal on all members; ``note``: this member's call or None."""
     title = "" if note is None else note.call.title
     under = " under the same title" if title else ""
     if title.startswith("lax."):

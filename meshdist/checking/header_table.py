@@ -242,7 +242,11 @@ class HeaderTable:
         return differing
 
     def find_behind(self, sequence: int, is_uneven: bool) -> int | None:
-        """Return a member that still needs words that call ``sequence`` overwrites, or None."""
+        """Return a member that still needs words that call ``sequence`` overwrites, or None.
+
+        Args:
+            is_uneven: whether members may differ in sizes, of which few calls are kept.
+        """
         # It is called before every uneven call, and before every ``CHECK_EVERY``-th of the others;
         # as long as there is such a member the call has to wait.
         window = _UNEVEN_WINDOW - 1 if is_uneven else WINDOW - CHECK_EVERY
@@ -274,7 +278,7 @@ class HeaderTable:
     def wait_for_all(
         self, sequence: int, timeout: timedelta, check: Callable[[], object]
     ) -> list[int] | None:
-        """Wait for all in call ``sequence``; return members that differ, None if some lack."""
+        """Wait for all members in call ``sequence``; return those that differ, None if late."""
         found: list[list[int]] = []
 
         def have_come() -> bool:
@@ -287,7 +291,7 @@ class HeaderTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Note a message to or from ``peer``; return its number if both sides differ, or None."""
+        """Note a message's fingerprint; return its number if that of ``peer`` differs, or None."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()

@@ -225,7 +225,7 @@ class Regions:
 
 
 class SignsOfLife:
-    """Beats by which a process finds the lowest process of its host alive, and its number.
+    """Heartbeats by which processes find their host's lowest live process, and its number.
 
     Args:
         mine: the words of this process; None where it has none.

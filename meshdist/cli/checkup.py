@@ -34,7 +34,7 @@ _EXTRAS = {
 
 
 def python() -> str:
-    """Return a shell's word for this interpreter: a name on the PATH, else its path."""
+    """Return the shell command of this interpreter: a name on the PATH, else its path."""
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found is not None and os.path.samefile(found, sys.executable):
@@ -43,7 +43,7 @@ def python() -> str:
 
 
 def torch_wheel() -> str:
-    """Return pip's words for torch: on a machine without an NVIDIA GPU the build for CPUs."""
+    """Return pip's arguments to install torch: the CPU build without an NVIDIA GPU."""
     return "torch" if _has_nvidia_gpu() else f"torch --index-url {_CPU_INDEX}"
 
 

@@ -163,7 +163,7 @@ def _wire_text(wire: dict[str, Any]) -> str:
 
 
 def _huge_pages_text(state: str | None, setting: str | None) -> str:
-    """Return the system's state, and the variable that torch reads, in words."""
+    """Return words for the system's ``state`` of huge pages and torch's variable ``setting``."""
     if state is None:
         return "this system tells of none"
     if state == "never":

@@ -253,6 +253,6 @@ def with_end(text: bytes) -> bytes:
 
     Example:
         >>> with_end(b"one"), with_end(b"")
-        (b'one\n', b'')
+        (b'one\\n', b'')
     """
     return text + b"\n" if text and not text.endswith(b"\n") else text

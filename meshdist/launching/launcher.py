@@ -360,7 +360,7 @@ class _LocalRanks:
             stream.flush()
 
     def _take_reports(self) -> list[Report]:
-        """Return the held tracebacks in the order of ranks; they are not shown otherwise."""
+        """Return the held tracebacks in the order of ranks, and stop holding them."""
         taken = ((rank, self._errors[rank].take_report()) for rank in sorted(self._errors))
         return [Report(rank, text) for rank, text in taken if text]
 
@@ -369,7 +369,7 @@ class _LocalRanks:
             title = f"meshdist: {ranks_text(report.rank for report in group)} reported:\n"
             show(sys.stderr, title.encode() + text_of(group))
 
-    def _report(self, endings: Sequence[ProcessExit], stopped: int) -> int:
+    def _report(self, endings: Sequence[ProcessExit], num_stopped: int) -> int:
         """Show what the ranks report, the first failure last; return that rank's exit code."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
@@ -398,7 +398,7 @@ class _LocalRanks:
         else:
             end = ". The end of its stderr:" if text.strip() else ". It wrote nothing to stderr."
         equal = [report.rank for report in same]
-        summary = summary_of(cause, failures, endings, equal, stopped)
+        summary = summary_of(cause, failures, endings, equal, num_stopped)
         show(sys.stderr, f"{summary}{end}\n".encode() + text)
         return ending.exit_code
 

@@ -336,7 +336,7 @@ class Stream:
         self._show(self.take_report())
 
     def take_report(self) -> bytes:
-        """Return the held traceback, which is not shown by the stream then."""
+        """Return the held traceback, and drop it, so that the stream does not show it."""
         data, self.report = self.report, b""
         return data
 

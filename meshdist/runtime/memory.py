@@ -126,7 +126,7 @@ class Scratch:
         self._changing = threading.Lock()  # any thread may copy results back
 
     def take(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat uninitialized tensor of ``count`` elements, on ``like``'s device."""
+        """Return ``count`` uninitialized elements, flat, of the dtype and device of ``like``."""
         if not like.is_cpu:
             return like.new_empty(count)
         num_bytes = count * like.element_size()

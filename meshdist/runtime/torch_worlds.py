@@ -120,7 +120,7 @@ def _open_checked(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Let torch open a group; on a simulated rank not over a backend that serves processes."""
+    """Open a group by torch's function; raise if a simulated rank names a backend of processes."""
     # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
     if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()

@@ -20,7 +20,7 @@ _WHY_NOT_TRACED = (
 
 
 def untraced(function: _F) -> _F:
-    """Let torch.compile run ``function``, and all that it calls, as they are."""
+    """Mark ``function`` so that torch.compile runs its whole call untraced; return it."""
     # As torch.compiler.disable, without importing the whole compiler and without a wrapper. Behind
     # ``contextmanager`` it serves a context.
     never = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)

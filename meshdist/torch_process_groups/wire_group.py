@@ -308,13 +308,13 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Do ``all_gather_single`` for each pair."""
+        """Start an ``all_gather_single`` for each output and input; return a single Work."""
         return self._start_pairs("all_gather_into_tensor", outputs, inputs, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
-        """Do ``reduce_scatter_single`` for each pair."""
+        """Start a ``reduce_scatter_single`` for each output and input; return a single Work."""
         return self._start_pairs("reduce_scatter_tensor", outputs, inputs, opts)
 
     # The names of torch before 2.13, by which its C++ and programs call as well.
@@ -382,7 +382,7 @@ def _bare(given: Any) -> Any:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` with one dim, where it is contiguous."""
+    """Return ``tensor`` as a view of one dim if it is contiguous, else as it is."""
     # Of blocks torch compares the numbers of elements alone.
     return tensor.view(-1) if tensor.dim() != 1 and tensor.is_contiguous() else tensor
 

@@ -172,6 +172,7 @@ class Communicator(ABC):
         """Return the native object that runs the group's plain calls, None if the wire has none.
 
         Args:
+            entry: the native object that notes and compares plain calls.
             works: what calls that are started make their Work of, as ``FastPath`` takes it.
         """
         return None

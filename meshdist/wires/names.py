@@ -153,7 +153,7 @@ def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]
 
 
 def backends_text(backends: dict[str, str]) -> str:
-    """Return the pairs as text, which ``parse_backends`` reads.
+    """Return ``backends`` as the text that ``parse_backends`` reads.
 
     Example:
         >>> backends_text({"cpu": "gloo", "cuda": "nccl"})

@@ -164,7 +164,7 @@ class Wire(ABC):
         return f"the wire {self.name!r} says so", "ask whoever registered it"
 
     def connection_for(self, device_type: str) -> str:
-        """Return a name, equal for the device types that one communicator of a group serves."""
+        """Return a name that is equal for device types which share a communicator of a group."""
         return self.name
 
     def needs(self, opening: Opening) -> Needs:

@@ -456,7 +456,7 @@ class Work:
 
 
 class WatchedWork(Work):
-    """Work that warns when it is collected before its verb is done and any call waited for it."""
+    """Work that warns if it is collected while its verb is not done and nothing waited for it."""
 
     __slots__ = ()
 

@@ -29,7 +29,7 @@ def is_loading_main() -> bool:
 
 
 def serve_rank(call: int, answer: int, parent: int) -> None:
-    """Load the call from a file descriptor, make it, send the answer: the whole life of a rank."""
+    """Load the call from descriptor ``call``, run it, write to ``answer``; die with ``parent``."""
     end_with_parent(parent)
     for descriptor in (call, answer):
         os.set_inheritable(descriptor, False)

@@ -217,7 +217,7 @@ class _RankResult:
         self.is_whole = False
 
     def read(self) -> bool:
-        """Read what has come; return False at the end."""
+        """Read the bytes that have come; return False at the pipe's end."""
         part = os.read(self.descriptor, 1 << 20)
         self._data += part
         self.is_whole = not part

@@ -149,7 +149,7 @@ class EnqueuedWork(Operation):
             communicator.outcomes.add(outcome)
 
     def wait(self, seconds: float) -> int:
-        """Let the current stream wait for the work; return 0, or 1 if ``finish`` must raise."""
+        """Let the current stream wait, whatever ``seconds``; return 0, or 1 if that fails."""
         communicator = self.communicator
         if communicator.is_aborted or communicator.explaining.locked():
             return 1

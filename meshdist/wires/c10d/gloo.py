@@ -96,7 +96,8 @@ class GlooOperation(C10dOperation):
         self.communicator, self.work, self.then = communicator, work, then
 
     def wait(self, seconds: float) -> int:
-        """Wait for a slice of time; 0 if the work ended well, else ``finish`` goes on or raises."""
+        """Wait half a second, whatever ``seconds``; return 0 if well done, else 1 for
+        ``finish``."""
         try:
             self.work.wait(_SLICE)
         except RuntimeError as error:

@@ -153,7 +153,7 @@ def agreed_devices(opening: Opening) -> Devices:
 
 
 def check_interfaces(opening: Opening, patience: timedelta) -> None:
-    """Raise WireRefused if members stored unequal numbers of interfaces; wait ``patience``."""
+    """Raise WireRefused if members store unequal numbers of interfaces within ``patience``."""
     keys = [f"interfaces/{member}" for member in range(len(opening.ranks))]
     if not wait_until(lambda: opening.store.check(keys), Deadline(patience)):
         return
@@ -251,7 +251,7 @@ class DroppedMessages:
 
 
 def start_expiring(group: Any, peer: int) -> Any:
-    """Start a receive of a message that is never sent; return None where the connection is lost."""
+    """Start a receive from ``peer`` that no member sends; return its work, None if lost."""
     try:
         return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
     except RuntimeError:

@@ -52,7 +52,7 @@ class HierarchicalCommunicator(Communicator):
 
     Args:
         inside: shared memory with the members of this host; None where there are no others.
-        across: Gloo among the owners at this member's place, of each host; None for no owner.
+        across: Gloo among the members at this member's place of each host; None if a host has none.
         over_all: Gloo among all members.
     """
 
@@ -89,7 +89,7 @@ class HierarchicalCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def _stages(self, prepared: PreparedCall) -> Operation:
-        """Run a call if the caller waits and the queue is idle, else queue it; return it."""
+        """Run a call if the caller waits and no call is queued, else queue it; return it."""
         if prepared.op is not None and not _reduces(prepared):
             return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
         perform = partial(self._perform, prepared)

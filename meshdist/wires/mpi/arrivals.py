@@ -169,7 +169,7 @@ class Arrivals:
         return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
-        """Return whether all others are there, after MPI's progress; raise if any has left."""
+        """Return whether all others are there; if not, MPI may ``progress``; raise if any left."""
         for place, theirs in enumerate(self.others):
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:

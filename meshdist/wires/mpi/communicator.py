@@ -49,7 +49,7 @@ _EVEN = Turnout.EVEN
 
 
 class MpiCommunicator(Communicator):
-    """Part of one member in a group over MPI; ``arrivals`` is None where members cannot be seen."""
+    """Part of one member in a group over MPI; ``arrivals`` is None if members share no memory."""
 
     wants_senders = True
     posts_at_once = True

@@ -395,7 +395,7 @@ def _gone(failure: Any) -> list[int]:
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """Return the failure for a member that has gone; of a message its other side, if that has."""
+    """Return the MemberLost of a member that has gone: of a ``message`` its other side, if so."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]

@@ -199,7 +199,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Connect to the door at ``address`` and greet; return False if it is another user's."""
+    """Connect to the door at ``address`` and greet; return False if that is another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)

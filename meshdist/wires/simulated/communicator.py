@@ -151,7 +151,7 @@ class SimulatedWire(Wire):
         return True
 
     def open(self, opening: Opening) -> Communicator:
-        """Open one member's side; never waits, since the members share a process."""
+        """Return this member's communicator; never wait, since the members share a process."""
         rank = find_rank_here()
         if rank is None:
             raise WireFailure(

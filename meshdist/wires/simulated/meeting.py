@@ -138,7 +138,7 @@ class PendingCall(Operation):
     failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait, while other ranks run; ``timeout`` never expires."""
+        """Wait for the operation, while other ranks run, without end; raise its failure, if any."""
         if self.is_done:
             self.rank.check_here()
         else:

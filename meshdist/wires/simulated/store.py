@@ -42,11 +42,9 @@ class SimulatedStore(Store):
         self._queues: dict[str, deque[bytes]] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key``, whatever it held."""
         self._values[key] = _to_bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Wait for ``key`` and return its value."""
         self._wait_for([key], f"store.get({key!r})")
         return self._values[key]
 
@@ -69,7 +67,6 @@ class SimulatedStore(Store):
         return total
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of ``key``, empty at first."""
         self._values[key] = self._values.get(key, b"") + _to_bytes(value)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -97,20 +94,16 @@ class SimulatedStore(Store):
         return self._values.get(key, wanted)
 
     def delete_key(self, key: str) -> bool:
-        """Forget ``key``; return whether it was there."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """Return how many keys are set."""
         return len(self._values)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all ``keys`` and return their values."""
         self._wait_for(keys, f"store.multi_get({list(keys)!r})")
         return [self._values[key] for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set each key to the value in its place."""
         if len(keys) != len(values):
             raise ArgumentError(
                 "store.multi_set needs one value for each key",
@@ -124,7 +117,6 @@ class SimulatedStore(Store):
         return list(self._values)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put a value at the end of the queue ``key``."""
         self._queues.setdefault(key, deque()).append(_to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
@@ -135,11 +127,9 @@ class SimulatedStore(Store):
         return self._queues[key].popleft()
 
     def queue_len(self, key: str) -> int:
-        """Return how many values the queue ``key`` holds."""
         return len(self._queues.get(key, ()))
 
     def has_extended_api(self) -> bool:
-        """Return True: append, multi_get and multi_set are there."""
         return True
 
     def clone(self) -> SimulatedStore:
