@@ -15,6 +15,7 @@ from functools import cache, partial
 import torch
 
 from ..bootstrap.world import World
+from ..error_text import without_frames
 from .members import Members, MembersInStore
 from .save_jobs import SaveJob
 
@@ -46,7 +47,8 @@ class PendingSave:
         self._has_ended.wait()
         if self._error is not None:
             self.was_raised = True
-            raise self._error
+            # A copy: the frames of its callers would hold this object, which would hold them.
+            raise without_frames(self._error)
 
     def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
         """Carry out the rest of a save, and keep its error for those who wait."""

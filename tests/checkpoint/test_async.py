@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -181,3 +182,24 @@ def test_an_error_that_nothing_raised_stands_on_stderr(pool: Pool, tmp_path: Pat
     assert "CheckpointError: checkpoint.save_async: the disk or the file system failed" in (
         ended.stderr
     )
+
+
+def test_a_checkpointer_whose_save_has_failed_lets_its_root_go(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    state = {"x": torch.ones(3)}
+    gc.disable()  # it is let go with the last name of it, not with the next search for cycles
+    try:
+        checkpoints = md.checkpoint.Checkpointer(tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "write_arrays", fail)
+            checkpoints.save(state, 1, wait=False)
+            with pytest.raises(CheckpointError, match="the disk or the file system failed"):
+                checkpoints.save(state, 2, wait=False)
+        del checkpoints
+        md.checkpoint.Checkpointer(tmp_path).save(state, 3)
+    finally:
+        gc.enable()
