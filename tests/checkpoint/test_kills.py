@@ -345,7 +345,8 @@ def test_jobs_killed_at_random_times(
                 state["cut"].local.zero_()
                 state["same"].zero_()
         except md.MeshdistError as error:
-            assert "another run" not in str(error)  # the one before has let the root go
+            if "another run" in str(error):  # the one before has not let the root go
+                raise
             if md.get_rank() in victims:
                 time.sleep(60.0)  # another rank was killed a moment earlier
             with suppress(md.MeshdistError):  # of a save that does not wait, once more
