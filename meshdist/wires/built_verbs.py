@@ -115,7 +115,7 @@ def reduce_parts(output: torch.Tensor, whole: torch.Tensor, num_parts: int, op: 
 
 
 def reduced(parts: Tensors, op: ReduceKind) -> torch.Tensor:
-    """Return the reduction of flat tensors as a new tensor; narrow floats go by float32."""
+    """Return the reduction of flat tensors as a new tensor; narrow floats reduce in float32."""
     dtype = parts[0].dtype
     device = parts[0].device
     if dtype is torch.bool:
@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return floats as integers of the same order, in place but on CUDA; NaN is ``op``'s end."""
+    """Return floats as integers in their order, in place but on CUDA; ``op`` prefers NaN."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # a new tensor: all at once in one kernel
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
@@ -289,12 +289,15 @@ def reduce_scatter_by_exchange(
     mine = wire.scratch.take(wire.size * count, tensor)
     cuts = sizes, [count] * wire.size
     exchanged = wire.start(prepared.by("all_to_all_single", [tensor], [mine], sizes=cuts))
+    return followed(exchanged, partial(reduce_scratch, wire, output, mine, op))
 
-    def reduce_mine() -> None:
-        reduce_parts(output, mine, wire.size, op)
-        wire.scratch.give(mine)
 
-    return followed(exchanged, reduce_mine)
+def reduce_scratch(
+    wire: BuildingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
+) -> None:
+    """Reduce ``mine``, a part from each member, into ``output``; give its memory to the wire."""
+    reduce_parts(output, mine, wire.size, op)
+    wire.scratch.give(mine)
 
 
 def all_to_all_by_packing(
@@ -318,14 +321,14 @@ def all_reduce_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Opera
 
 
 def reduce(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start an all-reduce, in a copy on all members but the root."""
+    """Start a reduce as an all-reduce, on a copy of the tensor on all members but the root."""
     (tensor,) = prepared.outputs
     taking = [tensor if wire.rank == prepared.root else tensor.clone()]
     return wire.start(prepared.by("all_reduce", taking, taking, prepared.op))
 
 
 def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start an all-gather, whose result the root alone copies to its outputs."""
+    """Start a gather as an all-gather, whose result the root alone copies to its outputs."""
     (tensor,), outputs = prepared.inputs, prepared.outputs
     whole = tensor.new_empty(wire.size * tensor.numel())
     gathered = wire.start(prepared.by("all_gather", [tensor], [whole]))
@@ -333,7 +336,7 @@ def gather(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start a broadcast of all inputs, of which each member keeps its part."""
+    """Start a scatter as a broadcast of all inputs, of which each member keeps its part."""
     (tensor,), root = prepared.outputs, prepared.root
     count = tensor.numel()
     is_root = wire.rank == root
@@ -357,13 +360,13 @@ def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Opera
 
 
 def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start a reduce-scatter of the input's equal blocks as a list."""
+    """Start a reduce-scatter as that of a list, of the input's equal blocks."""
     parts = blocks(prepared.inputs[0], wire.size)
     return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 
 
 def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start an all-reduce of all inputs in a row, of which each member keeps its own part."""
+    """Start a reduce-scatter as an all-reduce of all inputs, of which a member keeps its own."""
     (output,), inputs = prepared.outputs, prepared.inputs
     whole = packed(inputs)
     start = sum(part.numel() for part in inputs[: wire.rank])
@@ -372,7 +375,7 @@ def reduce_scatter_list(wire: BuildingCommunicator, prepared: PreparedCall) -> O
 
 
 def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start a send to and a receive from each other member, and copy this member's part."""
+    """Start an all-to-all as messages to and from each other member, and a copy here."""
     outputs, inputs = prepared.outputs, prepared.inputs
     write(outputs[wire.rank], inputs[wire.rank])
     others = [peer for peer in range(wire.size) if peer != wire.rank]
@@ -383,7 +386,7 @@ def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
 
 
 def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start an all-to-all of lists, on consecutive parts of input and output."""
+    """Start an all-to-all as that of lists, on consecutive parts of input and output."""
     assert prepared.sizes is not None
     gives, takes = prepared.sizes
     inputs, outputs = parts(prepared.inputs[0], gives), parts(prepared.outputs[0], takes)

@@ -221,15 +221,13 @@ class C10dCommunicator(Communicator):
         options = self.options_for(c10d.GatherOptions, prepared)
         lists = [all_movable(prepared.outputs)] if self.rank == prepared.root else []
         mine = all_movable(prepared.inputs)
-        started = self._start_own(prepared, "gather", lists, mine, options)
-        return started or self.build(prepared)
+        return self._start_own(prepared, "gather", lists, mine, options) or self.build(prepared)
 
     def _scatter(self, prepared: PreparedCall) -> Operation:
         options = self.options_for(c10d.ScatterOptions, prepared)
         lists = [all_movable(prepared.inputs)] if self.rank == prepared.root else []
         mine = all_movable(prepared.outputs)
-        started = self._start_own(prepared, "scatter", mine, lists, options)
-        return started or self.build(prepared)
+        return self._start_own(prepared, "scatter", mine, lists, options) or self.build(prepared)
 
     def _reduce_scatter(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,) = prepared.outputs, prepared.inputs
@@ -267,8 +265,7 @@ class C10dCommunicator(Communicator):
         if "all_to_all" in self.lacking:
             return all_to_all_by_packing(self, prepared, some, data)
         options = self.options_for(c10d.AllToAllOptions, prepared)
-        started = self._start_own(prepared, "alltoall", some, data, options)
-        return started or self.build(prepared)
+        return self._start_own(prepared, "alltoall", some, data, options) or self.build(prepared)
 
     def _all_to_all_single(self, prepared: PreparedCall) -> Operation:
         (output,), (tensor,), sizes = prepared.outputs, prepared.inputs, prepared.sizes
@@ -416,7 +413,7 @@ class C10dCommunicator(Communicator):
         return self.build(alike)
 
     def options_for(self, kind: Any, prepared: PreparedCall, op: ReduceKind | None = None) -> Any:
-        """Return c10d's options for a call, kept for later calls that are alike."""
+        """Return c10d's options of class ``kind`` for a call, kept for calls that are alike."""
         root = prepared.root if prepared.way in ROOTED_VERBS else None
         timeout = prepared.timeout
         key = kind, prepared.way, root, op, prepared.waits

@@ -25,7 +25,14 @@ from torch.distributed import distributed_c10d as c10d
 from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp, is_whole_mean
-from ..built_verbs import BuildingCommunicator, divide, find_lack, in_order, reduce_parts
+from ..built_verbs import (
+    BuildingCommunicator,
+    divide,
+    find_lack,
+    in_order,
+    reduce_parts,
+    reduce_scratch,
+)
 from ..communicator import Explain
 from ..core import DTYPE_CODES, core
 from ..operations import WireFailure, given_up_for
@@ -128,7 +135,7 @@ def open_fast_path(
     timeout: timedelta,
     works: tuple[Any, ...],
 ) -> FastPath | None:
-    """Return the fast path of a communicator's plain calls; None where there is none.
+    """Return the native object that runs a communicator's plain calls; None without any.
 
     Args:
         finish: makes the operation of a prepared call that waits, its work and its note.
@@ -243,14 +250,7 @@ def _exchange(
         mine = torch.empty_like(tensor)
         return (mine, tensor, sizes, sizes), partial(reduce_parts, output, mine, wire.size, op)
     mine = wire.scratch.take(tensor.numel(), tensor)
-    return (mine, tensor, sizes, sizes), partial(_reduce_mine, wire, output, mine, op)
-
-
-def _reduce_mine(
-    wire: ShortCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
-) -> None:
-    reduce_parts(output, mine, wire.size, op)
-    wire.scratch.give(mine)
+    return (mine, tensor, sizes, sizes), partial(reduce_scratch, wire, output, mine, op)
 
 
 def _pack(outputs: Tensors, inputs: Tensors) -> Prepared:

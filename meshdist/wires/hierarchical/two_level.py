@@ -79,7 +79,7 @@ class HostPlaces:
         raise ValueError(f"there is no member {member}")
 
     def pile(self, owner: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each host the members whose results pass through the owners at a place.
+        """Return for each host the members for which its member ``owner`` exchanges data.
 
         Example:
             >>> HostPlaces.of((0, 0, 0, 1, 1), 0).pile(0)
@@ -100,11 +100,11 @@ _LEAST = timedelta(milliseconds=1)
 
 @dataclass(eq=False)
 class Stages:
-    """A collective on its way over one level after the other, within its time.
+    """State of a collective that runs inside hosts, then across hosts, within a timeout.
 
     Args:
         inside: the communicator of this host's members; None where there are no others.
-        across: that of the owners at this member's place, of each host; None for no owner.
+        across: that of the members at this member's place of each host; None if a host has none.
         timeout: for all stages together.
     """
 
@@ -118,19 +118,19 @@ class Stages:
         self._deadline = Deadline(timeout)
 
     def inside(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """Do a collective among this host's members, if there are several."""
+        """Do the verb ``way`` among this host's members, if there are several."""
         if self._inside is not None:
             self._do(self._inside, PreparedCall("", way, inputs, outputs, **more))
 
     def across(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """Do a collective among the owners at this member's place."""
+        """Do the verb ``way`` among the members at this member's place of each host."""
         assert self._across is not None
         self._do(self._across, PreparedCall("", way, inputs, outputs, **more))
 
     def exchange_reducing(
         self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
     ) -> None:
-        """Reduce-scatter parts of ``tensor`` among the owners at this place into ``output``."""
+        """Reduce-scatter parts of ``tensor`` among members at this place into ``output``."""
         assert self._across is not None
         call = PreparedCall("", "reduce_scatter_list", (), (), op=op)
         call.as_own(max(self._deadline.left, _LEAST))
@@ -138,7 +138,7 @@ class Stages:
         started.finish(call.timeout)
 
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
-        """All-reduce ``part`` among this place's owners, and write it, rounded, to ``result``."""
+        """All-reduce ``part`` among members at this place; write it, rounded, to ``result``."""
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
             self.across("all_reduce", [part], [part], op=_step(op))
             self.average(part, op)
@@ -153,7 +153,7 @@ class Stages:
         self.across("all_gather_list", [results[host]], results)
 
     def spread(self, whole: torch.Tensor, num_parts: int) -> None:
-        """Give each member of this host all of ``whole``, of which every owner holds a part."""
+        """Give each member here all of ``whole``, whose parts the first ``num_parts`` hold."""
         if num_parts == 1:
             self.inside("broadcast", [whole], [whole], root=0)
         else:
@@ -166,7 +166,7 @@ class Stages:
         return 1 if num_bytes < _WHOLE_BYTES else self.places.num_owners
 
     def parts(self, whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-        """Return a part of flat ``whole`` per owner here, and an empty part per other member."""
+        """Return ``num_parts`` parts of ``whole`` for the first members here, then empty parts."""
         others = len(self.places.here) - num_parts
         return list(whole.split(cuts(whole.numel(), num_parts) + [0] * others))
 
@@ -180,8 +180,11 @@ class Stages:
         level.start(call).finish(call.timeout)
 
 
-def _all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
-    whole, local = _summable(tensor, op), stages.places.local
+def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
+    """Reduce tensors as one tensor inside each host, then across hosts, and spread inside."""
+    tensors, op, local = prepared.outputs, _op(prepared), stages.places.local
+    tensor = tensors[0] if len(tensors) == 1 else packed(tensors)
+    whole = _summable(tensor, op)
     num_parts = stages.num_parts(whole)
     parts = stages.parts(whole, num_parts)
     if num_parts == 1:
@@ -192,24 +195,13 @@ def _all_reduce(stages: Stages, tensor: torch.Tensor, op: ReduceKind) -> None:
     if local < num_parts:
         stages.all_reduce_across(stages.parts(result, num_parts)[local], parts[local], op)
     stages.spread(result, num_parts)
-
-
-def all_reduce(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside each host to its owners, then across hosts, and spread inside."""
-    _all_reduce(stages, prepared.outputs[0], _op(prepared))
-
-
-def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
-    """All-reduce tensors of one dtype, packed as a single tensor."""
-    tensors = prepared.outputs
-    whole = tensors[0] if len(tensors) == 1 else packed(tensors)
-    _all_reduce(stages, whole, _op(prepared))
-    if whole is not tensors[0]:
-        write_all(tensors, parts_like(whole, tensors))
+    if tensor is not tensors[0]:
+        write_all(tensors, parts_like(tensor, tensors))
 
 
 def reduce(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside to the owners, then across to those on the root's host, and gather there."""
+    """Reduce inside each host to its first members, then across to the root's host; gather
+    there."""
     (tensor,), op, places = prepared.outputs, _op(prepared), stages.places
     root_host, root_local = places.find(prepared.root or 0)
     is_root = places.host == root_host and places.local == root_local
@@ -241,7 +233,7 @@ def reduce(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def broadcast(stages: Stages, prepared: PreparedCall) -> None:
-    """Broadcast on the root's host, then across by the owners, and spread on the other hosts."""
+    """Broadcast on the root's host, send across from its first members, and spread elsewhere."""
     places, whole = stages.places, prepared.outputs[0].view(-1)
     root_host, root_local = places.find(prepared.root or 0)
     num_parts = stages.num_parts(whole)
@@ -254,27 +246,14 @@ def broadcast(stages: Stages, prepared: PreparedCall) -> None:
         stages.spread(whole, num_parts)
 
 
-def all_gather(stages: Stages, prepared: PreparedCall) -> None:
-    """Gather inside each host, exchange between hosts, and spread inside; sizes are equal."""
-    (output,), (tensor,) = prepared.outputs, prepared.inputs
-    _all_gather(stages, parts(output, [tensor.numel()] * stages.size), tensor, output)
-
-
 def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Gather inside each host, exchange between hosts, and spread inside; sizes may differ."""
-    _all_gather(stages, prepared.outputs, prepared.inputs[0])
-
-
-def _all_gather(
-    stages: Stages, outputs: Tensors, tensor: torch.Tensor, together: torch.Tensor | None = None
-) -> None:
-    """Gather into ``outputs``, which may be consecutive parts of ``together``."""
-    places, order = stages.places, stages.places.by_host
-    in_order = [outputs[member] for member in order]
-    is_in_place = together is not None and list(order) == sorted(order)
-    if together is not None and is_in_place:
-        whole = together.view(-1)
-    else:
+    """Gather inside each host, exchange between hosts, and spread inside."""
+    outputs, (tensor,), places = prepared.outputs, prepared.inputs, stages.places
+    whole, order, is_in_place = outputs[0].view(-1), places.by_host, False
+    if prepared.way == "all_gather":
+        outputs = parts(whole, [tensor.numel()] * stages.size)
+        is_in_place = list(order) == sorted(order)
+    if not is_in_place:
         whole = tensor.new_empty(_numel(outputs))
     of_hosts = whole.split([_numel([outputs[k] for k in members]) for members in places.members])
     here = parts_like(of_hosts[places.host], [outputs[k] for k in places.here])
@@ -290,11 +269,12 @@ def _all_gather(
         if host != places.host:
             stages.spread(of_host, num_parts)
     if not is_in_place:
+        in_order = [outputs[member] for member in order]
         write_all(in_order, parts_like(whole, in_order))
 
 
 def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside each host to its owners, then across; give each member its part inside."""
+    """Reduce inside each host to its first members, then across; send each member its part."""
     (output,), op, places = prepared.outputs, _op(prepared), stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
     whole, inputs = _summable(output, op), [_summable(part, op) for part in prepared.inputs]
@@ -341,18 +321,15 @@ def barrier(stages: Stages, _: PreparedCall) -> None:
 
 
 STAGED: dict[str, Callable[[Stages, PreparedCall], None]] = {
-    act.__name__: act
-    for act in (
-        all_reduce,
-        all_reduce_list,
-        reduce,
-        broadcast,
-        all_gather,
-        all_gather_list,
-        reduce_scatter_list,
-        all_to_all,
-        barrier,
-    )
+    "all_reduce": all_reduce_list,
+    "all_reduce_list": all_reduce_list,
+    "reduce": reduce,
+    "broadcast": broadcast,
+    "all_gather": all_gather_list,
+    "all_gather_list": all_gather_list,
+    "reduce_scatter_list": reduce_scatter_list,
+    "all_to_all": all_to_all,
+    "barrier": barrier,
 }
 """The verbs of a communicator that are done in stages."""
 
