@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..arrays import find_hand_back
 from ..checking.calls import Call, GroupFacts, Note, calls, get_call, get_message
 from ..checking.debug_levels import TRACE, DebugLevel, get_debug_level, verbs_log
 from ..checking.header_table import CHECK_EVERY, HeaderTable
@@ -184,12 +185,8 @@ class Channel:
             prepared.sequence, _, prepared.number = recorder.counts
             return
         sent, taken = sizes or _EVEN
-        note = recorder.note(self.group, call, sizes or ())
+        self._note(call, sizes or ())
         prepared.sequence, _, prepared.number = recorder.counts
-        if verbs_log.isEnabledFor(TRACE):
-            verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
-        if self.aborts:
-            self.refuse_broken()
         header_table, sequence = self.header_table, prepared.sequence
         if header_table is not None:
             if sent or not sequence % CHECK_EVERY:
@@ -271,7 +268,7 @@ class Channel:
             prepared.verb,
             self.group.name,
             prepared.is_message,
-            prepared.find_hand_back() if prepared.foreign else None,
+            find_hand_back(prepared.foreign) if prepared.foreign else None,
             number,
             warn_dropped,
             self.user(),
@@ -300,7 +297,7 @@ class Channel:
             self.guard.check_message(self, prepared.verb, prepared.noted, peer)
         prepared.recorder = recorder
         if not is_send and self.matching is not None and self.matching.takes(peer, tag):
-            self._note_message(call, is_numbered=False)
+            self._note(call, is_numbered=False)
             _, _, number = recorder.counts
             prepared.number = number
             prepared.begin_here()
@@ -312,13 +309,13 @@ class Channel:
         # message is on its way.
         is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
         if not is_noted_late:
-            self._note_message(call)
+            self._note(call)
         if table is None or peer is None:
             if table is not None:
                 table.recv_any(tag)
         elif (different := table.note(peer, tag, call.fingerprint, is_send=is_send)) is not None:
             if is_noted_late:
-                self._note_message(call)
+                self._note(call)
             raise self.disagree(different, (is_send, peer, tag))
         _, _, prepared.sequence = recorder.counts
         if prepared.written:
@@ -329,7 +326,7 @@ class Channel:
         except BaseException as error:
             failed = error
         if is_noted_late:
-            self._note_message(call)
+            self._note(call)
         _, _, prepared.number = recorder.counts
         if failed is not None:
             raise self._failed(prepared, failed) from None
@@ -363,9 +360,11 @@ class Channel:
         if (self._others.find_abort() or {}).get("disagreement"):  # another member was first
             raise self.explain(WireAborted("the group is broken"))
 
-    def _note_message(self, call: Call, *, is_numbered: bool = True) -> None:
-        """Note a message, with a number if its peer is known; raise if the group is broken."""
-        note = self.recorder.note(self.group, call, is_numbered=is_numbered)
+    def _note(
+        self, call: Call, sizes: Sequence[Sequence[int]] = (), *, is_numbered: bool = True
+    ) -> None:
+        """Note a call, a message with a number if its peer is known; raise if the group broke."""
+        note = self.recorder.note(self.group, call, sizes, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         if self.aborts:
@@ -454,7 +453,7 @@ class Channel:
         taken: Sequence[int],
         device: torch.device | str,
     ) -> None:
-        """All-gather the header and sizes of a call on ``device``; raise if members' differ."""
+        """All-gather the header ``common`` and the sizes of a call; raise if members' differ."""
         size = len(self.group.ranks)
         nothing = [0] * size
         values = [*common, *(sent or nothing), *(taken or nothing)]

@@ -262,7 +262,7 @@ class PreparedCall:
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
-        """Return the function that copies a result to the caller's arrays, if it lies elsewhere."""
+        """Return a function that copies the result to the caller's arrays; None if it is there."""
         if not self.is_elsewhere:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]
@@ -279,15 +279,11 @@ class PreparedCall:
 
         return copy_back
 
-    def find_hand_back(self) -> Callable[[], None] | None:
-        """Return the function that gives arrays to their library again, where that is not torch."""
-        return find_hand_back(self.foreign)
-
     def finish_here(self) -> None:
         """Copy the result to the caller's arrays; let CuPy's streams, if used, wait for torch's."""
         if copy_back := self.find_copy_back():
             copy_back()
-        if self.foreign and (hand_back := self.find_hand_back()):
+        if self.foreign and (hand_back := find_hand_back(self.foreign)):
             hand_back()
 
 
