@@ -87,7 +87,7 @@ class Cell:
         return statistics.median(samples) if samples else None
 
     def ratio(self, label: str, to: str) -> float | None:
-        """Return the median over rounds of the ratio of two entrants' times, None if any lack."""
+        """Return the median over rounds of ``label``'s time divided by that of ``to``, or None."""
         both = (self.samples.get(label), self.samples.get(to))
         if not both[0] or not both[1]:
             return None
@@ -193,7 +193,7 @@ def measure(
 
 
 def _rank_of(connection: socket.socket, secret: str) -> int | None:
-    """Return the rank that has connected; None for any other process."""
+    """Return the rank whose greeting has ``secret``; None for any other process."""
     connection.settimeout(_GREETING_S)
     greeting = b""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
-from ..runtime.hosts import ProcessCard, name_locker
+from ..runtime.hosts import ProcessCard, name_locker, take_lock
 from .server_watch import AlarmLost, KeyAlarm, ServerWatch, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
 
@@ -408,12 +408,9 @@ class BoundedStore(Store):
 
 
 def _is_unlocked(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(file, fcntl.LOCK_UN)
-    return True
+    if found := take_lock(file, is_shared=True):
+        fcntl.flock(file, fcntl.LOCK_UN)
+    return found
 
 
 def read_json(store: Store, key: str, parse: Callable[[Any], T]) -> T:

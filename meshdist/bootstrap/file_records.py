@@ -9,7 +9,6 @@ never reads keys of an old world, and the last member that leaves removes both f
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from typing import Any
 from ..arguments import DEFAULT_TIMEOUT
 from ..errors import RendezvousError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import ProcessCard, is_alive, my_card, name_locker
+from ..runtime.hosts import ProcessCard, is_alive, my_card, name_locker, take_lock
 
 _MARK = "meshdist rendezvous"
 _LEAVE = timedelta(seconds=5)
@@ -166,7 +165,7 @@ def _open_locked(path: str, may_create: bool, deadline: Deadline) -> int:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
-            if not wait_until(partial(_take_lock, descriptor), deadline):
+            if not wait_until(partial(take_lock, descriptor), deadline):
                 raise OSError(errno.EWOULDBLOCK, f"{name_locker(path)} keeps it locked")
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(path))
@@ -178,14 +177,6 @@ def _open_locked(path: str, may_create: bool, deadline: Deadline) -> int:
         if is_current:
             return descriptor
         os.close(descriptor)  # removed by its last user between open and lock
-
-
-def _take_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def parse(text: bytes) -> _Record:

@@ -384,7 +384,7 @@ class Attempt:
 
 
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
-    """Return the error of a rank whose store stops answering while the ranks are joining."""
+    """Return the error of ranks, met by ``origin``, whose store is lost while they join."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_card()}",

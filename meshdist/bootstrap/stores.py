@@ -7,7 +7,6 @@ socket that is bound already, as ``serve_store`` gives it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import os
 import secrets
@@ -23,7 +22,7 @@ from torch.distributed import DistNetworkError, FileStore, HashStore, PrefixStor
 from ..error_text import first_line
 from ..errors import RendezvousError, StoreError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker
+from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room, name_locker, take_lock
 from ..runtime.whole_numbers import find_whole_number
 from .server_watch import wait_for_clients_at_end
 
@@ -265,9 +264,7 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
 def _find_damage(path: str) -> str | None:
     """Return the damage of a FileStore's file, or ``_SOUND``; None while it is locked."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(file.fileno(), is_shared=True):
             return None
         data = file.read()
     position, texts = 0, []  # keys and values in turn, each after its length in four bytes

@@ -284,7 +284,7 @@ def get_call(
     layouts: tuple[Any, ...] = (),
     owner: str = "",
 ) -> Call:
-    """Return the ``Call`` of a collective on ``tensors``, one object for equal arguments."""
+    """Return the ``Call`` with these fields on ``tensors``; equal calls are the same object."""
     data: Data = None
     if isinstance(tensors, torch.Tensor):
         data = tensors.shape, tensors.dtype

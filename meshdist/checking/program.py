@@ -115,7 +115,7 @@ def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
 def warn_once_at(
     place: tuple[str, int], text: Callable[[], str], category: type[Warning] = UserWarning
 ) -> None:
-    """Warn at a line of the program, unless it has been warned there of the same category."""
+    """Warn of ``text()`` at ``place``, a file and line, once for each category."""
     if (category, place) not in _warned:
         _warned.add((category, place))
         warnings.warn_explicit(text(), category, *place)

@@ -224,7 +224,7 @@ def _print_table(console: Console, is_whole: bool, is_terminal: bool) -> None:
 
 
 def _exceptions(grid: list[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Return for each wire, in a user's words, which verbs take several calls or are not there."""
+    """Return for each wire of ``grid`` which verbs take several calls, or are not there."""
     (_, *wires), *rows = grid
     found: dict[str, dict[str, list[str]]] = {name: {} for name in ("every wire", *wires)}
     for verbs, *cells in rows:

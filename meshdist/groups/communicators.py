@@ -286,7 +286,7 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """Return the label of a communicator that a new group of ``ranks`` could share, or ""."""
+        """Return the label of a communicator by ``connection`` that ``ranks`` may share, or ""."""
         key = (connection, ranks, id(options))
         with self._lock:
             found = [each for each in self._by_label.values() if each.share_key == key]

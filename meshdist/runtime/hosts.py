@@ -8,6 +8,7 @@ Imports the standard library only.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import platform
 import resource
@@ -219,6 +220,15 @@ def is_stopped(card: ProcessCard) -> bool:
     with suppress(OSError):
         process = read_process(card.pid) if card.host == host_identity() else None
     return process is not None and process[1][0] in "Tt" and process[1][19] == card.start
+
+
+def take_lock(file: int, *, is_shared: bool = False) -> bool:
+    """Take the flock on a file's descriptor, without waiting; return whether that is possible."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_NB | (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def name_locker(path: str) -> str:

@@ -124,7 +124,7 @@ class TagNumbers:
         self._numbering = threading.Lock()
 
     def number_of(self, tag: int, is_aborted: Callable[[], bool]) -> int:
-        """Return the number of ``tag``, which the first member to ask draws in the store."""
+        """Return the number of ``tag``, drawn once in the store; raise if ``is_aborted()``."""
         number = self._numbers.get(tag)
         if number is not None:
             return number

@@ -236,7 +236,7 @@ def end_orphan() -> None:
 
 
 def _tell_adopted_wire(world: World, usual: dict[str, str]) -> None:
-    """Warn on rank 0 if an adopted world has another CPU wire where shared memory serves."""
+    """Warn on rank 0 if an adopted world has no shm for the CPU though ``usual`` names shm."""
     taken, best = world.backends.get("cpu"), usual.get("cpu")
     if world.rank == 0 and world.size > 1 and world.is_one_host and taken != best == "shm":
         _log.warning(

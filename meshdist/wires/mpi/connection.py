@@ -244,7 +244,7 @@ class MpiConnection:
         self.comm.Free()
 
     def strand(self, kept: Any) -> None:
-        """Keep the tensors of an operation that is never tested again alive: MPI may use them."""
+        """Keep ``kept``, tensors of an operation never tested again, alive: MPI may use them."""
         self._has_stranded = True
         _abandoned.append((self.comm, kept))
 

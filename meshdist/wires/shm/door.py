@@ -39,7 +39,7 @@ def send(connection: socket.socket, number: int, files: Sequence[int], deadline:
 def receive(
     connection: socket.socket, deadline: Deadline, most_files: int = 0
 ) -> tuple[int, list[int]]:
-    """Return the number and open files that ``send`` sent; the caller has to close these."""
+    """Return number and files, ``most_files`` at most, from ``send``; the caller closes these."""
     data = b""
     while len(data) < _HEAD.size:
         limit(connection, deadline)
@@ -83,7 +83,7 @@ def send_part(
 def receive_part(
     connection: socket.socket, num_bytes: int, most_files: int
 ) -> tuple[bytes, list[int], bool]:
-    """Receive one message; return its bytes, its files, and whether all files have come."""
+    """Receive a message with ``most_files`` at most; return bytes, files, and whether all came."""
     # Not socket.recv_fds, which lets programs that are started inherit them.
     room = socket.CMSG_SPACE(most_files * _FILE_BYTES)
     data, more, flags, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
@@ -199,7 +199,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Connect to the door at ``address`` and greet; return False if that is another user's."""
+    """Greet the door at ``address`` by ``place`` and ``handle``; False if of another user."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)

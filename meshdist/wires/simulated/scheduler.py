@@ -306,7 +306,7 @@ class Scheduler(Generic[T]):
             rank.may_run.release()
 
     def _choose(self, after: int) -> Rank | None:
-        """Return the next rank that can run, None when all are over; a deadlock interrupts all."""
+        """Return the next rank after ``after`` that can run, or None; a deadlock interrupts all."""
         for step in range(1, self.size + 1):
             rank = self.ranks[(after + step) % self.size]
             if not rank.is_over and (
