@@ -21,8 +21,6 @@ from zlib import crc32
 
 from .shared_words import Regions, SharedWords
 
-__all__ = ["WINDOW", "CallWords", "StatementTooLong", "num_bytes"]
-
 WINDOW = 1024
 """How many calls a member may be ahead of another."""
 _LEFT, _REACHED, _CALLS = 0, 1, 2

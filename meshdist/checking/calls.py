@@ -23,22 +23,6 @@ from ..reduce_ops import ReduceKind, ReduceOp
 from ..verb_table import OBJECT_VERBS, SENDING_VERBS
 from .program import place_text
 
-__all__ = [
-    "Call",
-    "Data",
-    "GroupFacts",
-    "Note",
-    "Tensors",
-    "calls",
-    "fingerprint",
-    "from_fields",
-    "get_call",
-    "get_message",
-    "is_list",
-    "likeness",
-    "to_fields",
-]
-
 _MOST_CALLS = 4096
 _LOW = 0xFFFFFFFF
 _OPS: dict[int | None, ReduceKind] = {op.value: op for op in ReduceKind.__members__.values()}

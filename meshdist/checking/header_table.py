@@ -50,8 +50,6 @@ from typing import Any
 from ..runtime.deadlines import Deadline, wait_until
 from .shared_words import Regions, SharedWords
 
-__all__ = ["CHECK_EVERY", "WINDOW", "HeaderTable"]
-
 WINDOW = 1024
 """How many collectives a member may be ahead of another."""
 CHECK_EVERY = 256

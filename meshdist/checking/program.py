@@ -40,31 +40,6 @@ from ..errors import MeshdistError, NestedVerbError
 from ..runtime.untraced import untraced
 from .debug_levels import DebugLevel, get_debug_level
 
-__all__ = [
-    "Site",
-    "call_site",
-    "check_unnested",
-    "end_here",
-    "enter_program",
-    "find_place",
-    "is_between",
-    "is_nested",
-    "is_of_handler",
-    "line_of",
-    "never_nested",
-    "one_frame",
-    "place_text",
-    "program_frame",
-    "run_unnested",
-    "set_aside",
-    "show_site",
-    "stack_above",
-    "stack_text",
-    "under_way",
-    "warn_caller",
-    "warn_once_at",
-]
-
 Site: TypeAlias = tuple[str, int] | None
 """A line of the program, as file and line number; None where no frame is of the program."""
 

@@ -12,8 +12,6 @@ from .calls import Call, GroupFacts, Note
 from .debug_levels import shows_stacks
 from .program import is_between, program_frame, stack_above
 
-__all__ = ["FORGOTTEN", "NUM_NOTES", "Recorder"]
-
 NUM_NOTES = 128
 """How many calls a recorder keeps, where no more are asked for."""
 FORGOTTEN = "its call is no longer known"

@@ -17,16 +17,6 @@ from typing import NamedTuple
 
 from ..runtime.deadlines import Grace
 
-__all__ = [
-    "Regions",
-    "SharedWords",
-    "SharedWordsView",
-    "SignsOfLife",
-    "WordsAddress",
-    "find_view",
-    "make_shared_words",
-]
-
 _TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
 _TOTAL_WORDS = _TOTAL_BYTES // 8
 _DIRECTORY_WORDS = 1 << 13

@@ -40,9 +40,6 @@ from .matching import UnnamedReceive
 if TYPE_CHECKING:
     from ..wires.native import FastPath
 
-__all__ = ["CallGuard", "Channel"]
-
-
 _EVEN: tuple[Sizes, Sizes] = ((), ())
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2}
 """The devices on which calls take the fast path, as DLPack numbers them."""

@@ -61,8 +61,6 @@ from .matching import Matching
 from .presence import Presence, key_of_opened
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 
-__all__ = ["OpenCommunicator", "Registry", "get_registry"]
-
 _log = logging.getLogger("meshdist.groups")
 _making = ModuleLock()
 _PATIENCE = timedelta(seconds=5)

@@ -32,8 +32,6 @@ from ..wires.operations import (
 )
 from ..wires.registry import Wire
 
-__all__ = ["STORE_LOST", "Explainer", "OtherMembers", "explained_opening"]
-
 STORE_LOST = "the store is lost"
 _REASON_S = 1.0
 

@@ -53,18 +53,6 @@ from ..wires.core import core
 from ..wires.operations import MembersDisagree, WireAborted, WireFailure
 from .signals import ask, card_key
 
-__all__ = [
-    "DISAGREEMENT",
-    "HeaderTables",
-    "HostComparison",
-    "HostComparisons",
-    "NUM_DIGESTS",
-    "key_of_all",
-    "parse_abort",
-    "parse_disagreement",
-    "reason_of",
-]
-
 _log = logging.getLogger("meshdist.groups")
 
 DISAGREEMENT = "disagreement"

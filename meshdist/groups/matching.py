@@ -21,8 +21,6 @@ from ..wires.communicator import Communicator
 from ..wires.operations import Deferred, MemberLost, MembersDisagree, WireAborted
 from ..wires.prepared import PreparedCall
 
-__all__ = ["Matching", "UnnamedReceive"]
-
 _PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.002
 _CHECK_S = 0.1

@@ -36,20 +36,6 @@ from ..errors import StoreError
 from ..runtime.deadlines import Deadline, Grace, clock, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
 
-__all__ = [
-    "SignalReply",
-    "Endings",
-    "PausedClocks",
-    "SignalThread",
-    "ask",
-    "card_key",
-    "clocks_paused",
-    "collect",
-    "last_call_text",
-    "post",
-    "receipts_key",
-]
-
 _log = logging.getLogger("meshdist.signals")
 T = TypeVar("T")
 

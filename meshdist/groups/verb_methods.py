@@ -17,8 +17,6 @@ from ..errors import ArgumentError
 from ..reduce_ops import ReduceOp
 from ..verb_table import VERBS, Form, Role
 
-__all__ = ["Asked", "VerbMethods", "only", "only_list", "read_options", "verbs"]
-
 verbs: dict[str, Callable[..., Any]] = {}
 """The public verbs by name; ``collectives``, which lies above, enters them."""
 

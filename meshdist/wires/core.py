@@ -20,8 +20,6 @@ from ..dtypes import DTYPES
 from ..error_text import explain
 from ..reduce_ops import PLAIN_OPS
 
-__all__ = ["DTYPE_CODES", "REDUCTION_CODES", "core"]
-
 core: Any = None
 """The module, or None."""
 

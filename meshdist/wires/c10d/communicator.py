@@ -48,8 +48,6 @@ from .substitutes import Arithmetic, Substitute, all_movable, movable, read_as
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["CLOSED", "C10dCommunicator", "C10dOperation", "C10dTransfer"]
-
 _NOT_MADE: tuple[timedelta | None, Any] = (None, None)
 
 _LACKING = re.compile(

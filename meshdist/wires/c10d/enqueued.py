@@ -53,8 +53,6 @@ from .substitutes import NCCL
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["ENDS_LATER", "EnqueueingCommunicator"]
-
 _log = logging.getLogger("meshdist.nccl")
 
 ENDS_LATER = timedelta(seconds=1)

@@ -54,8 +54,6 @@ from .communicator import CLOSED, C10dCommunicator, C10dOperation, C10dTransfer
 from .gloo_connections import DroppedMessages, connects_late, drop_within, expire, start_expiring
 from .substitutes import GLOO, Substitute
 
-__all__ = ["GlooCommunicator"]
-
 _SLICE = timedelta(milliseconds=500)
 _SPIN_S = 0.0005
 _ABORT_LOOK_S = 0.1

@@ -38,19 +38,6 @@ from ...runtime.hosts import own_sockets
 from ..operations import WireRefused, is_timeout
 from ..registry import Opening
 
-__all__ = [
-    "Devices",
-    "DroppedMessages",
-    "agreed_devices",
-    "check_interfaces",
-    "connects_late",
-    "drop_within",
-    "expire",
-    "gloo_devices",
-    "gloo_interfaces",
-    "start_expiring",
-]
-
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27  # of Linux, in asm-generic/socket.h
 _RETURN_CONSTANT = 0x06
 # One instruction, which keeps no byte of any packet, and the program that consists of it.

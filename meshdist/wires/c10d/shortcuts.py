@@ -42,8 +42,6 @@ from .substitutes import Substitute
 if TYPE_CHECKING:
     from ..native import FastPath
 
-__all__ = ["open_fast_path"]
-
 Finished: TypeAlias = Callable[[], None] | None
 Prepared: TypeAlias = tuple[tuple[Any, ...], Finished]
 Shortcut: TypeAlias = tuple[str, Any, Callable[..., Prepared] | None, int]

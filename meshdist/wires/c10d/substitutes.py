@@ -20,17 +20,6 @@ import torch
 from ...dtypes import DTYPES, IN_ORDER, DtypeFacts
 from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp, is_whole_mean
 
-__all__ = [
-    "GLOO",
-    "NCCL",
-    "UCC",
-    "Arithmetic",
-    "Substitute",
-    "all_movable",
-    "movable",
-    "read_as",
-]
-
 _SUM, _AVG, _PRODUCT = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT
 _MIN, _MAX = ReduceOp.MIN, ReduceOp.MAX
 _BITS = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})

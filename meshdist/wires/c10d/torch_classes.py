@@ -30,16 +30,6 @@ from .gloo import GlooCommunicator
 from .gloo_connections import agreed_devices, check_interfaces, connects_late
 from .substitutes import UCC
 
-__all__ = [
-    "C10dWire",
-    "GlooWire",
-    "NcclWire",
-    "RegisteredWire",
-    "UccCommunicator",
-    "XcclWire",
-    "adopt_torch_backends",
-]
-
 _GIVING_UP = timedelta(seconds=5)  # so much later than Gloo, which says what is missing
 _CONNECT_TIMEOUTS = 5  # so many Gloo waits for the others to connect, as seen on torch 2.13
 
