@@ -61,7 +61,7 @@ class Entrant:
             in; () starts one process a rank with the variables of ``env://``.
         python: the interpreter.
         environment: further variables.
-        program: what the interpreter runs as a rank: ``worker``, or what does as it does.
+        program: what the interpreter runs as a rank: ``worker``, or a program of its protocol.
     """
 
     label: str

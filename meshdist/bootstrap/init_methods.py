@@ -85,7 +85,7 @@ def meet(
     Args:
         is_mpi_asked: whether only what mpiexec says counts (backend "mpi").
         origin: where a given store comes from, for messages.
-        handler_arguments: what the handler of a scheme of your own is called with besides.
+        handler_arguments: more arguments for the handler of a scheme of your own.
     """
     init_method, store = terms.init_method, terms.store
     rank, world_size = terms.rank, terms.world_size

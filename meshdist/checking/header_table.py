@@ -264,7 +264,7 @@ class HeaderTable:
         """Wait until ``find_behind`` is None; return the member behind at the timeout.
 
         Args:
-            check: called now and then, to raise where waiting is in vain.
+            check: called now and then; it may raise to end the wait.
         """
         if self.find_behind(sequence, is_uneven) is None:  # by far the most frequent
             return None

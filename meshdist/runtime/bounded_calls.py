@@ -61,7 +61,7 @@ class BoundedCall:
         """Return the call's result or raise its error; raise TimeoutError if it takes longer.
 
         Args:
-            check: called now and then, to raise where waiting is in vain.
+            check: called now and then; it may raise to end the wait.
         """
         deadline = Deadline(timeout)
         while not self._has_ended.wait(deadline.slice_s(_SLICE_S)):

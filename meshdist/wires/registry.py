@@ -46,7 +46,7 @@ class Opening:
         find_lost: called now and then while members connect; says which of them have ended before
             that, "" for none.
         look: called now and then, by a wire that does not compare calls, while a caller waits;
-            raises WireFailure where that is in vain. None where calls are not compared for it.
+            raises WireFailure to end the wait. None where calls are not compared for it.
     """
 
     store: Store

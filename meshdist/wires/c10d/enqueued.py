@@ -109,7 +109,7 @@ class DeviceResult:
 
 
 class EnqueuedWork(Operation):
-    """An operation around a work that c10d has started, with its outcome as far as known.
+    """Operation around c10d's ``work`` on a device's stream, whose end ``outcome`` records.
 
     Args:
         communicator: watches it.

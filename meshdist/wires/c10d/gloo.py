@@ -126,7 +126,7 @@ class GlooCommunicator(C10dCommunicator):
     """Gloo's connection: waits notice an abort, a timeout and Ctrl-C.
 
     Args:
-        wire, rank, size, process_group: as for any of c10d.
+        wire, rank, size, process_group: as ``C10dCommunicator`` takes them.
         store: where members number the large tags that they use.
         spins: whether waits may spin at first, since no rank of this host needs the core.
     """
@@ -371,7 +371,7 @@ class GlooTransfer(C10dTransfer):
     """A send or receive, whose wait must not be cut into slices.
 
     Args:
-        communicator, work, peer: as of any transfer.
+        communicator, work, peer: as in ``C10dTransfer``.
         timeout: how long it may take from its first poll on.
         is_long: whether a connection that is closed is likely to have moved a part of it.
     """
