@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("stress.cpp")
+CORE = SOURCE.parents[2] / "native"
 
 
 def test_it_compiles() -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-fsyntax-only"]
-    source = ROOT / "native" / "stress.cpp"
+    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-fsyntax-only", f"-I{CORE}"]
     done = subprocess.run(
-        [*command, str(source)], capture_output=True, text=True, timeout=120, check=False
+        [*command, str(SOURCE)], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
