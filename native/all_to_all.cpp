@@ -9,7 +9,6 @@
 // wait for each other; a member whose exchanges are over skips to the call that follows (layout.h says
 // why it may).
 #include <algorithm>
-#include <cstring>
 
 #include "collectives.h"
 #include "exchange.h"

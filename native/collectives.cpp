@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstring>
 #include <sstream>
-#include <type_traits>
 
 #include "exchange.h"
 #include "reach.h"
@@ -14,7 +13,9 @@ namespace {
 
 // Copy elements between `rows`, where they lie in row-major order, and their places in `there`.
 template <class Element>
-void copy_elements(const Layout& layout, std::uint64_t count, Element* rows, Element* there, bool into_rows) {
+void copy_elements(const Layout& layout, std::uint64_t count, void* in_rows, void* in_place, bool into_rows) {
+  auto* const rows = static_cast<Element*>(in_rows);
+  auto* there = static_cast<Element*>(in_place);
   const std::size_t last = layout.sizes.size() - 1;
   const std::uint64_t size = layout.sizes[last], stride = layout.strides[last];
   std::vector<std::uint64_t> at(last);
@@ -37,19 +38,14 @@ struct Wide {
   std::uint64_t halves[2];
 };
 
-void copy_elements(const Layout& layout, std::uint64_t count, std::size_t item, std::uint8_t* rows,
-                   std::uint8_t* there, bool into_rows) {
-  const auto as = [&](auto* kind) {
-    using Element = std::remove_pointer_t<decltype(kind)>;
-    copy_elements(layout, count, reinterpret_cast<Element*>(rows), reinterpret_cast<Element*>(there),
-                  into_rows);
-  };
+// The loop for elements of `item` bytes.
+auto copy_loop(std::size_t item) {
   switch (item) {
-    case 1: return as(static_cast<std::uint8_t*>(nullptr));
-    case 2: return as(static_cast<std::uint16_t*>(nullptr));
-    case 4: return as(static_cast<std::uint32_t*>(nullptr));
-    case 8: return as(static_cast<std::uint64_t*>(nullptr));
-    default: return as(static_cast<Wide*>(nullptr));
+    case 1: return copy_elements<std::uint8_t>;
+    case 2: return copy_elements<std::uint16_t>;
+    case 4: return copy_elements<std::uint32_t>;
+    case 8: return copy_elements<std::uint64_t>;
+    default: return copy_elements<Wide>;
   }
 }
 
@@ -113,7 +109,7 @@ bool Collectives::begin(Job& job) {
                         (!slots_.may_grow() || bytes < tuning.spread_bytes);
   if (!is_ready || !is_of_one_round(job)) return false;
   if (!end_.memories.empty() && bytes >= tuning.shared_bytes) return false;  // another may offer
-  forget_mismatch();
+  mismatch_culprit_ = -1;
   rounds_.layouts_differ = false;
   bad_round_ = rounds_.next();
   probe_.consider(bytes);
@@ -136,25 +132,22 @@ Status Collectives::finish(Job& job) {
 Status Collectives::run_in_row_major_order(const Job& job, Job& plain) {
   const bool is_list = job.verb() == Verb::all_reduce_list;
   const auto parts = is_list ? job.outs : std::vector<Part>{{job.out, job.count()}};
-  std::vector<std::vector<std::uint8_t>> copies;
-  for (std::size_t k = 0; k < parts.size(); ++k) {
-    if (job.layouts[k].sizes.empty()) continue;
-    std::vector<std::uint8_t>& copy = copies.emplace_back(parts[k].count * item_);
-    copy_elements(job.layouts[k], parts[k].count, item_, copy.data(), parts[k].data, true);
-    (is_list ? plain.outs[k].data : plain.out) = copy.data();
-  }
+  std::vector<std::vector<std::uint8_t>> copies(parts.size());
+  const auto copy = [&](bool into_rows) {
+    for (std::size_t k = 0; k < parts.size(); ++k) {
+      if (job.layouts[k].sizes.empty()) continue;
+      copies[k].resize(parts[k].count * item_);
+      copy_loop(item_)(job.layouts[k], parts[k].count, copies[k].data(), parts[k].data, into_rows);
+      (is_list ? plain.outs[k].data : plain.out) = copies[k].data();
+    }
+  };
+  copy(true);
   const Status status = run_as_it_lies(plain);
   const bool is_root = job.root() == static_cast<int>(end_.rank);
   const bool is_written = job.verb() == Verb::broadcast ? !is_root
                           : job.verb() == Verb::reduce  ? is_root
                                                         : true;
-  if (status != Status::ok || !is_written) return status;
-  auto copy = copies.begin();
-  for (std::size_t k = 0; k < parts.size(); ++k) {
-    if (job.layouts[k].sizes.empty()) continue;
-    copy_elements(job.layouts[k], parts[k].count, item_, copy->data(), parts[k].data, false);
-    ++copy;
-  }
+  if (status == Status::ok && is_written) copy(false);
   return status;
 }
 
@@ -164,7 +157,7 @@ Status Collectives::run_as_it_lies(Job& job) {
     return end_.over_status();
   }
   item_ = kDtypeBytes[job.call.header.dtype];
-  forget_mismatch();
+  mismatch_culprit_ = -1;
   Status status = try_reading(job.call);
   bad_round_ = rounds_.next();
   if (status == Status::ok) status = agree_to_grow(job);
@@ -177,11 +170,6 @@ Status Collectives::run_as_it_lies(Job& job) {
     status = dispatch(job);
   }
   return described(status);
-}
-
-void Collectives::forget_mismatch() {
-  mismatch_.clear();
-  mismatch_culprit_ = -1;
 }
 
 // The status of a call; of a failed call `failure()` is made.
@@ -222,7 +210,7 @@ Status Collectives::agree_to_grow(const Job& job) {
 
 // Whether a member's stores into slots, `bytes` a round, go past the cache.
 bool Collectives::streams(std::size_t bytes) const {
-  if (kept_stores_ >= 0) return kept_stores_ != 0;
+  if (tuning.streams_into_slots <= 1) return tuning.streams_into_slots != 0;
   return (bytes < kLargeBytes ? end_.streams_little : end_.streams_much).load(std::memory_order_relaxed);
 }
 
@@ -280,29 +268,25 @@ bool Collectives::is_fetched(std::size_t bytes) const {
   return reads_others_ && bytes != 0 && bytes >= tuning.fetch_least_bytes && bytes <= tuning.fetch_most_bytes;
 }
 
-// Whether this member's `input` is read where it lies, in memory that `offer` would publish.
-bool Collectives::offers(const Input& input) const {
+// Where this member's `input` is to be read where it lies, and the hint that tells it; else no hint.
+std::pair<Place, std::uint32_t> Collectives::place_of(const Input& input) const {
   const bool gives = input.giver == kEveryone || input.giver == static_cast<int>(end_.rank);
-  if (end_.size < 2 || !gives) return false;
-  const auto holds = [&](const auto& row) { return row.second->holds(input.data, input.bytes); };
-  const auto& memories = end_.memories;
-  return input.is_fetched ||
-         (input.bytes >= tuning.shared_bytes && std::any_of(memories.begin(), memories.end(), holds));
-}
-
-// Publish, with the announcement in `round`, where `input` lies, if the others can read it there.
-bool Collectives::offer(const Input& input, std::uint64_t round) {
-  if (!offers(input)) return false;
-  const auto publish = [&](const Place& place, Hint hint) {
-    std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
-    rounds_.call_hints_ = hint;
-    return true;
-  };
+  if (end_.size < 2 || !gives) return {};
   for (const auto& [number, memory] : end_.memories) {
     if (input.bytes < tuning.shared_bytes || !memory->holds(input.data, input.bytes)) continue;
-    return publish({number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared);
+    return {{number, static_cast<std::uint64_t>(input.data - memory->data())}, kHintShared};
   }
-  return publish({0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn);
+  if (!input.is_fetched) return {};
+  return {{0, reinterpret_cast<std::uintptr_t>(input.data)}, kHintOwn};
+}
+
+// Publish it with the announcement in `round`; whether there is such a place.
+bool Collectives::offer(const Input& input, std::uint64_t round) {
+  const auto [place, hint] = place_of(input);
+  if (hint == 0) return false;
+  std::memcpy(rounds_.line(end_.rank, round).bytes, &place, sizeof place);
+  rounds_.call_hints_ = hint;
+  return true;
 }
 
 // Which members have offered in `round`; all find the same.
@@ -348,25 +332,12 @@ Status Collectives::finish_direct(const Job& job, bool is_done) {
 Status Collectives::agree_on_sizes(Job& job) {
   const std::uint64_t round = rounds_.next();
   const unsigned n = end_.size;
-  std::uint64_t* given = end_.segment.table(end_.rank, round, kGiven);
-  std::uint64_t* expected = end_.segment.table(end_.rank, round, kExpected);
-  std::uint64_t* places = end_.segment.table(end_.rank, round, kPlaces);
-  for (unsigned j = 0; j < n; ++j) {
-    switch (job.verb()) {
-      case Verb::all_gather_v:
-        given[j] = job.ins[0].count;
-        expected[j] = job.outs[j].count;
-        places[j] = reinterpret_cast<std::uintptr_t>(job.ins[0].data);
-        break;
-      case Verb::reduce_scatter_v:
-        given[j] = job.ins[j].count;
-        expected[j] = job.outs[0].count;
-        break;
-      default:
-        given[j] = job.ins[j].count;
-        expected[j] = job.outs[j].count;
-        places[j] = reinterpret_cast<std::uintptr_t>(job.ins[j].data);
-    }
+  for (unsigned j = 0; j < n; ++j) {  // where there is one part, it is the same for all
+    const Part& in = job.ins[job.ins.size() == n ? j : 0];
+    const Part& out = job.outs[job.outs.size() == n ? j : 0];
+    end_.segment.table(end_.rank, round, kGiven)[j] = in.count;
+    end_.segment.table(end_.rank, round, kExpected)[j] = out.count;
+    end_.segment.table(end_.rank, round, kPlaces)[j] = reinterpret_cast<std::uintptr_t>(in.data);
   }
   rounds_.announce(job.call);
   const Status status = agree(job, round);

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -74,9 +75,6 @@ class Collectives {
   bool is_awaited() const { return rounds_.is_awaited(); }
   bool reads_others() const { return reads_others_; }
   Tuning tuning;
-  // For measurements: keep to one kind of stores, whatever the probe finds. Set on all members, as
-  // every threshold.
-  void keep_stores(bool streams) { kept_stores_ = streams ? 1 : 0; }
 
  private:
   using Bytes = std::uint8_t*;
@@ -102,14 +100,13 @@ class Collectives {
   using Ends = std::array<std::uint64_t, 2>;
 
   Status run_as_it_lies(Job& job);
-  void forget_mismatch();
   Status described(Status status);
   bool is_of_one_round(const Job& job) const;
   Status run_in_row_major_order(const Job& job, Job& plain);
   Status dispatch(Job& job);
   bool is_fetched(std::size_t bytes) const;
   bool streams(std::size_t bytes) const;
-  bool offers(const Input& input) const;
+  std::pair<Place, std::uint32_t> place_of(const Input& input) const;
   bool offer(const Input& input, std::uint64_t round);
   Sharing find_offers(const Input& input, std::uint64_t round);
   bool fetch(Bytes to, unsigned member, std::size_t offset, std::size_t bytes) const;
@@ -149,7 +146,8 @@ class Collectives {
   Status exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                   Direct direct);
   template <class Write, class Read>
-  Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read);
+  Status exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read,
+                         std::uint64_t num_done = 0);
 
   // For verbs whose parts differ: publish how much this member gives to each and expects of each,
   // and where, and check it for all pairs, so that all members come to the same result.
@@ -188,7 +186,6 @@ class Collectives {
   Probe probe_;
   Phase phase_ = Phase::all;  // of the call that runs
   std::uint64_t begun_ = 0;   // the round of the call that was begun
-  int kept_stores_ = -1;
   bool has_tried_reading_ = false;
   bool reads_others_ = false;  // each member from every other; all have the same answer
   ReduceLoop loop_ = nullptr;

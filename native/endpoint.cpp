@@ -1,5 +1,6 @@
 #include "endpoint.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -28,7 +29,9 @@ Processes::~Processes() {
 }
 
 bool Processes::has_exited(unsigned member) const {
-  return member < pidfds_.size() && meshdist::has_exited(pidfds_[member]);
+  if (member >= pidfds_.size() || pidfds_[member] < 0) return false;
+  pollfd query{pidfds_[member], POLLIN, 0};
+  return poll(&query, 1, 0) == 1 && (query.revents & (POLLIN | POLLHUP)) != 0;
 }
 
 Endpoint::Endpoint(std::shared_ptr<const Segment> segment_, unsigned rank_, Processes processes)

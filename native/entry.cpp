@@ -67,7 +67,7 @@ bool Entry::is_quiet(bool is_uneven) {
 
 bool Entry::read_list(nb::handle list, Plain& like, Addresses& addresses, nb::object& kept, Counts* counts) {
   if (!PyList_Check(list.ptr()) && !PyTuple_Check(list.ptr())) return false;
-  kept = tuple_from(list);
+  kept = checked(PySequence_Tuple(list.ptr()));
   if (static_cast<std::uint64_t>(PyTuple_Size(kept.ptr())) != size_) return false;
   for (nb::handle one : kept) {
     Plain plain;

@@ -14,7 +14,7 @@ inline std::uint64_t num_chunks(std::uint64_t count, std::uint64_t per_chunk) {
 template <class Write, class Read, class Direct>
 Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& input, Write write, Read read,
                              Direct direct) {
-  if (phase_ == Phase::begin && (num_rounds > 1 || offers(input))) return Status::unsupported;
+  if (phase_ == Phase::begin && (num_rounds > 1 || place_of(input).second != 0)) return Status::unsupported;
   const std::uint64_t first = phase_ == Phase::finish ? begun_ : rounds_.next();
   if (phase_ != Phase::finish) {
     if (!offer(input, first)) write(0, first);
@@ -32,23 +32,15 @@ Status Collectives::exchange(Job& job, std::uint64_t num_rounds, const Input& in
     if (status != Status::unsupported) return status;
   }
   // Members that offered have written nothing for the first round: all members begin anew.
-  if (sharing != Sharing::none) return exchange_agreed(job, num_rounds, write, read);
-  for (std::uint64_t i = 1; i < num_rounds; ++i) {
-    write(i, first + i);
-    rounds_.publish();
-    read(i - 1, first + i - 1);
-    status = rounds_.wait(first + i, job.call);
-    if (status != Status::ok) return status;
-  }
-  read(num_rounds - 1, first + num_rounds - 1);
-  return Status::ok;
+  return exchange_agreed(job, num_rounds, write, read, sharing == Sharing::none ? 1 : 0);
 }
 
-// The same, when a round before has announced the call.
+// The same, when a round before has announced the call, and `num_done` of its own are complete.
 template <class Write, class Read>
-Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read) {
-  const std::uint64_t first = rounds_.next();
-  for (std::uint64_t i = 0; i < num_rounds; ++i) {
+Status Collectives::exchange_agreed(Job& job, std::uint64_t num_rounds, Write write, Read read,
+                                    std::uint64_t num_done) {
+  const std::uint64_t first = rounds_.next() - num_done;
+  for (std::uint64_t i = num_done; i < num_rounds; ++i) {
     write(i, first + i);
     rounds_.publish();
     if (i > 0) read(i - 1, first + i - 1);

@@ -12,6 +12,7 @@
 
 #include "main_thread.h"
 #include "python_communicator.h"
+#include "runner.h"
 
 using namespace nanobind::literals;
 
@@ -289,7 +290,6 @@ class FastPath {
     call.dtype = part.code;
     const bool differ = !call.in_counts.empty();
     if (!runner_.takes(call) || (differ && entry_.compares())) return false;
-    if (starts_ && !runner_.starts(call)) return false;
     Entry::Sizes sizes{part.count};
     if (differ) sizes = {0, &call.in_counts, &call.out_counts};
     const MainThread::Within within(call.header.verb);
@@ -300,7 +300,8 @@ class FastPath {
       runner_.run(call);
       return true;
     }
-    found_ = make_work(call, runner_.start(call, entry_.sequence()));
+    call.sequence = entry_.sequence();
+    found_ = make_work(call, runner_.start(call));
     return true;
   }
 

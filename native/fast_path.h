@@ -1,13 +1,16 @@
-// The class `FastPath` of the module.
+// What the files of the fast path add to the module, and its class `FastPath`, as calls of verbs find it.
 #pragma once
 
 #include <string>
 
-#include "runner.h"
+#include "objects.h"
 
 namespace meshdist {
 
 void bind_fast_path(nb::module_& module);
+void bind_mpi_runner(nb::module_& module);
+void bind_torch_runner(nb::module_& module);
+void bind_verb_calls(nb::module_& module);
 
 // The method for a verb, to be called with an object of the class: to find it by its name takes 40 ns more.
 FastFunction find_fast_method(const std::string& verb);

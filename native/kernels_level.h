@@ -21,17 +21,15 @@ namespace {
 // Elements reduced at a time where they pass through wider numbers: a few KiB, in the L1 cache.
 constexpr size_t kBlock = 512;
 
-float as_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+template <class To>
+inline To load(const void* from) {
+  To found;
+  memcpy(&found, from, sizeof found);
+  return found;
 }
 
-uint32_t as_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
+inline float as_float(uint32_t bits) { return load<float>(&bits); }
+inline uint32_t as_bits(float value) { return load<uint32_t>(&value); }
 
 struct BFloat16 {
   uint16_t bits;
@@ -54,13 +52,6 @@ constexpr size_t kLanes = 8;
 #endif
 using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
 using Bits = uint32_t __attribute__((vector_size(kLanes * sizeof(float))));
-
-template <class Vector>
-inline Vector load(const void* from) {
-  Vector found;
-  memcpy(&found, from, sizeof found);
-  return found;
-}
 
 inline Floats load_float16(const void* from) {
 #if defined(__AVX512F__)
@@ -309,33 +300,29 @@ inline Word rounded(Word bits) {
   return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
+// From the `done`th word on, as many at a time as `Words` has.
+template <class Floats, class Words, class Combine, bool kAverage>
+size_t reduce_words(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t done, size_t num_words) {
+  constexpr size_t kStep = sizeof(Words) / sizeof(uint32_t);
+  for (; done + kStep <= num_words; done += kStep) {
+    const Words x = load<Words>(a + 2 * done), y = load<Words>(b + 2 * done);
+    const Words upper_x = x & 0xffff0000, upper_y = y & 0xffff0000, lower_x = x << 16, lower_y = y << 16;
+    Floats upper = Combine::apply(load<Floats>(&upper_x), load<Floats>(&upper_y));
+    Floats lower = Combine::apply(load<Floats>(&lower_x), load<Floats>(&lower_y));
+    if (kAverage) upper *= 0.5f, lower *= 0.5f;
+    const Words word = (rounded(load<Words>(&upper)) & 0xffff0000) | rounded(load<Words>(&lower)) >> 16;
+    memcpy(to + 2 * done, &word, sizeof word);
+  }
+  return done;
+}
+
 template <class Combine, bool kAverage>
 size_t reduce_two(BFloat16* to, const BFloat16* a, const BFloat16* b, size_t count) {
-  const size_t num_words = count / 2;
-  size_t i = 0;
+  size_t done = 0;
 #if defined(__AVX2__)
-  for (; i + kLanes <= num_words; i += kLanes) {
-    const Bits x = load<Bits>(a + 2 * i), y = load<Bits>(b + 2 * i);
-    Floats upper =
-        Combine::apply(reinterpret_cast<Floats>(x & 0xffff0000), reinterpret_cast<Floats>(y & 0xffff0000));
-    Floats lower = Combine::apply(reinterpret_cast<Floats>(x << 16), reinterpret_cast<Floats>(y << 16));
-    if (kAverage) upper *= 0.5f, lower *= 0.5f;
-    const Bits word =
-        (rounded(reinterpret_cast<Bits>(upper)) & 0xffff0000) | rounded(reinterpret_cast<Bits>(lower)) >> 16;
-    memcpy(to + 2 * i, &word, sizeof word);
-  }
+  done = reduce_words<Floats, Bits, Combine, kAverage>(to, a, b, done, count / 2);
 #endif
-  for (; i < num_words; ++i) {
-    uint32_t x, y;
-    memcpy(&x, a + 2 * i, sizeof x);
-    memcpy(&y, b + 2 * i, sizeof y);
-    float upper = Combine::apply(as_float(x & 0xffff0000), as_float(y & 0xffff0000));
-    float lower = Combine::apply(as_float(x << 16), as_float(y << 16));
-    if (kAverage) upper *= 0.5f, lower *= 0.5f;
-    const uint32_t word = (rounded(as_bits(upper)) & 0xffff0000) | rounded(as_bits(lower)) >> 16;
-    memcpy(to + 2 * i, &word, sizeof word);
-  }
-  return 2 * num_words;
+  return 2 * reduce_words<float, uint32_t, Combine, kAverage>(to, a, b, done, count / 2);
 }
 
 template <class Combine, bool kAverage>

@@ -2,14 +2,21 @@
 // refused, in Python.
 #pragma once
 
+#include <pthread.h>
+
 #include "objects.h"
 
 namespace meshdist {
 
 class MainThread {
  public:
-  // Notes go into `under_way`, a list of the verb, or of None. `number` is the thread's.
-  static void note_in(const nb::list& under_way, unsigned long number);
+  // Notes go into `under_way`, a list of the verb, or of None. `number` is the thread's; a forked child has
+  // another main thread. Called once.
+  static void note_in(const nb::list& under_way, unsigned long number) {
+    under_way_ = nb::borrow(under_way).release().ptr();
+    number_ = number;
+    pthread_atfork(nullptr, nullptr, [] { number_ = PyThread_get_thread_ident(); });
+  }
 
   static bool is_here() { return PyThread_get_thread_ident() == number_; }
 

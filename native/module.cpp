@@ -16,12 +16,9 @@
 
 #include "fast_path.h"
 #include "main_thread.h"
-#include "mpi_runner.h"
 #include "python_communicator.h"
 #include "shm_runner.h"
-#include "torch_runner.h"
 #include "torch_tensor.h"
-#include "verb_calls.h"
 
 using namespace nanobind::literals;
 
@@ -147,7 +144,6 @@ NB_MODULE(native, m) {
       .def_prop_ro_static("adds_to_stream", [](nb::handle) { return false; });
   nb::class_<PyTicket, PyOperation>(m, "StartedCollective");  // known, its objects are made faster
   nb::class_<PyTransfer, PyOperation>(m, "StartedTransfer");
-  nb::class_<TorchStarted, PyOperation>(m, "TorchStarted");
   m.def("explain_failures_by", [](nb::object made) {
     delete std::exchange(PyOperation::failures, new nb::object(std::move(made)));
   });
@@ -201,10 +197,6 @@ NB_MODULE(native, m) {
   nb::class_<ShmRunner, Runner>(m, "ShmRunner")
       .def(nb::init<PyCommunicator&, nb::object, nb::object, std::int64_t, double>(), nb::keep_alive<1, 2>(),
            "communicator"_a, "fail"_a, "give_up"_a, "largest_tag"_a, "timeout"_a);
-  m.attr("MPI_FUNCTIONS") = MpiFunctions::names();
-  nb::class_<MpiFunctions>(m, "MpiFunctions")
-      .def(nb::new_(&MpiFunctions::of), "addresses"_a, "comm"_a, "byte"_a, "in_place"_a, "handle_bytes"_a,
-           "status_bytes"_a);
   nb::class_<Recoding>(m, "Recoding")
       .def("__init__", filled_in<Recoding, bool, bool, bool, bool>(), "widens"_a, "orders"_a,
            "nan_is_greatest"_a, "divides"_a)
@@ -219,27 +211,8 @@ NB_MODULE(native, m) {
         if (decode == nullptr) throw std::invalid_argument("no such recoding");
         decode(self, memory_of(to), memory_of(from), number(to.attr("numel")()), 1);
       });
-  nb::class_<MpiFlights>(m, "MpiFlights")
-      .def(nb::init<const MpiFunctions&, std::uint64_t>(), nb::keep_alive<1, 2>(), "functions"_a, "size"_a)
-      .def("progress", &MpiFlights::progress)
-      .def("close", &MpiFlights::close);
-  nb::class_<MpiStarted, PyOperation>(m, "MpiStarted").def("test_quietly", &MpiStarted::test);
-  nb::class_<ArrivalWords>(m, "ArrivalWords")
-      .def("__init__",
-           filled_in<ArrivalWords, Words, std::vector<Words>, std::uint64_t, std::uint64_t, std::uint64_t,
-                     std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t>(),
-           "mine"_a, "others"_a, "window"_a, "check_every"_a, "inside"_a, "goes_on"_a, "waits"_a, "left"_a,
-           "even"_a, "number_shift"_a);
-  nb::class_<MpiRunner, Runner>(m, "MpiRunner")
-      .def(nb::init<const MpiFunctions&, nb::object, const ArrivalWords&, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, std::uint64_t, std::int64_t, std::uint64_t,
-                    std::uint64_t, double>(),
-           nb::keep_alive<1, 2>(), "functions"_a, "flights"_a, "words"_a, "arrivals"_a, "timeout"_a, "link"_a,
-           "finish_message"_a, "explain"_a, "error"_a, "rank"_a, "largest_tag"_a, "most_bytes"_a,
-           "limit_ms"_a, "spin_s"_a);
-  nb::class_<TorchRunner, Runner>(m, "TorchRunner")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a, "end"_a,
-           "explain"_a);
+  bind_mpi_runner(m);
+  bind_torch_runner(m);
   bind_fast_path(m);
   bind_verb_calls(m);
   m.def("knows_torch", [] { return TorchTensor::here().is_known(); });
@@ -262,20 +235,15 @@ NB_MODULE(native, m) {
   c.def("set_tuning", [](PyCommunicator& self, const std::string& name, std::size_t value) {
 #define MESHDIST_TUNED(name) {#name, &Tuning::name}
     static const std::map<std::string, std::size_t Tuning::*> thresholds{
-        MESHDIST_TUNED(begun_most_bytes), MESHDIST_TUNED(chunk_bytes), MESHDIST_TUNED(far_halves_least_bytes),
-        MESHDIST_TUNED(fetch_block_bytes), MESHDIST_TUNED(fetch_broadcast_most_bytes),
-        MESHDIST_TUNED(fetch_least_bytes), MESHDIST_TUNED(fetch_most_bytes), MESHDIST_TUNED(halves_least_bytes),
-        MESHDIST_TUNED(halves_most_bytes), MESHDIST_TUNED(near_chunk_bytes), MESHDIST_TUNED(shared_bytes),
-        MESHDIST_TUNED(spread_bytes), MESHDIST_TUNED(spread_most_bytes), MESHDIST_TUNED(stream_out_bytes),
-        MESHDIST_TUNED(whole_reduce_bytes)};
-    Collectives& collectives = self.progress->collectives();
-    if (const auto found = thresholds.find(name); found != thresholds.end()) {
-      collectives.tuning.*found->second = value;
-      self.transfers->tuning.*found->second = value;
-    } else if (name == "streams_into_slots") {
-      collectives.keep_stores(value != 0);
-    } else {
-      throw std::invalid_argument("no such tuning");
-    }
+        MESHDIST_TUNED(chunk_bytes), MESHDIST_TUNED(far_halves_least_bytes),
+        MESHDIST_TUNED(fetch_block_bytes), MESHDIST_TUNED(fetch_least_bytes),
+        MESHDIST_TUNED(fetch_most_bytes), MESHDIST_TUNED(halves_least_bytes),
+        MESHDIST_TUNED(halves_most_bytes), MESHDIST_TUNED(near_chunk_bytes), MESHDIST_TUNED(spread_bytes),
+        MESHDIST_TUNED(spread_most_bytes), MESHDIST_TUNED(stream_out_bytes),
+        MESHDIST_TUNED(streams_into_slots), MESHDIST_TUNED(whole_reduce_bytes)};
+    const auto found = thresholds.find(name);
+    if (found == thresholds.end()) throw std::invalid_argument("no such tuning");
+    self.progress->collectives().tuning.*found->second = value;
+    self.transfers->tuning.*found->second = value;
   });
 }

@@ -3,8 +3,6 @@
 namespace meshdist {
 namespace {
 
-constexpr std::uint64_t kSequence = 0, kMoment = 1, kNumNotes = 2;  // as in `Recorder`
-
 namespace names {
 const Name back{"f_back"}, instruction{"f_lasti"}, file{"co_filename"};
 }
@@ -14,10 +12,6 @@ nb::object code_of(nb::handle frame) {
 }
 
 }  // namespace
-
-std::uint64_t Notes::sequence() const { return counts_.get(kSequence); }
-
-std::uint64_t Notes::num_notes() const { return counts_.get(kNumNotes); }
 
 std::uint64_t Notes::keep_collective(nb::handle group, nb::handle call, nb::handle sizes) {
   const std::uint64_t number = sequence() + 1;

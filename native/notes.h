@@ -19,8 +19,8 @@ class Notes {
         depth_(whole(1)), none_(whole(0)) {}
 
   // Of the last collective.
-  std::uint64_t sequence() const;
-  std::uint64_t num_notes() const;
+  std::uint64_t sequence() const { return counts_.get(kSequence); }
+  std::uint64_t num_notes() const { return counts_.get(kNumNotes); }
 
   // Keep a collective of a group, a `Call` of Python's; returns its number in the members' common
   // sequence. `sizes` may be null.
@@ -33,6 +33,7 @@ class Notes {
   nb::object find(std::uint64_t number) const;
 
  private:
+  static constexpr std::uint64_t kSequence = 0, kMoment = 1, kNumNotes = 2;  // as in `Recorder`
   struct Note {
     std::uint64_t number = 0, sequence = 0;
     nb::object group, call, sizes, among_its_kind, code, instruction;

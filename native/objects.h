@@ -97,8 +97,6 @@ nb::object tuple_of(const Items&... items) {
   return checked(PyTuple_Pack(sizeof...(items), items.ptr()...));
 }
 
-inline nb::object tuple_from(nb::handle sequence) { return checked(PySequence_Tuple(sequence.ptr())); }
-
 inline bool is_true(const nb::object& value) { return value.ptr() == Py_True; }
 
 template <class Number>

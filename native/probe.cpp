@@ -1,7 +1,6 @@
 #include "probe.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace meshdist {

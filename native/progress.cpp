@@ -73,7 +73,17 @@ TicketPtr Progress::start(Job&& job) {
   auto ticket = std::make_shared<Ticket>();
   ticket->job = std::move(job);
   ticket->job.call.interruption = nullptr;
-  return begin(ticket) ? ticket : queue(std::move(ticket));
+  if (begin(ticket)) return ticket;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!has_thread_) {
+    // The thread owns what it works on, but for the caller's memory.
+    std::thread([self = shared_from_this()] { self->work(); }).detach();
+    has_thread_ = true;
+  }
+  unfinished_.fetch_add(1, std::memory_order_acq_rel);
+  queue_.push_back(ticket);
+  wake_.notify_one();
+  return ticket;
 }
 
 // Begin a call, if nothing was started before that is not done.
@@ -117,19 +127,6 @@ bool Progress::test(const TicketPtr& ticket, bool is_awaited) {
     if (is_mine && (is_awaited ? is_complete_soon() : collectives_.may_finish())) finish_begun({});
   }
   return ticket->has_ended();
-}
-
-TicketPtr Progress::queue(TicketPtr ticket) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!has_thread_) {
-    // The thread owns what it works on, but for the caller's memory.
-    std::thread([self = shared_from_this()] { self->work(); }).detach();
-    has_thread_ = true;
-  }
-  unfinished_.fetch_add(1, std::memory_order_acq_rel);
-  queue_.push_back(ticket);
-  wake_.notify_one();
-  return ticket;
 }
 
 void Progress::work() {

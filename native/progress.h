@@ -82,7 +82,6 @@ class Progress : public std::enable_shared_from_this<Progress> {
   Status finish(Job& job, Failure& failure);
   bool begin(const TicketPtr& ticket);
   bool finish_begun(const Call& waiting);
-  TicketPtr queue(TicketPtr ticket);
   void work();
   void sweep_locked();
 

@@ -105,7 +105,7 @@ class PyOperation {
 
   virtual int wait(double timeout) = 0;
   virtual bool is_done() = 0;
-  virtual Failure failure() const = 0;
+  virtual Failure failure() const { return {}; }  // empty where `finish` makes the error
   virtual int source() const { return -1; }
   // Whether a wait lets the current stream wait, and the operation goes on.
   virtual bool is_on_stream() const { return false; }

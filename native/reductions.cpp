@@ -254,20 +254,18 @@ Status Collectives::reduce_by_parts(Job& job) {
   streams_out_ = count * item_ > tuning.stream_out_bytes;
 
   // The chunk's last pieces may be short or empty: cut what there is evenly, in whole lines.
-  const auto cut = [&](std::uint64_t i, unsigned p, std::uint64_t& from, std::uint64_t& len) {
+  const auto cut = [&](std::uint64_t i, unsigned p) {
     const std::uint64_t start = i * per_chunk;
     const std::uint64_t here = std::min(per_chunk, count - start);
     const std::uint64_t line = std::max<std::uint64_t>(kCacheLine / item_, 1);
     const std::uint64_t each = std::min(piece, round_up((here + n - 1) / n, line));
-    from = std::min(here, each * p);
-    len = std::min(here, each * (p + 1)) - from;
-    from += start;
+    const std::uint64_t from = std::min(here, each * p);
+    return std::pair(start + from, std::min(here, each * (p + 1)) - from);
   };
   const auto write = [&](std::uint64_t i, std::uint64_t round) {
     Bytes mine = slot(me, round);
     for (unsigned p = 0; p < n; ++p) {
-      std::uint64_t from, len;
-      cut(i, p, from, len);
+      const auto [from, len] = cut(i, p);
       if (p == me || len == 0) continue;
       for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {
         copy_in(mine + (p * piece + at) * item_, data, m * item_);
@@ -277,8 +275,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   // Reduce my piece of the i-th chunk, given in `round`, for publishing in `result_round`.
   const auto reduce_mine = [&](std::uint64_t i, std::uint64_t round, std::uint64_t result_round) {
     Bytes result = slot(me, result_round) + result_at;
-    std::uint64_t from, len;
-    cut(i, me, from, len);
+    const auto [from, len] = cut(i, me);
     for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {
       for (std::uint64_t done = 0; done < m; done += block) {
         const std::uint64_t b = std::min<std::uint64_t>(block, m - done);
@@ -299,8 +296,7 @@ Status Collectives::reduce_by_parts(Job& job) {
   const auto collect = [&](std::uint64_t i, std::uint64_t round) {
     if (!takes) return;
     for (unsigned p = 0; p < n; ++p) {
-      std::uint64_t from, len;
-      cut(i, p, from, len);
+      const auto [from, len] = cut(i, p);
       if (p == me || len == 0) continue;
       const std::uint8_t* result = slot(p, round) + result_at;
       for_stretches(job, from, len, item_, [&](Bytes data, std::uint64_t at, std::uint64_t m) {

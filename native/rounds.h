@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "endpoint.h"
@@ -71,7 +70,12 @@ class Rounds {
     return wait(next_ - 1, call);
   }
   // Whether any member has published so in that round.
-  bool has_anyone_missed() const { return anyone_hints(next_ - 1, kHintMissed); }
+  bool has_anyone_missed() const {
+    for (unsigned j = 0; j < end_.size; ++j) {
+      if ((line(j, next_ - 1).hints & kHintMissed) != 0) return true;
+    }
+    return false;
+  }
 
   // Skip to a later round, which all members will run; others may still run those before it.
   void go_on_with(std::uint64_t round) { next_ = round; }
@@ -99,11 +103,7 @@ class Rounds {
 
   // Whether they have, or it is clear that a member never will.
   bool is_settled(std::uint64_t round) const {
-    for (unsigned j = 0; j < end_.size; ++j) {
-      if (j == end_.rank || has_published(j, round)) continue;
-      return end_.is_over() || find_gone(0, end_.size, round, nullptr) >= 0;
-    }
-    return true;
+    return is_complete(round) || end_.is_over() || find_gone(0, end_.size, round, nullptr) >= 0;
   }
 
   // Whether a member has published the round that this one publishes next: it has come to a call.
@@ -117,14 +117,6 @@ class Rounds {
   // Of the last mismatch: whether the calls may differ in the order of the elements alone. All
   // members find the same.
   bool layouts_differ = false;
-
-  // Whether any member has published `round`, which all have, with one of `hints`.
-  bool anyone_hints(std::uint64_t round, std::uint32_t hints) const {
-    for (unsigned j = 0; j < end_.size; ++j) {
-      if ((line(j, round).hints & hints) != 0) return true;
-    }
-    return false;
-  }
 
   // Whether all members have published `round`, which all have, with `hint`.
   bool everyone_hints(std::uint64_t round, std::uint32_t hint) const {

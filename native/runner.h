@@ -1,8 +1,6 @@
 // What a wire does for the fast path: plain collectives and messages, once they are checked.
 #pragma once
 
-#include <vector>
-
 #include "codes.h"
 #include "entry.h"
 #include "recoding.h"
@@ -29,6 +27,7 @@ struct Collective {
   Counts in_counts{}, out_counts{};  // of an all-to-all whose parts differ; `count` is 0 then
   std::uint32_t fingerprint = 0;     // what members compare beside all else: of a title
   std::uint64_t note = 0;            // the number under which it is noted
+  std::uint64_t sequence = 0;        // that of a collective that is started
   nb::object written{}, read{};      // the tensors: tuples, or one
 
   std::uint64_t bytes() const { return count * item; }
@@ -46,9 +45,8 @@ class Runner {
   virtual bool takes(const Message& message) const { return message.number <= largest_tag_; }
   // Do a collective that is noted and compared, or raise.
   virtual void run(const Collective& call) = 0;
-  // Whether it starts such a collective; the operation of one noted and compared under `number`.
-  virtual bool starts(const Collective&) const { return false; }
-  virtual nb::object start(const Collective&, std::uint64_t) { return {}; }
+  // Start one; returns its operation.
+  virtual nb::object start(const Collective& call) = 0;
   // Note a message of tensor `x` and do it, or raise; `message.member` is then its other side.
   virtual void run(Message& message, nb::handle x, Entry& entry) = 0;
 

@@ -29,11 +29,10 @@ class ShmRunner final : public Runner {
     if (status != 0) raise_error(call_with(fail_, whole(status), nb::none(), nb::none()));
   }
 
-  bool starts(const Collective&) const override { return true; }
-  nb::object start(const Collective& call, std::uint64_t number) override {
+  nb::object start(const Collective& call) override {
     nb::object kept =
         call.read.is_valid() ? tuple_of(or_none(call.written), call.read) : or_none(call.written);
-    return nb::cast(core_.start(job_of(call), timeout_, std::move(kept), number));
+    return nb::cast(core_.start(job_of(call), timeout_, std::move(kept), call.sequence));
   }
 
   void run(Message& message, nb::handle x, Entry& entry) override {

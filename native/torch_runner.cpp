@@ -1,6 +1,17 @@
-#include "torch_runner.h"
-
+// The fast path over torch's own classes.
+//
+// Python says once of each kind of call how the class does it: its *shortcut*. From then on a call is
+// a call of the class's method, and Python waits for its work.
 #include <nanobind/stl/unique_ptr.h>
+
+#include <map>
+#include <tuple>
+
+#include "fast_path.h"
+#include "python_communicator.h"
+#include "runner.h"
+
+using namespace nanobind::literals;
 
 namespace meshdist {
 namespace {
@@ -73,86 +84,126 @@ nb::object call_by_list(nb::handle function, const Arguments& given) {
   return checked(call(function.ptr(), pointers.data(), pointers.size(), nullptr));
 }
 
+// A collective that a class of torch's has started, and for which an operation of Python's waits.
+class TorchStarted final : public PyOperation {
+ public:
+  explicit TorchStarted(nb::object operation)
+      : PyOperation({}, 0), operation_(std::move(operation)),
+        is_on_stream_(is_true(get(operation_, names::on_stream))) {}
+
+  int wait(double timeout) override {
+    if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
+    return static_cast<int>(number(call(operation_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
+  }
+  bool is_done() override { return is_true(call(operation_, names::poll)); }
+  bool is_on_stream() const override { return is_on_stream_; }
+  nb::object of_work() const override { return operation_; }
+
+ private:
+  const nb::object operation_;
+  const bool is_on_stream_;
+};
+
+class TorchRunner final : public Runner {
+ public:
+  // `communicator` has the class's object as `_group`, and `failure` makes a wire's failure of its
+  // errors. `find(verb, op, dtype, root, is_list, is_empty)` gives the shortcut of some calls, as
+  // `meshdist/wires/c10d/shortcuts.py` has it; None where Python does them. `end(work, note)`
+  // waits for a work, where the class gives one; or, of calls that are started, `end(work, then, note)`
+  // makes the operation. `explain(error)` makes the error to raise of any.
+  TorchRunner(nb::object communicator, nb::object find, nb::object end, nb::object explain)
+      : Runner(0), communicator_(std::move(communicator)), find_(std::move(find)), end_(std::move(end)),
+        explain_(std::move(explain)) {}
+
+  bool takes(const Collective& call) const override {
+    const Shortcut& shortcut = find(call);
+    return shortcut.method.is_valid() && call.bytes() <= shortcut.most_bytes;
+  }
+  bool takes(const Message&) const override { return false; }
+
+  void run(const Collective& call) override {
+    try {
+      const Begun begun = begin(call);
+      if (!begun.work.is_none()) call_with(end_, begun.work, whole(call.note));
+      if (!begun.then.is_none()) call_with(begun.then);
+    } catch (nb::python_error& error) {
+      raise_error(call_with(explain_, nb::borrow(error.value())));
+    }
+  }
+
+  nb::object start(const Collective& call) override {
+    try {
+      const Begun begun = begin(call);
+      nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
+      // What completes a result on a stream is ordered by a Work of Python's.
+      if (!begun.then.is_none()) return operation;
+      return nb::cast(std::make_unique<TorchStarted>(std::move(operation)));
+    } catch (nb::python_error& error) {
+      raise_error(call_with(explain_, nb::borrow(error.value())));
+    }
+  }
+
+  void run(Message&, nb::handle, Entry&) override {}
+
+ private:
+  struct Shortcut {
+    nb::object method, options, prepare;  // no method where Python does it
+    std::uint64_t most_bytes = 0;
+  };
+  // The work, and what completes the result behind it, or None.
+  struct Begun {
+    nb::object work, then;
+  };
+  using Kind = std::tuple<Verb, std::int64_t, unsigned, std::int64_t, bool, bool>;
+
+  const Shortcut& find(const Collective& call) const {
+    const bool is_empty = call.count == 0 && call.in_counts.empty();
+    const Kind kind{call.verb, call.header.op, call.dtype, call.header.root, is_list(call), is_empty};
+    auto found = shortcuts_.find(kind);
+    if (found == shortcuts_.end()) {
+      const nb::object made =
+          call_with(find_, nb::str(kVerbNames[static_cast<unsigned>(call.verb)]), whole(call.header.op),
+                    whole(call.dtype), whole(call.header.root), nb::bool_(is_list(call)),
+                    nb::bool_(is_empty));
+      Shortcut shortcut;
+      if (!made.is_none()) shortcut = {made[0], made[1], made[2], number(made[3])};
+      found = shortcuts_.emplace(kind, std::move(shortcut)).first;
+    }
+    return found->second;
+  }
+
+  Begun begin(const Collective& call) const {
+    const Shortcut& shortcut = find(call);
+    Begun begun{nb::none(), nb::none()};
+    Arguments given = arguments_of(call);
+    if (!shortcut.prepare.is_none()) {
+      const nb::object prepared = call_by_list(shortcut.prepare, given);
+      given.clear();
+      for (nb::handle argument : nb::object(prepared[0])) given.push_back(nb::borrow(argument));
+      begun.then = prepared[1];
+    }
+    given.insert(given.begin(), get(communicator_, names::group));
+    given.push_back(shortcut.options);
+    try {
+      begun.work = call_by_list(shortcut.method, given);
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_RuntimeError)) throw;
+      raise_error(meshdist::call(communicator_, names::failure, nb::borrow(error.value())));
+    }
+    return begun;
+  }
+
+  const nb::object communicator_, find_, end_, explain_;
+  mutable std::map<Kind, Shortcut> shortcuts_;
+};
+
 }  // namespace
 
-TorchStarted::TorchStarted(nb::object operation)
-    : PyOperation({}, 0),
-      operation_(std::move(operation)),
-      is_on_stream_(is_true(get(operation_, names::on_stream))) {}
-
-int TorchStarted::wait(double timeout) {
-  if (is_true(facts_.terms->uses_streams) && !is_on_stream_) return 1;  // Python orders streams behind it
-  return static_cast<int>(number(call(operation_, names::wait, nb::float_(is_on_stream_ ? 0 : timeout))));
-}
-
-bool TorchStarted::is_done() { return is_true(call(operation_, names::poll)); }
-
-const TorchRunner::Shortcut& TorchRunner::find(const Collective& call) const {
-  const bool is_empty = call.count == 0 && call.in_counts.empty();
-  const Kind kind{static_cast<std::int64_t>(call.verb),
-                  call.header.op,
-                  call.dtype,
-                  call.header.root,
-                  is_list(call),
-                  is_empty};
-  auto found = shortcuts_.find(kind);
-  if (found == shortcuts_.end()) {
-    const nb::object made =
-        call_with(find_, nb::str(kVerbNames[static_cast<unsigned>(call.verb)]), whole(kind[1]),
-                  whole(kind[2]), whole(kind[3]), nb::bool_(kind[4] != 0), nb::bool_(is_empty));
-    Shortcut shortcut;
-    if (!made.is_none()) shortcut = {made[0], made[1], made[2], number(made[3])};
-    found = shortcuts_.emplace(kind, std::move(shortcut)).first;
-  }
-  return found->second;
-}
-
-bool TorchRunner::takes(const Collective& call) const {
-  const Shortcut& shortcut = find(call);
-  return shortcut.method.is_valid() && call.bytes() <= shortcut.most_bytes;
-}
-
-TorchRunner::Begun TorchRunner::begin(const Collective& call) const {
-  const Shortcut& shortcut = find(call);
-  Begun begun{nb::none(), nb::none()};
-  Arguments given = arguments_of(call);
-  if (!shortcut.prepare.is_none()) {
-    const nb::object prepared = call_by_list(shortcut.prepare, given);
-    given.clear();
-    for (nb::handle argument : nb::object(prepared[0])) given.push_back(nb::borrow(argument));
-    begun.then = prepared[1];
-  }
-  given.insert(given.begin(), get(communicator_, names::group));
-  given.push_back(shortcut.options);
-  try {
-    begun.work = call_by_list(shortcut.method, given);
-  } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_RuntimeError)) throw;
-    raise_error(meshdist::call(communicator_, names::failure, nb::borrow(error.value())));
-  }
-  return begun;
-}
-
-void TorchRunner::run(const Collective& call) {
-  try {
-    const Begun begun = begin(call);
-    if (!begun.work.is_none()) call_with(end_, begun.work, whole(call.note));
-    if (!begun.then.is_none()) call_with(begun.then);
-  } catch (nb::python_error& error) {
-    raise_error(call_with(explain_, nb::borrow(error.value())));
-  }
-}
-
-nb::object TorchRunner::start(const Collective& call, std::uint64_t) {
-  try {
-    const Begun begun = begin(call);
-    nb::object operation = call_with(end_, begun.work, begun.then, whole(call.note));
-    // What completes a result on a stream is ordered by a Work of Python's.
-    if (!begun.then.is_none()) return operation;
-    return nb::cast(std::make_unique<TorchStarted>(std::move(operation)));
-  } catch (nb::python_error& error) {
-    raise_error(call_with(explain_, nb::borrow(error.value())));
-  }
+void bind_torch_runner(nb::module_& m) {
+  nb::class_<TorchStarted, PyOperation>(m, "TorchStarted");
+  nb::class_<TorchRunner, Runner>(m, "TorchRunner")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "communicator"_a, "find"_a, "end"_a,
+           "explain"_a);
 }
 
 }  // namespace meshdist

@@ -44,10 +44,9 @@ void Transfers::start(const TransferPtr& transfer, bool in_background) {
     return;
   }
   ++pending_;
-  const bool to_self = transfer->peer == static_cast<int>(end_->rank);
   if (!transfer->is_send) {
     post(transfer);
-  } else if (to_self) {
+  } else if (transfer->peer == static_cast<int>(end_->rank)) {
     send_to_self(transfer);
   } else {
     peers_[transfer->peer].unannounced.push_back(transfer);
@@ -453,7 +452,6 @@ void Transfers::take(unsigned from, const Packet& packet, const std::uint8_t* pa
       if (receive != nullptr) {
         copy_bytes(receive->data + packet.offset, payload, packet.payload,
                    receive->bytes > tuning.stream_out_bytes);
-        receive->moved += packet.payload;
       }
       arriving->second.left -= packet.payload;
       if (arriving->second.left == 0) {
@@ -523,11 +521,6 @@ void Transfers::grow(unsigned to) {
   peer.out = {end_->segment.ring(end_->rank, to), end_->segment.geometry().ring_bytes, at};
 }
 
-// Whether messages of so many bytes are offered to be read where they lie.
-bool Transfers::is_fetched(unsigned peer, std::uint64_t bytes) const {
-  return !end_->is_crowded && bytes > message_limit(peer) && bytes <= tuning.fetch_most_bytes;
-}
-
 bool Transfers::push(unsigned to) {
   Peer& peer = peers_[to];
   bool moved = false;
@@ -543,7 +536,7 @@ bool Transfers::push(unsigned to) {
     const bool at_once = send->bytes <= message_limit(to);
     packet.kind = at_once ? Kind::message : Kind::offer;
     packet.payload = at_once ? static_cast<std::uint32_t>(send->bytes) : 0;
-    if (is_fetched(to, send->bytes)) {
+    if (!end_->is_crowded && !at_once && send->bytes <= tuning.fetch_most_bytes) {  // read where it lies
       packet.place = send->data;
       packet.revocations = end_->segment.channel(end_->rank, to).revocations.load();
     }

@@ -16,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -34,7 +33,7 @@ struct Transfer {
   std::uint64_t bytes = 0;
   std::uint64_t count = 0;
   std::uint8_t dtype = 0;
-  std::uint64_t moved = 0;
+  std::uint64_t moved = 0;  // of a large send
   int source = -1;         // where a receive came from
   std::uint64_t note = 0;  // under which this member has noted the call
   Status status = Status::ok;
@@ -120,7 +119,6 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   bool advance();
   bool drain(unsigned peer);
   bool push(unsigned peer);
-  bool is_fetched(unsigned peer, std::uint64_t bytes) const;
   void take(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   bool put(unsigned peer, const Packet& packet, const std::uint8_t* payload);
   void grow(unsigned peer);

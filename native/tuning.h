@@ -65,6 +65,9 @@ struct Tuning {
   // the caches, which spares reading their lines first: at 64 MiB 1.1 to 1.9 times as fast in
   // all-gather, all-to-all, broadcast and send, 1.2 times in reduce-scatter; at 4 MiB no gain.
   std::size_t stream_out_bytes = 8 * 1024 * 1024;
+  // For measurements: 1 or 0 keep to stores into slots past the caches, or to plain ones, whatever the
+  // probe finds. As every threshold, this is set on all members.
+  std::size_t streams_into_slots = 2;
 };
 
 }  // namespace meshdist

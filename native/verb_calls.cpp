@@ -3,13 +3,14 @@
 // A plain call is one step here: its group is found, and the group's fast path is asked. Where anything is
 // not plain, or the fast path declines, the function in Python gets the arguments as they came, and nothing
 // has happened. It refuses wrong arguments, too.
-#include "verb_calls.h"
-
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
 #include <string>
+#include <tuple>
 
 #include "fast_path.h"
 #include "main_thread.h"
@@ -62,37 +63,25 @@ struct Surroundings {
 
 class VerbCall {
  public:
-  // `parameters` has the verb's own, as (name, default): a call gives an argument for each. `taken` names
-  // those that the method of the fast path is given, and `root` that among them which names a member by
-  // its rank in the world, as `group_root` does by its place in the group; `missing` is a tuple of the
-  // rank that is meant where neither does, or empty. `stays_off_streams`: not where the group has a wire
-  // on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast path is
-  // not taken, `function` as the verb that the main thread is in, or `slow`.
+  // A call gives an argument for each parameter of the verb's own; `defaults` has what they are by default.
+  // Parameters are named by their places, -1 where there is none: `taken` are those that the method of the
+  // fast path is given, `places` the group, whether the call is only started, that among `taken` which names
+  // a member by its rank in the world, and that which names it by its place in the group; `missing` is a
+  // tuple of the rank that is meant where neither does, or empty. `stays_off_streams`: not where the group
+  // has a wire on a stream. Where `watchers`, a list, is not empty, `watched` takes the call; where the fast
+  // path is not taken, `function` as the verb that the main thread is in, or `slow`.
   VerbCall(const Surroundings& around, const std::string& name, const nb::kwargs& facts)
       : around_(around), name_(checked(PyUnicode_InternFromString(name.c_str()))),
         method_(find_fast_method(name)), missing_(nb::borrow<nb::tuple>(facts["missing"])),
         stays_off_streams_(nb::cast<bool>(facts["stays_off_streams"])),
         watchers_(nb::borrow<nb::list>(facts["watchers"])), watched_(facts["watched"]),
-        function_(facts["function"]), slow_(facts["slow"]) {
-    const auto root = nb::cast<std::string>(facts["root"]);
-    std::vector<std::string> names;
-    for (nb::handle parameter : nb::borrow<nb::list>(facts["parameters"])) {
-      names.push_back(nb::cast<std::string>(parameter[0]));
-      defaults_.push_back(nb::object(parameter[1]));
-    }
-    if (names.size() > kMostParameters) throw std::invalid_argument("too many parameters");
-    const auto place_of = [&](const std::string& name) {
-      const auto found = std::find(names.begin(), names.end(), name);
-      return found == names.end() ? kNone : static_cast<int>(found - names.begin());
-    };
-    group_ = place_of("group");
-    async_op_ = place_of("async_op");
-    root_ = place_of(root);
-    group_root_ = place_of("group_" + root);
-    for (nb::handle one : nb::borrow<nb::list>(facts["taken"])) {
-      taken_.push_back(place_of(nb::cast<std::string>(one)));
-    }
-    for (int i = 0; i < static_cast<int>(names.size()); ++i) {
+        function_(facts["function"]), slow_(facts["slow"]),
+        defaults_(nb::cast<std::vector<nb::object>>(facts["defaults"])),
+        taken_(nb::cast<std::vector<int>>(facts["taken"])) {
+    std::tie(group_, async_op_, root_, group_root_) =
+        nb::cast<std::tuple<int, int, int, int>>(facts["places"]);
+    if (defaults_.size() > kMostParameters) throw std::invalid_argument("too many parameters");
+    for (int i = 0; i < static_cast<int>(defaults_.size()); ++i) {
       const bool is_taken = std::find(taken_.begin(), taken_.end(), i) != taken_.end();
       if (!is_taken && i != group_ && i != async_op_ && i != group_root_) others_.push_back(i);
     }
@@ -181,8 +170,9 @@ class VerbCall {
   const bool stays_off_streams_;
   const nb::list watchers_;
   const nb::object watched_, function_, slow_;
-  std::vector<nb::object> defaults_;
-  std::vector<int> taken_, others_;
+  const std::vector<nb::object> defaults_;
+  const std::vector<int> taken_;
+  std::vector<int> others_;
   int group_, async_op_, root_, group_root_;
 };
 

@@ -1,9 +1,7 @@
 #include "waiting.h"
 
 #include <linux/futex.h>
-#include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -39,13 +37,6 @@ void let_timeouts_stand(bool stand) {
   }
 }
 
-CoreDemand& core_demand() {
-  static CoreDemand demand;
-  return demand;
-}
-
-void yield_core() { sched_yield(); }
-
 void block_signals() {
   sigset_t all;
   sigfillset(&all);
@@ -63,12 +54,6 @@ void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanose
 
 void futex_wake_all(std::atomic<std::uint32_t>& word) {
   syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-bool has_exited(int pidfd) {
-  if (pidfd < 0) return false;
-  pollfd query{pidfd, POLLIN, 0};
-  return poll(&query, 1, 0) == 1 && (query.revents & (POLLIN | POLLHUP)) != 0;
 }
 
 }  // namespace meshdist

@@ -3,11 +3,12 @@
 // members that it waits for still live.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <ctime>
-#include <vector>
 
 #include "layout.h"
 
@@ -47,8 +48,6 @@ inline void pause_core() {
   asm volatile("isb" ::: "memory");  // yield does nothing on most cores
 #endif
 }
-
-void yield_core();
 
 // For a thread of the core's own: signals are the program's.
 void block_signals();
@@ -130,16 +129,13 @@ class CoreDemand {
   std::atomic<Nanoseconds> rest_{0};
 };
 
-CoreDemand& core_demand();
+inline CoreDemand core_demand;
 
 // How often a small call looks for the others before it lets other threads of the program go on: some 2 us.
 constexpr unsigned kLooks = 64;
 
 // A sleeper wakes this often to check the clock, and whether the awaited members still live.
 constexpr Nanoseconds kSlice = 100'000'000;
-
-// Whether the process behind a pidfd has ended.
-bool has_exited(int pidfd);
 
 // Look until `ready()`, at first without sleeping. `is_over()` is looked at now and then.
 // Returns whether it was ready or over; afterwards the caller sleeps.
@@ -156,13 +152,12 @@ bool look(const Patience& patience, Ready ready, IsOver is_over) {
       if (is_over()) return true;
     } while (now_ns() < end);
   }
-  CoreDemand& demand = core_demand();
   Nanoseconds now = now_ns();
   const Nanoseconds end = now + patience.yield;
-  while (now < end && !(patience.has_own_core && demand.is_high(now))) {
-    yield_core();
+  while (now < end && !(patience.has_own_core && core_demand.is_high(now))) {
+    sched_yield();
     const Nanoseconds back = now_ns();
-    if (patience.has_own_core) demand.note(back, back - now);
+    if (patience.has_own_core) core_demand.note(back, back - now);
     if (ready() || is_over()) return true;
     now = now_ns();  // looking may be work: a message's pieces are copied there
   }

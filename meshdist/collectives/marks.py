@@ -64,14 +64,17 @@ def verb(
         name, slow = function.__name__, _run_slowly(function)
         if has_fast_path and core is not None:
             given = VERBS[name].parameters
-            parameters = inspect.signature(function).parameters.values()
+            parameters = inspect.signature(function).parameters
+            root = next((each.name for each in given if each.role in (Role.ROOT, Role.PEER)), "")
+            places = {parameter: place for place, parameter in enumerate(parameters)}
+            special = "group", "async_op", root, f"group_{root}"
             make = partial(
                 core.verb_call,
                 _surroundings(),
                 name,
-                parameters=[(parameter.name, parameter.default) for parameter in parameters],
-                taken=[parameter.name for parameter in given],
-                root=next((each.name for each in given if each.role in (Role.ROOT, Role.PEER)), ""),
+                defaults=[parameter.default for parameter in parameters.values()],
+                taken=[places[parameter.name] for parameter in given],
+                places=tuple(places.get(each, -1) for each in special),
                 missing=missing,
                 stays_off_streams=stays_off_streams,
                 function=function,

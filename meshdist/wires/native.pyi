@@ -278,9 +278,9 @@ def verb_call(
     around: Surroundings,
     name: str,
     *,
-    parameters: list[tuple[str, Any]],
-    taken: list[str],
-    root: str,
+    defaults: list[Any],
+    taken: list[int],
+    places: tuple[int, int, int, int],
     missing: tuple[int | None, ...],
     stays_off_streams: bool,
     watchers: list[Any],
@@ -290,11 +290,12 @@ def verb_call(
 ) -> Callable[..., Any]:
     """A public verb's call, which takes an argument for each parameter, by place.
 
-    It is given to the method ``name`` of the group's fast path: the arguments ``taken``, with the
-    rank ``root``, or ``missing``, as a place in the group; all other parameters must have their
-    defaults. What the fast path does not take goes to ``function``, as the verb that the main
-    thread is in, or while there is a profiler, or another verb under way, to ``slow``; and to
-    ``watched`` where ``watchers`` has any.
+    ``places`` are those of the group, of ``async_op``, and of the root's two: by its rank, and by
+    its place in the group; -1 stands for none. The method ``name`` of the group's fast path is
+    given the arguments at the places ``taken``, with the root, or ``missing``, as a place in the
+    group; all other parameters must have their defaults. What the fast path does not take goes to
+    ``function``, as the verb that the main thread is in, or while there is a profiler, or another
+    verb under way, to ``slow``; and to ``watched`` where ``watchers`` has any.
     """
 
 class FastPath:
