@@ -14,7 +14,7 @@ that a verb has read or written in place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -125,6 +125,38 @@ def _cupys_stream(device: int) -> torch.cuda.Stream:
     if pointer in (0, 1):  # both name the default stream, which ExternalStream cannot be
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(pointer, device)
+
+
+StreamPlace: TypeAlias = tuple[torch.cuda.Stream, torch.cuda.Event]
+"""A stream, and an event on it."""
+
+
+def record_event(device: torch.device) -> StreamPlace:
+    """Record an event on the current stream of ``device``; return that stream and the event."""
+    stream = torch.cuda.current_stream(device)
+    return stream, stream.record_event()
+
+
+def follow(place: StreamPlace) -> None:
+    """Let this thread's current stream on the device wait for an event, unless it recorded it."""
+    stream, event = place
+    current = torch.cuda.current_stream(stream.device)
+    if current != stream:
+        current.wait_event(event)
+
+
+def cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
+    """Return each CUDA device on which arrays lie, also those in nested lists, once."""
+    found: dict[torch.device, None] = {}
+    for x in arrays:
+        if isinstance(x, torch.Tensor):
+            if x.is_cuda:
+                found[x.device] = None
+        elif isinstance(x, (list, tuple)):
+            found.update(dict.fromkeys(cuda_devices(x)))
+        elif hasattr(x, "__cuda_array_interface__"):
+            found[torch.device("cuda", x.device.id)] = None
+    return list(found)
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

@@ -97,6 +97,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "communicator",
             "registry",
             "work",
+            "started_work",
             "messages",
             "c10d.substitutes",
             "c10d.shortcuts",

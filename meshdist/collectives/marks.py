@@ -29,7 +29,8 @@ from ..runtime.untraced import untraced
 from ..verb_table import OBJECT_VERBS, VERBS, Role
 from ..wires.core import core
 from ..wires.simulated.scheduler import find_rank_here
-from ..wires.work import StartedWork, Work
+from ..wires.started_work import StartedWork
+from ..wires.work import Work
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -32,7 +32,8 @@ from ..wires.operations import (
 )
 from ..wires.prepared import ROW_MAJOR, Layout, PreparedCall, Sizes, find_layout, flat
 from ..wires.registry import Wire
-from ..wires.work import StartedWork, WatchedWork, Work
+from ..wires.started_work import StartedWork
+from ..wires.work import WatchedWork, Work
 from .communicators import OpenCommunicator
 from .explainer import Explainer, OtherMembers
 from .matching import UnnamedReceive

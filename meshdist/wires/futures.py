@@ -27,6 +27,7 @@ import torch
 
 from ..error_text import without_frames
 from ..errors import BackendError
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.module_locks import ModuleLock
 
 _here = threading.local()
@@ -102,7 +103,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._devices = tuple(devices)
         self._hand_back = hand_back
         # Taken, for good, by the thread that completes it, where several may come to.
-        self.completing = threading.Lock()
+        self._completing = threading.Lock()
         self._guard = threading.Lock()
         self._callbacks: list[Callable[[], None]] | None = []  # None: they run now
 
@@ -154,6 +155,15 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
                 _log.exception("a callback of a future failed")
 
         self._when_done(run)
+
+    def complete(self, value: Any, error: Exception | None = None) -> None:
+        """Complete the future with the value, or the error, unless a thread has, or is about to."""
+        if not self._completing.acquire(blocking=False):
+            return
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
 
     def set_result(self, result: Any) -> None:
         """Complete the future with ``result`` and run its callbacks; can be done once."""
@@ -268,6 +278,25 @@ class Watcher:
 def get_watcher() -> Watcher:
     """Return the watcher of this process."""
     return Watcher()
+
+
+def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> WorkFuture:
+    """Return a Future of ``value()``, completed once ``has_ended()``, which never waits."""
+
+    def complete() -> None:
+        future.complete(value())
+
+    def poll() -> None:
+        if has_ended():
+            complete()
+
+    def pull() -> None:
+        wait_until(has_ended, Deadline(None))  # the communicator's watchdog bounds it
+        complete()
+
+    future = WorkFuture(pull, poll)
+    get_watcher().watch(has_ended, complete)
+    return future
 
 
 def _forget_watcher() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,17 +15,16 @@ import torch
 from torch._C._distributed_c10d import WorkResult  # type: ignore[attr-defined]
 
 from ..arguments import check_timeout
+from ..arrays import StreamPlace, cuda_devices, follow, record_event
 from ..checking.program import end_here, is_nested, run_unnested, under_way
 from ..error_text import without_frames
 from ..errors import BackendError, CollectiveTimeoutError, MeshdistError, NestedVerbError
 from ..runtime.deadlines import Deadline, wait_until
-from ..runtime.module_locks import ModuleLock
-from .futures import WorkFuture, find_deferral, get_watcher
-from .operations import Operation, WireFailure, WireTimeout
+from .futures import WorkFuture, find_deferral, get_watcher, watched_future
+from .operations import Chain, Operation, WireFailure, WireTimeout
 from .simulated.scheduler import find_rank_here
 
 __all__ = [
-    "StartedWork",
     "WatchedWork",
     "Work",
     "bound",
@@ -82,9 +81,7 @@ class Work:
     _done: bool = field(default=False, init=False)
     _error: Exception | None = field(default=None, init=False)
     _future: torch.futures.Future[list[Any]] | None = field(default=None, init=False)
-    _ordered: list[tuple[torch.cuda.Stream, torch.cuda.Event]] = field(
-        default_factory=list, init=False
-    )
+    _ordered: list[StreamPlace] = field(default_factory=list, init=False)
     _deadline: Deadline | None = field(default=None, init=False)
     # Of a StartedWork, also once it has become another: a thread may be about to wait for it.
     _started: Any = field(init=False)
@@ -123,7 +120,7 @@ class Work:
                             adds_to_stream = operation.adds_to_stream
                             is_over = operation.wait(0.0) == 0
                             if is_over and adds_to_stream:
-                                self._ordered += map(_record_event, _cuda_devices(self._result))
+                                self._ordered += map(record_event, cuda_devices(self._result))
                     elif not self._uses_streams:
                         is_over = operation.wait(self._timeout.total_seconds()) == 0
                         self._done = is_over
@@ -188,7 +185,7 @@ class Work:
         Raises:
             BackendError: the result lies on the CPU, where there is no stream to order.
         """
-        if not _cuda_devices(self._result):
+        if not cuda_devices(self._result):
             raise BackendError(
                 "no stream can be made to wait for a verb whose result lies on the CPU",
                 expected="a verb on CUDA arrays",
@@ -246,28 +243,10 @@ class Work:
         if self._is_transfer or not self._is_in_flight_on_stream():
             return self.get_future().then(lambda _: int(self._ending()))
 
-        def complete() -> None:
-            if future.completing.acquire(blocking=False):
-                future.set_result(int(self._ending()))
-
-        def poll() -> None:
-            if self._has_ended():
-                complete()
-
-        def pull() -> None:
-            wait_until(self._has_ended, Deadline(None))  # the communicator's watchdog bounds it
-            complete()
-
-        future = WorkFuture(pull, poll)
-        get_watcher().watch(self._has_ended, complete)
-        return future
+        return watched_future(self._has_ended, lambda: int(self._ending()))
 
     def boxed(self) -> NoReturn:
-        """Refused: only works of torch's own can be boxed for its dispatcher.
-
-        Raises:
-            BackendError: always.
-        """
+        """Raise BackendError: only works of torch's own can be boxed for its dispatcher."""
         raise BackendError(
             "a Work of meshdist cannot be boxed for torch's dispatcher",
             expected="a Work that torch.distributed made, which lives in C++",
@@ -276,11 +255,7 @@ class Work:
 
     @staticmethod
     def unbox(arg0: object) -> NoReturn:
-        """Refused: see ``boxed``.
-
-        Raises:
-            BackendError: always.
-        """
+        """Raise BackendError: see ``boxed``."""
         raise BackendError(
             "no box holds a Work of meshdist",
             found=type(arg0).__name__,
@@ -289,24 +264,20 @@ class Work:
 
     def _complete(self) -> None:
         """Complete the future, once, with the result or the error of the finished verb."""
-        future = self._future
-        if isinstance(future, WorkFuture) and future.completing.acquire(blocking=False):
-            if self._error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(self._error)
+        if isinstance(self._future, WorkFuture):
+            self._future.complete(self._result, self._error)
 
     def _ordering_of_waits(self) -> tuple[list[torch.device], Callable[[], None] | None]:
         """Return the devices on which torch orders a future's waits, or a function that orders."""
         # The function is for other libraries' arrays: torch would look for tensors in them by
         # pickling them.
         if self._hand_back is None:
-            return _cuda_devices(self._result), None
+            return cuda_devices(self._result), None
         return [], self._order_streams
 
     def _complete_beside(self) -> None:
         """Complete the future in another thread, whose current device is not the program's."""
-        devices = _cuda_devices(self._result)
+        devices = cuda_devices(self._result)
         with torch.cuda.device(devices[0]) if devices else nullcontext():
             self._complete()
 
@@ -328,20 +299,17 @@ class Work:
 
         def finish(_: object) -> list[Any]:  # on streams of the future's own
             self._go_on(_UNSET, self._finish)
-            if self._error is not None:
-                raise without_frames(self._error)
+            self._raise_error()
             return self._result
 
         with self._guard:
             if self._future is not None:
                 return self._future
-            enqueued = torch.futures.Future[None](devices=[*_cuda_devices(self._result)])
+            enqueued = torch.futures.Future[None](devices=[*cuda_devices(self._result)])
             future = self._future = enqueued.then(finish)
             if self._hand_back is not None:
-                self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
-                self._future.completing.acquire()
-                self._future.set_result(self._result)
-                future = self._future
+                future = self._future = WorkFuture(lambda: None, lambda: None, (), self.synchronize)
+                future.complete(self._result)
         enqueued.set_result(None)
         return future
 
@@ -413,15 +381,13 @@ class Work:
                 self._fail(failure)
                 return None
         if adds_to_stream and self._uses_streams:
-            self._ordered += map(_record_event, _cuda_devices(self._result))
+            self._ordered += map(record_event, cuda_devices(self._result))
         return None if is_over or not operation.on_stream else False
 
     def _order_streams(self) -> None:
         """Let this thread's current streams, those of the arrays' library too, follow the verb."""
-        for stream, event in self._ordered:
-            current = torch.cuda.current_stream(stream.device)
-            if current != stream:
-                current.wait_event(event)
+        for place in self._ordered:
+            follow(place)
         if self._hand_back is not None:
             self._hand_back()
 
@@ -448,6 +414,13 @@ class Work:
             self._deadline = Deadline(self._timeout)
         return self._deadline
 
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise without_frames(self._error)
+
+    def _may_be_dropped(self) -> None:
+        self._warn_dropped = None
+
     def _ending(self) -> WorkResult:
         if self._error is None:
             return WorkResult.SUCCESS
@@ -463,64 +436,6 @@ class WatchedWork(Work):
     def __del__(self) -> None:
         if self._warn_dropped is not None and not self._done:
             self._warn_dropped(self._note)
-
-
-class StartedWork(Work):
-    """Work of a call that native code started; any use but a plain ``wait`` changes its class."""
-
-    # It has its result, its user and ``_started``, the operation, which knows the rest: where a
-    # program asks for that it becomes a Work like others.
-
-    __slots__ = ()
-
-    def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Wait for the verb and return True, or raise, as ``Work.wait`` does."""
-        if timeout is _UNSET and self._started.wait_plainly():
-            return True
-        _unfold(self)
-        return self.wait(timeout)
-
-    def __getattr__(self, name: str) -> Any:
-        _unfold(self)
-        return getattr(self, name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Become a WatchedWork, which alone has fields to copy, and return how to copy that."""
-        _unfold(self)
-        return self.__reduce_ex__(protocol)
-
-
-_unfolding = ModuleLock(threading.RLock)  # a signal's handler may ask for another Work meanwhile
-
-
-def _unfold(work: StartedWork) -> None:
-    """Set the fields of ``work`` and its class to WatchedWork, unless another thread has."""
-    with _unfolding.current:
-        if type(work) is StartedWork:
-            fields, is_done = work._started.leave_work(work._result, work._user)
-            Work.__init__(work, *fields)
-            work._done = is_done
-            work.__class__ = WatchedWork  # type: ignore[assignment]
-
-
-def _record_event(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-    """Record an event on the current stream of ``device``; return that stream and the event."""
-    stream = torch.cuda.current_stream(device)
-    return stream, stream.record_event()
-
-
-def _cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
-    """Return each CUDA device on which arrays lie, also those in nested lists, once."""
-    found: dict[torch.device, None] = {}
-    for x in arrays:
-        if isinstance(x, torch.Tensor):
-            if x.is_cuda:
-                found[x.device] = None
-        elif isinstance(x, (list, tuple)):
-            found.update(dict.fromkeys(_cuda_devices(x)))
-        elif hasattr(x, "__cuda_array_interface__"):
-            found[torch.device("cuda", x.device.id)] = None
-    return list(found)
 
 
 def is_ready(work: Work) -> bool:
@@ -541,7 +456,7 @@ def joined(works: Sequence[Work]) -> Work:
         return first
     names = first._verb, first._group
     dropped = first._note, first._warn_dropped
-    parts = _SeveralWorks([may_be_dropped(work) for work in works])
+    parts = Chain([_OfWork(may_be_dropped(work)) for work in works])
     return WatchedWork(
         parts, first._timeout, first._explain, [], None, *names, False, None, *dropped
     )
@@ -549,40 +464,31 @@ def joined(works: Sequence[Work]) -> Work:
 
 def may_be_dropped(work: Work) -> Work:
     """Return ``work``, marked so that no warning follows if nothing waits for it."""
-    if type(work) is StartedWork:
-        work._started.may_be_dropped()
-    else:
-        work._warn_dropped = None
+    work._may_be_dropped()
     return work
 
 
 @dataclass(eq=False, slots=True)
-class _SeveralWorks(Operation):
-    """Several Works as a single operation, which fails if any of the Works does."""
+class _OfWork(Operation):
+    """The operation of a Work that ends with its result in place, or with its own error."""
 
-    works: Sequence[Work]
+    work: Work
 
     @property
     def on_stream(self) -> bool:
-        return any(work._operation.on_stream for work in self.works)
+        return self.work._operation.on_stream
 
     def finish(self, timeout: timedelta) -> None:
-        for work in self.works:
-            work._go_on(_UNSET)
-            if work._error is not None:
-                raise without_frames(work._error)
+        self.work._go_on(_UNSET)
+        self.work._raise_error()
 
     def poll(self) -> bool:
-        return all(work._operation.poll() for work in self.works)
+        return self.work._operation.poll()
 
     def has_ended(self) -> bool:
-        for work in self.works:
-            if not work._has_ended():
-                return False
-            if work._error is not None:
-                raise without_frames(work._error)
-        return True
+        has_ended = self.work._has_ended()
+        self.work._raise_error()
+        return has_ended
 
     def bound(self, timeout: timedelta) -> None:
-        for work in self.works:
-            bound(work, timeout)
+        bound(self.work, timeout)

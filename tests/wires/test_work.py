@@ -573,7 +573,7 @@ def test_the_watcher_calls_back_on_the_device_of_the_result(
     hand = Hand()
     work = work_of(hand)
     future = work.get_future()
-    monkeypatch.setattr(work_module, "_cuda_devices", lambda _: [device])
+    monkeypatch.setattr(work_module, "cuda_devices", lambda _: [device])
     monkeypatch.setattr(work_module.torch.cuda, "device", current)
     monkeypatch.setattr(work_module.torch.cuda, "current_stream", lambda _: SideStream())
     future.add_done_callback(lambda _: (seen.extend(on_device), called.set()))

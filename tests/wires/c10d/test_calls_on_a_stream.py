@@ -282,7 +282,7 @@ def test_a_wait_lets_the_stream_wait_and_not_the_host(
 
     streams = {name: Stream(name) for name in ("default", "side")}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[device.current])
-    monkeypatch.setattr(work_module, "_cuda_devices", lambda _: [Stream.device])
+    monkeypatch.setattr(work_module, "cuda_devices", lambda _: [Stream.device])
     device.holds = True
     x = torch.tensor([2.0, -1.0])
     work = md.all_reduce(x, getattr(md.ReduceOp, op), async_op=True)

@@ -484,7 +484,7 @@ def streams(device: Device, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stream
     made = {name: Stream(name, device.log) for name in ("default", "side")}
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made[device.current])
-    monkeypatch.setattr(work_module, "_cuda_devices", lambda _: [cuda])
+    monkeypatch.setattr(work_module, "cuda_devices", lambda _: [cuda])
     return made
 
 
