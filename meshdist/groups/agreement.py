@@ -236,13 +236,12 @@ class _PendingAgreement:
         if place == 1 and store.add(below, 1) == 1:  # no member had this definition before
             store.set(f"{below}/about", self._about)
             store.set(f"{name}/digest/{store.add(f'{name}/digests', 1)}", self._digest)
-        number = self._count(f"{name}/came", 1)
-        self._is_last = number == len(self.members) and self._is_first_to("conclude")
+        size, number = len(self.members), self._count(f"{name}/came", 1)
+        self._is_last = number == size and self._is_first_to("conclude")
         if self._is_last:
             self._conclude()
         # The first member of a block looks for those of its block, the first of all for all.
-        counted_as = {self._block: place, self._all: number}
-        self._looks = {it: Looks(len(self.members), k) for it, k in counted_as.items()}
+        self._looks = {self._block: Looks(size, place), self._all: Looks(size, number)}
 
     def take_back(self) -> None:
         """Undo ``come``: subtract each amount that this rank has added in the store."""
@@ -392,8 +391,7 @@ class _PendingAgreement:
 
     def _refuse_joined(self) -> None:
         """Raise JoinError if members that have not come have no data left in a join context."""
-        joined = self._find_joined_before()
-        if not joined:
+        if not (joined := self._find_joined_before()):
             return
         raise JoinError(
             f"a {self.kind} cannot be made with {ranks_text(joined)}, which "

@@ -181,10 +181,9 @@ class ProcessGroup(VerbMethods):
                 agree now.
             slot: under which each of them made its offer.
         """
-        if self._num_forks == forks[0]:  # else a forked child, which may not
-            channel = self._channels.get(device_type)
-            if channel is not None:
-                return channel
+        may_open = self._num_forks == forks[0]  # else this is a forked child
+        if may_open and (channel := self._channels.get(device_type)) is not None:
+            return channel
         return self._open_channel(device_type, agreement, slot)
 
     def offer(self, device_type: str, slot: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -343,7 +342,7 @@ class ProcessGroup(VerbMethods):
     def _open_channel(self, device_type: str, agreement: Agreement | None, slot: str) -> Channel:
         self.check_usable()
         wire = get_wire(self.wire_name(device_type))
-        timeout = self._timeout_on(wire)
+        rank, timeout = self.world.rank, self._timeout_on(wire)
         registry, connection = get_registry(self.world), wire.connection_for(device_type)
         for channel in self._channels.values():
             if channel.wire.connection_for(channel.device_type) == connection:
@@ -354,19 +353,15 @@ class ProcessGroup(VerbMethods):
             lack = self.make_room(device_type)
             if (known := self._agreement) is not None:
                 if lack:  # of the world, whose ranks have not agreed upon anything
-                    found = f"rank {self.world.rank}: {lack}"
-                    raise lack_error(self.world.rank, self.name, self.ranks, found)
+                    raise lack_error(rank, self.name, self.ranks, f"rank {rank}: {lack}")
                 known = replace(known, name=f"{known.name}/{connection}", opened=[])
             told = self.ranks, "group", {"text": self.name, "ranks": self.ranks, "wire": wire.name}
             with registry.opening(known) as agree:
-                offers = self.offer(device_type)
-                agreed = known or agree(*told, timeout, offers=offers, lack=lack)
+                agreed = known or agree(*told, timeout, offers=self.offer(device_type), lack=lack)
                 return self._open_channel(device_type, agreed, slot)
         label = agreement.label_for(self.ranks, f"{slot}{connection}")
-        opening = replace(
-            self._opening(label, device_type, timeout),
-            find_lost=registry.presence.make_search(agreement, self.ranks),
-        )
+        find_lost = registry.presence.make_search(agreement, self.ranks)
+        opening = replace(self._opening(label, device_type, timeout), find_lost=find_lost)
         with self._explained_opening(wire):
             try:
                 opened = registry.acquire(wire, opening, agreement, label, self)
@@ -376,8 +371,8 @@ class ProcessGroup(VerbMethods):
                 _log.info("%s goes by %s: %s", self.name, wire.replacement, refusal)
                 self.backends = {**self.backends, device_type: wire.replacement}
                 return self._open_channel(device_type, agreement, slot)
-        of_group = self.name, self.ranks, self._group_rank
         try:
+            of_group = self.name, self.ranks, self._group_rank
             facts = GroupFacts(*of_group, opened.label, wire.name, timeout)
             if registry.look is None:
                 registry.look = LateMembers(self.world).look
@@ -393,7 +388,7 @@ class ProcessGroup(VerbMethods):
             registry.guard.cover(self)
         else:
             self._take_fast_path(device_type, channel)
-        where = f"rank {self.world.rank} opened {self.name}, {ranks_text(self.ranks)}"
+        where = f"rank {rank} opened {self.name}, {ranks_text(self.ranks)}"
         _log.debug("%s, on wire %s for %s tensors", where, wire.name, device_type)
         return channel
 
@@ -474,8 +469,7 @@ def resolve_group(group: object) -> ProcessGroup:
         return found if isinstance(found, ProcessGroup) else world_group()
     if isinstance(group, ProcessGroup):
         return group
-    group_of_mesh = getattr(group, "open_group", None)
-    if group_of_mesh is not None:
+    if (group_of_mesh := getattr(group, "open_group", None)) is not None:
         return group_of_mesh()  # type: ignore[no-any-return]
     if group == NON_GROUP_MEMBER:
         raise NotInGroupError(
