@@ -140,7 +140,7 @@ class BoundedStore(Store):
     # -- torch's methods ---------------------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set ``key``, whatever it held."""
+        """Set ``key`` to ``value``, whatever it held."""
         self.ask(lambda raw: raw.set(key, value))  # type: ignore[arg-type] # bytes are taken too
 
     def get(self, key: str) -> bytes:
@@ -245,7 +245,7 @@ class BoundedStore(Store):
 
     @property
     def alarm(self) -> KeyAlarm | None:
-        """The alarm that waits of this process share, made anew if lost; None if that fails."""
+        """The alarm that waits of this process share, made anew if lost; None if there is none."""
         if self._address is not None and (not self._alarms or self._alarms[-1].is_lost):
             with suppress(AlarmLost):
                 self._alarms.append(KeyAlarm(self._address))

@@ -123,7 +123,7 @@ def read_surroundings(
 
 
 def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and the size that a launcher has set, None where none has.
+    """Return the rank and size that a launcher has set, None where none has; raise if wrong.
 
     Example:
         >>> find_place({"RANK": "1", "WORLD_SIZE": "4"}), find_place({})

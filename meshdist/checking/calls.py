@@ -122,7 +122,7 @@ class Call:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that must be equal on all members."""
+        """The title and the owner, texts that must be equal on all members."""
         return self.title, self.owner
 
     @property

@@ -59,7 +59,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Note the ``wanted`` signals, or the usual, in the context; only on the main thread."""
+        """Note the ``wanted`` signals in the context, if on the main thread; None: the usual."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             if wanted is None:

@@ -175,7 +175,7 @@ def wait_until(
     Args:
         condition: called at least once, also where the deadline is over already.
         check: called before each pause; it may raise to end the wait.
-        longest_pause_s: small where the waiting itself is on the clock of a program.
+        longest_pause_s: the longest sleep between two calls of ``condition``.
     """
     if found := condition():
         return found

@@ -110,7 +110,7 @@ class TorchWork(torch_distributed.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return the group rank that a finished receive came from."""
+        """Return the group rank that a finished receive came from; raise BackendError if none."""
         for work in self._works:
             return work.source_rank()
         return DONE.source()  # it raises, as for all that is no receive
@@ -161,7 +161,7 @@ def begin_record(title: str, given: Sequence[Any]) -> list[Any]:
 
 
 def end_records(records: list[Any]) -> None:
-    """End what ``begin_record`` began, and drop it, if it has not ended yet."""
+    """End the profiler's ``records`` from ``begin_record`` that have not ended, and drop them."""
     # A record that ends behind its profiler, as a traceback drops it, writes into freed memory.
     while records:
         records.pop().__exit__(None, None, None)

@@ -132,7 +132,7 @@ class PreparedCall:
         way: the verb of a communicator that carries it.
         inputs: what this member brings: one tensor, a tensor for each member, or some that travel
             together.
-        outputs: what this member's result is written into, likewise.
+        outputs: what this member's result is written into, in any of these forms.
         noted: the tensor, or list of tensors, whose dtype and size members compare.
         op: what the wire reduces by.
         root: the place of its source or destination; of a message, of its other side (None: any).

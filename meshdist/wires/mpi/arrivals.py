@@ -183,7 +183,7 @@ class Arrivals:
         return True
 
     def _wait_for_the_slowest(self, number: int, timeout: timedelta) -> None:
-        """Wait until no member can still look for a word that is about to be overwritten."""
+        """Wait until no member is more than half a window (512 calls) behind ``number``."""
         past = number - _WINDOW // 2
         if past > 0:
 

@@ -80,7 +80,7 @@ def write(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def synchronize(tensor: torch.Tensor) -> None:
-    """Wait for the caller's stream, since the member that moves the data may use another."""
+    """Wait for the current stream of the tensor's device, if that is CUDA or XPU."""
     if tensor.device.type in ("cuda", "xpu"):
         torch.accelerator.current_stream(tensor.device).synchronize()
 
