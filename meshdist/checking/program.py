@@ -178,7 +178,7 @@ _main_thread = main_thread().ident
 
 
 def is_nested() -> bool:
-    """Return whether this is the main thread, and it is in a verb."""
+    """Return whether this is the main thread, in a verb."""
     return under_way[0] is not None and get_ident() == _main_thread
 
 

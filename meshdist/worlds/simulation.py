@@ -165,7 +165,7 @@ _BEGINS_PROFILER = ("_prepare_profiler", "_run_on_profiler_start")
 
 @contextmanager
 def _one_profiler() -> Iterator[None]:
-    """Let no rank begin a profiler while another is on: two would crash torch."""
+    """Raise WorldError in a rank that begins a second profiler: two would crash torch."""
 
     def alone(begin: Callable[..., None]) -> Callable[..., None]:
         def begin_alone(*given: Any, **named: Any) -> None:

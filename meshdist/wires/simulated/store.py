@@ -144,7 +144,10 @@ class SimulatedStore(Store):
         self._wait(lambda: self._has(keys), call)
 
     def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
-        """Wait until ``is_ready()``, while other ranks run; return True."""
+        """Wait until ``is_ready()``, while other ranks run; return True.
+
+        On a thread that is no rank it raises WorldError, if it would wait.
+        """
         if is_ready():
             return True
         rank = find_rank_here()
