@@ -25,7 +25,7 @@ _NOT_PLAIN = frozenset(verb.name for verb in VERBS.values() if not verb.is_plain
 
 
 class VerbCall(PreparedCall):
-    """A call of a verb, which takes each argument as the tensor that travels.
+    """A call of a verb, which takes its arguments and has the tensors that are sent.
 
     Args:
         root: the place of its source or destination; of a message, of its other side.
@@ -53,7 +53,7 @@ class VerbCall(PreparedCall):
         self.written, self.foreign = [], []
 
     def take(self, x: Any, argument: str, *, writes: bool = False) -> torch.Tensor:
-        """Return the tensor that the wire moves for an argument; note it if the verb writes it."""
+        """Return the tensor sent for ``x``; note ``x`` as a result if the verb writes it."""
         is_plain = forward_ad._current_level < 0 and type(x) is _Tensor and x.layout is _STRIDED
         is_plain = is_plain and not x.requires_grad and x.is_contiguous() and not x.is_nested
         is_plain = is_plain and (x.data_ptr() or not x.numel())
@@ -74,7 +74,7 @@ class VerbCall(PreparedCall):
 
 
 class Collective(VerbCall):
-    """A call of a collective, whose checks raise before anything is sent."""
+    """A call of a collective; its checks raise before anything is sent."""
 
     is_scaled = False  # whether the factor of PREMUL_SUM is in the inputs already
 
@@ -85,7 +85,7 @@ class Collective(VerbCall):
 
     @property
     def here(self) -> str:
-        """The text that names this rank and its group in messages."""
+        """Text for messages that names this rank and its group."""
         return f"rank {self.group.world.rank}, {self.group.name}"
 
     def take_list(
@@ -116,14 +116,14 @@ class Collective(VerbCall):
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """Return the tensors that travel for a list of lists to be written, list by list."""
+        """Return the tensors to receive into for a list of lists; raise if sizes differ."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)
         return [self.take(x, argument, writes=True) for row in rows for x in row]
 
     def take_op(self, op: Any, *tensors: torch.Tensor) -> None:
-        """Set the reduction of ``tensors``; of PREMUL_SUM the sum, since ``scaled`` multiplies."""
+        """Set the reduction, checked for ``tensors``; PREMUL_SUM becomes SUM and a factor."""
         kind, number = op, op.value if type(op) is ReduceKind else None
         for tensor in tensors:
             if (number, tensor.dtype) not in REDUCIBLE:  # seldom
@@ -146,7 +146,14 @@ class Collective(VerbCall):
         result: Sequence[Any] | None = None,
         sizes: tuple[Sizes, Sizes] | None = None,
     ) -> None:
-        """Set the verb of a communicator that carries the call, and the tensors that travel."""
+        """Set how the call is carried out: a communicator's verb, and its tensors.
+
+        Args:
+            way: the verb of the communicator.
+            noted: the tensors that members compare.
+            result: what the Work's result() gives; None for ``outputs``.
+            sizes: elements sent to, and received from, each member, where they differ.
+        """
         self.way, self.inputs, self.outputs, self.noted = way, inputs, outputs, noted
         self.result, self.sizes = result, sizes
 
@@ -226,7 +233,7 @@ class Collective(VerbCall):
     def check_blocks(
         self, whole: torch.Tensor, block: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless ``whole`` is a block per member: concatenated, stacked, or flat."""
+        """Raise unless ``whole`` has a block per member: concatenated, stacked, or flat."""
         size = len(self.group.ranks)
         if whole.dim() == 1 and whole.numel() == size * block.numel():
             return  # the common case, decided fast

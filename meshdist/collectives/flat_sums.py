@@ -33,7 +33,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return the bytes and the bucket's kind of each parameter; those ``alone`` share no bucket."""
+    """Return (bytes, kind) of each parameter; equal kinds may share a bucket, ``alone`` never."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,
@@ -109,7 +109,7 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 def start_reduction(flat: torch.Tensor, op: ReduceKind, group: ProcessGroup) -> Work:
-    """Start the all-reduce of a bucket in place, and return a Work that may be dropped."""
+    """Start an all-reduce of ``flat`` in place; return a Work that may be dropped."""
     work = all_reduce(flat, op, group, async_op=True)
     assert work is not None
     return may_be_dropped(work)
@@ -166,7 +166,7 @@ def broadcast_from(source: int, tensors: Sequence[torch.Tensor], group: ProcessG
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of tensors of one device and at most 32 MiB, larger tensors alone."""
+    """Yield lists of non-empty tensors of one device, up to 32 MiB; larger tensors alone."""
     filling: dict[torch.device, list[torch.Tensor]] = {}
     filled: dict[torch.device, int] = {}
     for tensor in tensors:
@@ -196,7 +196,11 @@ def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the coalesced sum of the members' sparse rows, ``counts`` of each; collective."""
+    """Return the coalesced sum of all members' sparse tensors; collective.
+
+    Args:
+        counts: the number of rows of each member.
+    """
     # Along their last dimension indices go, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]
@@ -209,7 +213,7 @@ def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Ten
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
-    """Write into a sparse COO tensor the sum of all members' tensors, whose indices may differ."""
+    """Write the sum of all members' sparse COO tensors into ``tensor``; collective; or raise."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
             "all_reduce of a tensor that is neither dense nor of coordinates",

@@ -101,14 +101,18 @@ def skip_barrier(group: ProcessGroup) -> None:
 
 
 def _keys_of(group: ProcessGroup) -> str:
-    """Return the prefix of the keys of a group's barriers, equal on its members alone."""
+    """Return the prefix of the store keys for a group's barriers, equal on its members."""
     if group.is_private:
         return f"monitored/{group.open_channel(group.first_device_type()).opened.label}"
     return f"monitored/{digest_of_ranks(group.ranks)}"
 
 
 def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
-    """Wait through the store for the other ranks; raise where a rank does not come."""
+    """Wait through the store until all ``ranks`` came; raise on all if a rank is late.
+
+    Args:
+        names_all: whether the error names all absent ranks, or the first alone.
+    """
     world = group.world
     registry = get_registry(world)
     known_aborts = set(registry.aborts)
@@ -135,7 +139,7 @@ def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_a
 
 
 def _check_not_aborted(group: ProcessGroup, known_aborts: set[str], where: str) -> None:
-    """Raise AbortedError if the group was aborted, by none of the aborts that were known before."""
+    """Raise AbortedError if the group was aborted by an abort that is not in ``known_aborts``."""
     aborts = get_registry(group.world).aborts
     for label in set(aborts) - known_aborts:
         message = aborts[label]
@@ -179,7 +183,7 @@ def _timed_out(
 
 
 def _last_calls(world: World, ranks: list[int]) -> str:
-    """Return the last calls of absent ranks as text, as far as they answer."""
+    """Return a line on the last call of each absent rank that answers."""
     answers = ask(world, tuple(ranks))
     return "\n".join(f"rank {rank}: {last_call_text(answers.get(rank))}" for rank in ranks)
 
@@ -193,7 +197,7 @@ def _counts_of_simulated(group: ProcessGroup) -> dict[int, int]:
 
 
 def _meet_simulated(group: ProcessGroup, ranks: Sequence[int]) -> None:
-    """Wait for the other simulated ranks; the scheduler raises where they cannot come."""
+    """Wait for the other simulated ranks; raise if they cannot come."""
     rank = find_rank_here()
     if rank is None:
         raise WorldError(
@@ -222,7 +226,7 @@ _GRACE = timedelta(seconds=1)
 
 
 def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
-    """Return torch's sentence about ranks that did not pass a monitored barrier."""
+    """Return torch's sentence on ``ranks`` that failed to pass a monitored barrier in time."""
     ranks_named = f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     limit = "" if timeout is None else f" in {timeout / timedelta(milliseconds=1):.0f} ms"
     return f"{ranks_named} failed to pass monitoredBarrier{limit}"
@@ -230,7 +234,7 @@ def failed_text(ranks: Sequence[int], timeout: timedelta | None = None) -> str:
 
 @dataclass
 class BarrierResult:
-    """The result of a group's latest barrier, as the store has it in JSON."""
+    """The result of a group's latest barrier, stored as JSON."""
 
     number: int  # the barrier's
     passed: int  # the number of the latest barrier that all members passed
@@ -240,7 +244,7 @@ class BarrierResult:
 
     @classmethod
     def parse(cls, value: dict[str, Any]) -> BarrierResult:
-        """Return the result from its JSON, or raise where a field is missing or of another type."""
+        """Return the result from JSON; raise if a field is missing or of another type."""
         return cls(
             number=int(value["number"]),
             passed=int(value["passed"]),
@@ -272,7 +276,7 @@ class MonitoredBarrier:
     check: Callable[[], None] = lambda: None
 
     def wait(self) -> BarrierResult:
-        """Return the result that the first member decides, or a member whose wait has timed out."""
+        """Wait for all members; return the result, decided by the first or a late member."""
         # The others wait at most the timeout until the first arrives, and as long again for its
         # decision.
         with within(Deadline(self.timeout)):
@@ -331,7 +335,7 @@ class MonitoredBarrier:
         return read_json(self.store, key, BarrierResult.parse), text
 
     def _decide(self, failure: str, absent: list[int]) -> BarrierResult:
-        """Decide by ``failure``, unless another member has decided; return the result."""
+        """Store this member's result unless another has decided; return the stored result."""
         while True:
             latest, before = self._read()
             if latest is not None and latest.number >= self.number:

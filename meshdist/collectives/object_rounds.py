@@ -26,7 +26,7 @@ from .collective import Collective
 
 
 class Parcel:
-    """Pickled objects as bytes, or the reason where an object cannot be pickled."""
+    """Pickled objects as bytes; if an object cannot be pickled, the error as bytes."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self.error: Exception | None = None
@@ -51,12 +51,12 @@ class Parcel:
 
     @property
     def signed_size(self) -> int:
-        """The number of bytes, negative where they are the reason of a failure."""
+        """The number of bytes, negative if they are an error's."""
         return self.data.numel() if self.error is None else -self.data.numel()
 
 
 def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the unpickled objects of a parcel that another rank sent."""
+    """Return the objects in a parcel's bytes from another rank; raise if it is none."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)
@@ -86,7 +86,7 @@ def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> 
 
 
 def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
-    """Return the device through which the bytes of objects travel."""
+    """Return the device for objects' bytes: ``given``, else the group's first type; or raise."""
     if given is None:
         given = target.first_device_type()
     try:
@@ -102,7 +102,7 @@ def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
 
 
 def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> None:
-    """Raise unless ``given`` is a list, of any length; a tuple will do to read from."""
+    """Raise unless ``given`` is a list, or, if it is not written, a tuple."""
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
             f"{verb}: {argument} must be a list",
@@ -112,7 +112,7 @@ def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> 
 
 
 def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
-    """Return the entries of a list by their names in messages, such as ``object_list[0]``."""
+    """Return ``{"object_list[0]": object, ...}`` for error messages."""
     return {f"{argument}[{place}]": x for place, x in enumerate(objects)}
 
 
@@ -131,7 +131,7 @@ def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
 def raise_unpicklable(
     failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
 ) -> NoReturn:
-    """Raise the error of objects that cannot be pickled, with the same text on every member."""
+    """Raise the error of ranks that failed to pickle (``failed``, with their reasons)."""
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise PicklingError(
         f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",
@@ -152,7 +152,7 @@ _ANY_LENGTH = -1
 
 
 class Rounds(Collective):
-    """The rounds of a call of a verb on objects, each a collective under the verb's name."""
+    """The collectives of one verb on objects, each noted under the verb's name."""
 
     device: torch.device
 
@@ -161,10 +161,10 @@ class Rounds(Collective):
         self.device = find_device(self.group, device, name)
 
     def __enter__(self) -> None:
-        """Begin the rounds, and do nothing else."""
+        """Return None and do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Compare the members' calls after an error, and raise where they differ."""
+        """After an error compare the members' calls, and raise if they differ."""
         if isinstance(error, Exception):  # bytes that make no sense may be another call's
             for channel in self.group.channels:
                 channel.check_calls()
@@ -185,7 +185,7 @@ class Rounds(Collective):
         return list(signed_sizes)
 
     def broadcast_sizes(self, parcels: Sequence[Parcel]) -> list[int]:
-        """Return the number of the source's bytes for each member; raise if it cannot pickle."""
+        """Return the bytes that the source sends each member; raise if it cannot pickle."""
         assert self.root is not None
         failure = next((parcel for parcel in parcels if parcel.error is not None), None)
         signed_sizes = [(failure or parcel).signed_size for parcel in parcels]
@@ -198,25 +198,25 @@ class Rounds(Collective):
         return sizes
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uninitialised memory for bytes."""
+        """Return uninitialised memory of ``num_bytes`` bytes on the CPU."""
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the root's tensor, which has the dtype and size of ``tensor``."""
+        """Return the root's tensor on the CPU; ``tensor`` has its dtype and size; collective."""
         return self._broadcast(tensor)[0].cpu()
 
     def all_gather_bytes(self, data: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return the bytes of every member, whose numbers are ``sizes``."""
+        """Return the bytes of every member, ``sizes`` of each, on the CPU; collective."""
         return [part.cpu() for part in self._all_gather_bytes(data, sizes)[0]]
 
     def exchange(
         self, data: torch.Tensor, sent: Sequence[int], taken: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Send each member its part of ``data``, and return the part that came from each."""
+        """Send ``sent[i]`` bytes of ``data`` to member i; return ``taken[i]`` bytes from each."""
         return list(self._exchange(data, sent, taken)[0].cpu().split(list(taken)))
 
     def unpack(self, data: torch.Tensor, member: int) -> list[Any]:
-        """Return the objects that ``member`` sent."""
+        """Return the objects in ``data``, which ``member`` sent."""
         return unpack(data, self.group.ranks[member], self.verb, self.group)
 
     def answer(
@@ -226,7 +226,7 @@ class Rounds(Collective):
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> Work | None:
-        """Start this rank's part in a round that another rank called, with None as its object."""
+        """Start this rank's part, None as its object, in a round that others called."""
         none = Parcel({"object": None})
         if not sizes:
             ((shape, dtype),) = call.parts

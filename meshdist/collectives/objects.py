@@ -340,7 +340,7 @@ def recv_object_list(
 
 
 class _Conversation:
-    """The messages by which two members carry out a call."""
+    """The messages between two members that make up one call."""
 
     def __init__(self, verb: str, target: ProcessGroup, device: Any, use_batch: bool) -> None:
         self.verb = verb
@@ -349,7 +349,7 @@ class _Conversation:
         self.device = find_device(target, device, verb)
 
     def numbers(self, *values: int) -> torch.Tensor:
-        """Return a tensor of whole numbers to send, or to receive into."""
+        """Return a tensor of ``values`` to send, or to receive into."""
         # In a dtype that programs hardly send: a wire gives a message to any receive of its dtype
         # and size.
         return torch.tensor(values, dtype=torch.int64, device=self.device).view(torch.uint64)
@@ -357,7 +357,7 @@ class _Conversation:
     def move(
         self, tensor: torch.Tensor, peer: int | None, *, is_send: bool, tag: int = 0
     ) -> PreparedCall:
-        """Send ``tensor`` to a member, or receive into it; return the finished message."""
+        """Send ``tensor`` to ``peer``, or receive into it, and wait; return the message."""
         message = prepare_message(self.verb, self.target, peer, tensor, is_send=is_send)
         message.tag = tag  # unchecked: no program may name an answer's
         channel = open_channel(self.target, message)

@@ -279,13 +279,13 @@ def prepare_message(
 
 
 def open_channel(target: ProcessGroup, message: PreparedCall) -> Channel:
-    """Return the group's channel for the device of a message's tensor, opened if need be."""
+    """Return the group's channel for the device of the message, opened if it is not yet."""
     tensor = message.noted
     return target.open_channel("cpu" if tensor.is_cpu else tensor.device.type)
 
 
 def check_not_me(target: ProcessGroup, peer: int | None, verb: str, other: str = "") -> None:
-    """Raise where a blocking verb names its own rank; the error points to the verb ``other``."""
+    """Raise if ``peer`` is this rank; the error recommends the verb ``other``."""
     if peer == target.rank():
         raise ArgumentError(
             f"{verb} between a rank and itself would wait for ever",
@@ -306,7 +306,7 @@ def _get_tag(given: object, verb: str, wire_name: str) -> int:
 
 
 def _group_of(operations: Any) -> ProcessGroup:
-    """Return the group of a list of operations, or raise where they have several."""
+    """Return the group of a list of P2POps; raise for any other list, or several groups."""
     is_list = isinstance(operations, (list, tuple))
     if not is_list or not operations:
         raise LengthError(

@@ -35,12 +35,12 @@ from .marks import num_bytes, recorded
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
 def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:
-    """Return the title of a verb of lax: the verb, the shape of its leaf, and the leaf's path."""
+    """Return the title of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
     return f"lax.{verb}({tuple(shape)} at {leaf})"
 
 
 def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
-    """Return the call of a plain verb, whose arguments are checked.
+    """Return the checked call of a verb, not yet run.
 
     Args:
         given: its arguments in the order of its row; a root is a place in the group.
@@ -57,7 +57,7 @@ def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
 def run_titled(
     verb: str, group: ProcessGroup, title: str, *given: Any, async_op: bool = False
 ) -> Work | None:
-    """Run a plain verb under a title on plain tensors; ``given`` has its arguments in row order."""
+    """Run a verb on plain tensors, compared by ``title``; return None, or the Work of async_op."""
     if not profiler._is_profiler_enabled:
         for path in (group.fast_path, group.fast_path_on_device):
             if async_op and path is not None:
@@ -77,7 +77,7 @@ def _run(
 
 
 class _Recipe(NamedTuple):
-    """The facts from which a call of a verb is made."""
+    """The facts by which ``prepare`` makes a call of a verb."""
 
     prepare: Callable[..., None]  # reads the arguments of a call, and checks them
     way: str  # the verb of a communicator that carries it; the next two are of that verb
@@ -246,7 +246,11 @@ def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: s
 def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
-    """Return the number of elements of ``tensor`` that go to, or come from, each member."""
+    """Return the number of elements of ``tensor`` for each member; raise if ``rows`` do not fit.
+
+    Args:
+        rows: rows per member, or None for equal parts.
+    """
     name, size = call.verb, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case
@@ -282,7 +286,7 @@ def _sizes(
 
 
 def _whole_numbers(given: Any, argument: str, name: str) -> list[int]:
-    """Return split sizes as a list of plain ints; [] for None."""
+    """Return ``given`` split sizes as a list of ints, [] for None; else raise."""
     if given is None:
         return []
     numbers = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)

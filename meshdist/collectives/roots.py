@@ -56,7 +56,7 @@ def check_reducible(
 def as_wire_tensor(
     x: Any, argument: str, verb: str, *, writable: bool, keeps_layout: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` as a tensor on its own memory, and the tensor that travels for it.
+    """Return ``x`` as a tensor, and the plain tensor that is sent for it; or raise.
 
     Args:
         keeps_layout: whether a tensor without gaps in memory travels as it lies; others travel as
@@ -75,7 +75,7 @@ def as_wire_tensor(
 
 
 def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
-    """Raise where a tensor has a tangent of forward mode, which the verb would ignore."""
+    """Raise if ``x`` is a dual tensor of forward-mode differentiation."""
     is_seen = isinstance(x, torch.Tensor) and torch._C._is_fwd_grad_enabled()
     if is_seen and forward_ad.unpack_dual(x).tangent is not None:
         raise GradientError(
@@ -88,7 +88,7 @@ def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
 
 
 def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Raise where a tensor has elements and no memory."""
+    """Raise if a tensor has elements, and no memory for them."""
     if tensor.numel() and not tensor.is_meta and not tensor.data_ptr():
         raise ArgumentError(
             f"{verb} cannot use {argument}: it has no memory",
@@ -100,7 +100,7 @@ def check_stored(tensor: torch.Tensor, argument: str, verb: str) -> None:
 
 
 def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Raise where several elements of a tensor share their memory."""
+    """Raise if several elements of a tensor share memory."""
     layout = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(size > 1 and step == 0 for size, step in layout):
         raise ArgumentError(
@@ -112,7 +112,7 @@ def check_not_expanded(tensor: torch.Tensor, argument: str, verb: str) -> None:
 
 
 def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
-    """Raise where torch would refuse to write into a tensor."""
+    """Raise if torch would refuse to write into ``tensor``."""
     check_not_expanded(tensor, argument, verb)
     base = tensor._base
     if torch.is_grad_enabled() and base is not None and base.is_leaf and base.requires_grad:
@@ -126,7 +126,7 @@ def _check_writable(tensor: torch.Tensor, argument: str, verb: str) -> None:
 def find_peer(
     group: ProcessGroup, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int | None:
-    """Return a root or peer as a group rank, given either rank; None where neither is given."""
+    """Return the group rank of a global rank or of a group rank; None for neither; or raise."""
     if group_rank is not None:
         if global_rank is not None:
             raise ArgumentError(
@@ -156,14 +156,14 @@ def find_peer(
 
 
 def _plain_int(rank: Any, argument: str, verb: str) -> int:
-    """Return a rank as a plain int, since messages would show an equal number of another type."""
+    """Return ``rank`` as an int; raise unless it is a whole number."""
     if type(rank) is int:
         return rank
     return get_whole_number(rank, f"{verb}: {argument}", expected="a rank")
 
 
 def check_flag(async_op: object, verb: str) -> None:
-    """Raise KindError where ``async_op`` is neither true nor false by itself, such as a text."""
+    """Raise KindError unless ``async_op`` has a truth value of its own, as a bool has."""
     if not hasattr(type(async_op), "__bool__"):
         raise KindError(
             f"{verb}: async_op must be True or False",
@@ -174,7 +174,7 @@ def check_flag(async_op: object, verb: str) -> None:
 def get_peer(
     group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """Return a root or peer as a group rank, or raise where neither rank is given."""
+    """Return the group rank of a global rank or of a group rank; raise for neither."""
     if type(global_rank) is int and group_rank is None and global_rank in group.ranks:
         place: int = group.ranks.index(global_rank)
         return place  # the common case, decided fast
@@ -190,7 +190,7 @@ def get_peer(
 def get_root(
     group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """Return a root as a group rank; global rank 0 where neither rank is given."""
+    """Return the group rank of a root; for neither rank that of global rank 0; or raise."""
     if global_rank is None and group_rank is None:
         global_rank = 0
     return get_peer(group, global_rank, group_rank, verb, role)

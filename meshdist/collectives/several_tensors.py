@@ -276,7 +276,7 @@ def all_gather_multigpu(
 def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the tensors that travel for a list, or raise unless its entries are alike."""
+    """Return the tensors that are sent for the list ``given``; raise unless they are alike."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors
@@ -294,7 +294,7 @@ def _check_same(
 def _checked_place(
     call: Collective, place: object, argument: str, tensors: Sequence[torch.Tensor]
 ) -> int:
-    """Return a place in a list of tensors as a whole number, or raise where the list lacks it."""
+    """Return ``place`` as an index of ``tensors``; raise if it is none."""
     last = len(tensors) - 1
     return get_whole_number(place, f"{call.verb}: {argument}", 0, last, where="tensor_list")
 
@@ -307,7 +307,7 @@ def _reduce_as_one(
     async_op: bool,
     result: Sequence[Any] | None,
 ) -> Work | None:
-    """Reduce this member's tensors, then all members' results, and copy that to ``outputs``."""
+    """Reduce this member's tensors, then over members; copy the result to ``outputs``."""
     kind = call.op
     assert kind is not None  # a verb that reduces
     # A mean of whole numbers is rounded once, in the end: until then it is a sum.
@@ -322,14 +322,14 @@ def _reduce_as_one(
 def _spread_reduction(
     total: torch.Tensor, kind: ReduceKind, num: int, targets: Sequence[torch.Tensor]
 ) -> None:
-    """Copy the reduction of ``num`` tensors to ``targets``, divided if it is a rounded mean."""
+    """Copy ``total``, which reduces ``num`` tensors, to ``targets``; divide an integer mean."""
     if targets and is_whole_mean(kind, total.dtype):
         divide(total, num)
     _spread(total, targets)
 
 
 def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the elements of a tensor into other tensors, on any devices."""
+    """Copy the elements of ``source`` into each of ``targets``, on any device."""
     with torch.inference_mode():  # they may be parameters, or inference tensors
         for target in targets:
             if target is not source:

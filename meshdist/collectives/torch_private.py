@@ -83,13 +83,13 @@ def call_function(function: type[Function], x: torch.Tensor, *rest: Any) -> torc
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return the number of tensors and arrays that share the memory of a tensor, with itself."""
+    """Return how many tensors and arrays share the memory of ``tensor``, itself among them."""
     # The storage that is made here to ask counts as well.
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
 
 
 def hidden_from_modes(function: _F) -> _F:
-    """Return ``function`` so wrapped that no mode of torch's sees what it asks torch to do."""
+    """Return ``function`` wrapped so that no dispatch mode of torch sees its calls."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

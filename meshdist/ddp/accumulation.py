@@ -130,7 +130,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
-    """Raise unless the leaves are equal on all ranks of the axes, and no wrapper reduces them."""
+    """Raise if a leaf is not of invariant type over the axes, or if a DDP wrapper reduces it."""
     for place, leaf in enumerate(leaves):
         owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
         for axis in axes.axis_names:
@@ -158,7 +158,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
 
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
-    """Mark the leaves as reduced over ``axes``, and take away and return their gradients."""
+    """Type the leaves as reduced over ``axes``, set ``.grad`` to None, and return the old."""
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -177,7 +177,7 @@ def _put_back(leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None
 def _add_up(
     leaves: Sequence[torch.Tensor], kept: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> None:
-    """Add each gradient's sum over all ranks to its ``kept`` part, into ``.grad``; collective."""
+    """Set ``.grad`` to the old gradient (``kept``) plus the sum of ``.grad`` over ``group``."""
     found = [leaf.grad for leaf in leaves]
     sums = _sums(leaves, found, group)
     for leaf, old, new in zip(leaves, kept, sums, strict=True):

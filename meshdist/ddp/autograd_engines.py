@@ -28,7 +28,7 @@ current_task = torch._C._current_graph_task_id
 
 
 def is_in_task(leaf: torch.Tensor) -> bool:
-    """Return whether the current task brings ``leaf`` a gradient at any time."""
+    """Return whether the backward that runs in this thread adds to ``leaf.grad``."""
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # it requires no gradient, or autograd.grad returns the gradient
@@ -36,7 +36,7 @@ def is_in_task(leaf: torch.Tensor) -> bool:
 
 
 def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call ``callback`` if the current task ends well, and return a test that it still runs."""
+    """Call ``callback`` when the running backward ends well; return a test if it runs."""
     # The engine drops the callback with the task, also where an exception has ended it.
     held = partial(callback)
     Variable._execution_engine.queue_callback(held)
@@ -48,13 +48,13 @@ def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
 
 
 def is_rpc_on() -> bool:
-    """Return whether this process has begun torch's RPC."""
+    """Return whether torch's RPC is initialised in this process."""
     rpc = getattr(torch._C, "_distributed_rpc", None)
     return rpc is not None and rpc._is_current_rpc_agent_set()
 
 
 def find_context() -> int | None:
-    """Return the number of the context of distributed autograd of this thread, if any."""
+    """Return the number of this thread's context of distributed autograd, None without."""
     if not is_rpc_on():
         return None
     try:
@@ -97,7 +97,7 @@ class ContextGradients:
 
     @contextmanager
     def in_place_of_grad(self) -> Iterator[list[bool] | None]:
-        """Let ``.grad`` be the context's gradients inside, and copy its values back at the end."""
+        """Swap ``.grad`` for the context's gradients inside; yield which exist, None if local."""
         for handle in self._handles:
             handle.remove()
         if not self._is_distributed:

@@ -70,7 +70,7 @@ class ModelAverager(ABC):
 
     @abstractmethod
     def _find_process_group(self) -> ProcessGroup | None:
-        """Return the group over which this step averages, or None if it does not."""
+        """Return the group over which this step averages, None if no average is due."""
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -210,7 +210,7 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
-    """Return the parameters, taken out of their groups."""
+    """Return the parameters of ``params`` and of its groups; raise for anything else."""
     found: list[torch.nn.Parameter] = []
     for entry in params:
         if isinstance(entry, torch.nn.Parameter):
@@ -228,7 +228,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
-    """Average the parameters that have a gradient, in place; collective over ``group``."""
+    """Average parameters that have a ``.grad`` in place; raise if ranks differ in these."""
     chosen = {place: mine for place, mine in enumerate(parameters) if mine.grad is not None}
     num_ranks = check_equal_lines(
         [
@@ -288,7 +288,7 @@ def _check_growing(numbers: list[int], what: str, *, allows_equal: bool) -> None
 
 
 def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
-    """Raise where groups of these sizes do not divide ``overall``."""
+    """Raise unless the sizes grow, divide the size of ``overall``, and end with it."""
     _check_growing(sizes, "group sizes", allows_equal=True)
     if sizes[-1] != overall.size():
         raise ArgumentError(
@@ -305,7 +305,7 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
 
 
 def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
-    """Return the mesh that has these axes: the given mesh, or the current."""
+    """Return ``given``, or the current mesh for None; raise if it is no mesh with these axes."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
     mesh = mesh_in_force(call, over, "process_group=mesh") if given is None else given
     if not isinstance(mesh, DeviceMesh):
@@ -324,7 +324,7 @@ def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
 
 
 def _through(mesh: DeviceMesh, axes: list[str]) -> DeviceMesh:
-    """Return the part of ``mesh`` with these axes, in the mesh's order."""
+    """Return the submesh of ``mesh`` along these axes, in the order of the mesh's axes."""
     return mesh[tuple(sorted(axes, key=mesh.layout.axis_index))]
 
 

@@ -31,7 +31,7 @@ from .verdict import Verdict
 
 
 class Moment(Enum):
-    """Moments at which observers are called, in a forward with the layout, else the backward."""
+    """A moment of a forward or backward at which a reducer's observers are called."""
 
     FORWARD_BEGINS = auto()
     FORWARD_ENDS = auto()
@@ -50,7 +50,7 @@ class Moment(Enum):
 
 
 class Phase(Enum):
-    """A stage of a reducer between two backwards."""
+    """The state of a reducer: idle, awaiting a backward, past its end, or closed for good."""
 
     IDLE = auto()
     AWAITED = auto()
@@ -61,11 +61,12 @@ class Phase(Enum):
 
 
 class AtWork(NamedTuple):
-    """The members that have data, where some may have none.
+    """Facts on the members that still have data in an uneven loop.
 
     Args:
         source: the member whose buffers and order of buckets the others take.
         share: a factor of the averages over all members.
+        num: how many members have data.
     """
 
     num: int
@@ -74,7 +75,7 @@ class AtWork(NamedTuple):
 
 
 class Sending:
-    """State that outlives one backward, and that its averaging needs."""
+    """State of a reducer that outlives a backward: the hook, failures, observers, a lock."""
 
     def __init__(self, history: History, at_work: AtWork) -> None:
         self.history = history  # what is expected of a backward
@@ -88,12 +89,12 @@ class Sending:
         self.observers: dict[Moment, list[Callable[[Any], None]]] = {}
 
     def observe(self, calls: Mapping[Moment, Callable[[Any], None]]) -> None:
-        """Call these functions at their moments, behind the observers that came before."""
+        """Register a function for each moment, called after the functions registered before."""
         for moment, call in calls.items():
             self.observers.setdefault(moment, []).append(call)
 
     def tell(self, moment: Moment, subject: object) -> None:
-        """Call the observers of a moment with its subject: a layout, a backward or an error."""
+        """Call the observers of ``moment`` with ``subject``: a layout, a backward or an error."""
         for call in self.observers.get(moment, ()):
             call(subject)
 
@@ -102,7 +103,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tells_errors(method: F) -> F:
-    """Decorate a method of the reducer so that observers are called with the errors it raises."""
+    """Decorate a reducer's method: its observers are called with each MeshdistError."""
 
     @functools.wraps(method)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ class Backward:
     # -- gradients come ---------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Begin, as the first gradient comes; raise if gradients have a graph."""
+        """Note that a first gradient came; raise if the backward has create_graph=True."""
         if self.has_graph:
             error = self.layout.terms.reports.with_graph()
             self.sending.tell(Moment.ERROR, error)
@@ -162,7 +163,7 @@ class Backward:
         self.is_open = True
 
     def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
-        """Count the gradient at ``slot`` of bucket ``place``, and send buckets that are full."""
+        """Count the gradient at ``slot`` of bucket number ``place``; send full buckets in order."""
         if not self.is_open:
             self.open()
         filling, history = self.fillings[place], self.sending.history
@@ -218,7 +219,7 @@ class Backward:
         return came
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """Return a line of text for each gradient that came too late, or against a promise."""
+        """Return error lines of gradients that came after their bucket went, or despite options."""
         history, late = self.sending.history, self._late
         options, reports = self.layout.terms.options, self.layout.terms.reports
         for filling in self.fillings[: len(self.works)]:
@@ -234,11 +235,15 @@ class Backward:
     # -- averages ---------------------------------------------------------------------------------
 
     def rest(self) -> Sequence[Filling]:
-        """Return the buckets that have not been sent."""
+        """Return the fillings of the buckets that have not been sent."""
         return self.fillings[len(self.works) :]
 
     def reduce(self, verdict: Verdict, *, has_local_sums: bool = False) -> None:
-        """Send the buckets that have not gone, with zeros if none came, and wait for all."""
+        """Send the remaining buckets, zeros if no gradient came, and wait for all averages.
+
+        Args:
+            has_local_sums: whether unaveraged backwards have added to ``.grad`` since the last.
+        """
         sending, layout, rest = self.sending, self.layout, self.rest()
         for filling in rest:
             filling.take(is_zero=not verdict.came)
@@ -260,7 +265,7 @@ class Backward:
         sending.tell(Moment.SENDING_ENDS, self)
 
     def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
-        """Return for each parameter whether its gradient is to be shared; None for all, or none."""
+        """Return for each parameter if this rank adds a new gradient; None if all or none came."""
         if verdict.ending is Ending.WHOLE or not verdict.came:
             return None
         has = list(verdict.came)
@@ -274,7 +279,7 @@ class Backward:
         return has
 
     def _start(self, filling: Filling) -> None:
-        """Start the reduction of the next bucket."""
+        """Start the next bucket's reduction, by a hook that serves it; add it to ``works``."""
         number, sending = len(self.works), self.sending
         if number == 0:
             sending.tell(Moment.SENDING_BEGINS, self)
@@ -295,7 +300,7 @@ class Backward:
             raise
 
     def give(self, verdict: Verdict) -> None:
-        """Let ``.grad`` hold the average of each gradient that any rank had."""
+        """Write averages into ``.grad`` of each parameter of which any rank had a gradient."""
         is_complete = verdict.ending is Ending.WHOLE
         is_used = verdict.find_used(is_complete=is_complete)
         share = 1.0 if self.sending.hook is not None else self.sending.at_work.share

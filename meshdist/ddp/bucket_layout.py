@@ -39,7 +39,7 @@ _IN_PLACE_BYTES = 8 * 1024 * 1024
 def bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Return the caps in bytes: of the first bucket, of the second, ...; the last repeats."""
+    """Return the checked caps in bytes, bucket by bucket; all further buckets have the last."""
     if bucket_cap_mb_list is not None and (
         isinstance(bucket_cap_mb_list, str) or not isinstance(bucket_cap_mb_list, Sequence)
     ):
@@ -71,7 +71,7 @@ def _cap_bytes(what: str, cap_mb: float) -> int:
 
 
 class LaidBucket(NamedTuple):
-    """The parameters of one bucket, in expected order, and whether it waits for the end."""
+    """The parameters of a bucket, in expected order; if trailing, it goes at a backward's end."""
 
     indices: tuple[int, ...]
     is_trailing: bool = False
@@ -161,7 +161,7 @@ class ReductionOptions:
 
     @property
     def may_lack(self) -> bool:
-        """Return whether missing gradients are no error by themselves."""
+        """Return whether a backward may lack gradients without an error."""
         return self.finds_unused or self.is_static
 
     @property
@@ -171,7 +171,7 @@ class ReductionOptions:
 
 
 class ReductionTerms(NamedTuple):
-    """The parameters, the groups that average their gradients, options, the expected order."""
+    """The inputs of a bucket layout: parameters, groups, options, expected order."""
 
     parameters: Sequence[torch.nn.Parameter]
     group: ProcessGroup
@@ -183,7 +183,7 @@ class ReductionTerms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The buckets as they lie, for one backward at a time; made anew where anything changes.
+    """The buckets in memory, for a backward at a time; a new layout is made on any change.
 
     Args:
         trailing: the parameters whose gradient some rank may lack.
@@ -203,7 +203,7 @@ class BucketLayout:
     tail_average: Callable[[torch.Tensor], Pending] | None
 
     def fits(self, history: History) -> bool:
-        """Return whether order and trailing are still the history's; equal on every rank."""
+        """Return whether the layout's order and trailing parameters match the history's."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
 
     def is_hooked(self, bucket: Bucket) -> bool:
@@ -220,7 +220,7 @@ class BucketLayout:
 def lay(
     terms: ReductionTerms, history: History, *, has_hook: bool, before: Iterable[Bucket] = ()
 ) -> BucketLayout:
-    """Lay the buckets in memory, where gradients in buckets of ``before`` keep their values.
+    """Return a layout in new memory; gradients in buckets of ``before`` move with their values.
 
     Args:
         has_hook: whether a communication hook averages, so that gradients travel unscaled.
@@ -316,7 +316,7 @@ def _flat_bucket(
     *,
     is_trailing: bool,
 ) -> Bucket:
-    """Make a bucket in new memory, with place for ``num_behind`` numbers behind the gradients."""
+    """Return a bucket in new memory, with ``num_behind`` numbers behind its gradients."""
     parameters, options, reports = terms.parameters, terms.options, terms.reports
     first, is_learned = parameters[indices[0]], history.is_learned
     dtype, device = options.dtype or first.dtype, first.device

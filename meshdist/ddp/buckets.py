@@ -48,7 +48,7 @@ class Pending(Protocol):
     """A reduction in flight."""
 
     def wait(self) -> object:
-        """Return when the bucket holds its result."""
+        """Wait until the bucket holds the result of the reduction."""
 
 
 class Averaging(NamedTuple):
@@ -67,7 +67,7 @@ class Averaging(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that travel together.
+    """Parameters whose gradients are averaged by one message.
 
     Args:
         indices: of the parameters, in the order in which their gradients lie.
@@ -113,7 +113,7 @@ class Bucket:
         is_trailing: bool,
         reports: Reports,
     ) -> Bucket:
-        """Lay gradients in a row in ``sent``, first the large, then the small, in expected order.
+        """Return a bucket with its gradients in a row in ``sent``, the large before the small.
 
         Args:
             indices: of the parameters, in the order in which their gradients are expected.
@@ -167,7 +167,7 @@ class Bucket:
         *,
         is_trailing: bool,
     ) -> Bucket:
-        """Make a bucket of one gradient, without memory of its own."""
+        """Return a bucket of one gradient, without memory of its own."""
         like = parameter.detach()
         none = like.new_empty(0)
         return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
@@ -190,7 +190,7 @@ class Bucket:
 
 
 class Filling:
-    """A bucket as one backward fills it.
+    """A bucket's state in one backward: gradients awaited, and gradients copied in.
 
     Args:
         at_forward: the gradients without a hook as they were behind the forward, if that is known.
@@ -216,7 +216,7 @@ class Filling:
                 self.local = [slot for slot, norm in zip(new, norms, strict=True) if norm != 0]
 
     def _find_new(self, grads: Grads, before: Seen) -> dict[int, torch.Tensor]:
-        """Return, by slot, those of ``grads`` (without a hook) that are not as in ``before``."""
+        """Return, by slot, gradients without a hook that are new or changed since ``before``."""
         rows = zip(self.bucket.seen_slots, grads, before or repeat((None, -1)), strict=False)
         return {
             slot: grad
@@ -237,7 +237,7 @@ class Filling:
         return [slot for slot in slots if slot not in new]
 
     def find_missing_at_end(self) -> list[int]:
-        """Return the slots that lack a gradient at the end of the backward; settle ``local``."""
+        """Return the slots without a gradient at the end; drop its own slots from ``local``."""
         missing = self.find_missing()
         if not self.local:
             return missing
@@ -256,7 +256,7 @@ class Filling:
     # -- taking in --------------------------------------------------------------------------------
 
     def take_early(self) -> bool:
-        """Take all gradients and return True if all have come; else leave them until the end."""
+        """Take all gradients if all have come, and return True; else return False."""
         self.must_wait = bool(self.find_missing())
         if self.must_wait:
             return False
@@ -265,7 +265,7 @@ class Filling:
         return True
 
     def take(self, *, is_zero: bool = False) -> None:
-        """Move all gradients into the bucket: zeros where there is none, or for all (is_zero)."""
+        """Copy all gradients into the bucket, zeros for missing gradients or with ``is_zero``."""
         bucket, first = self.bucket, self.bucket.num_at_once
         if self.streams is not None:
             pairs = zip(bucket.members[first:], bucket.views[first:], strict=True)
@@ -282,7 +282,7 @@ class Taking(ABC):
 
     @abstractmethod
     def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Take the gradient at ``slot``, or all, in order to send it."""
+        """Take the gradient at ``slot``, or all gradients for None, in order to send it."""
 
     @abstractmethod
     def clear(self, filling: Filling) -> None:
@@ -294,7 +294,7 @@ class Taking(ABC):
 
     @abstractmethod
     def start(self, filling: Filling) -> Pending:
-        """Start the reduction, where there is no communication hook."""
+        """Start the bucket's average, without a communication hook; return it in flight."""
 
     @abstractmethod
     def give(
@@ -346,7 +346,7 @@ class Flat(Taking):
         self._runs = list(zip(cuts, targets, strict=True))
 
     def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Copy the gradient into its view, or all that lie elsewhere; zeros where there is none."""
+        """Copy the gradient at ``slot``, or all for None, into the bucket; zeros if it is None."""
         if slot is not None:
             self._take_large(filling, slot)
             return
@@ -419,15 +419,15 @@ class Flat(Taking):
             raise self._reports.sparse(bucket.indices[slot], grad.layout)
 
     def clear(self, filling: Filling) -> None:
-        """Send zeros."""
+        """Fill the bucket with zeros."""
         filling.bucket.flat.zero_()
 
     def buffer(self, filling: Filling) -> torch.Tensor:
-        """Return the memory of all gradients."""
+        """Return the flat tensor of all gradients in the bucket."""
         return filling.bucket.flat
 
     def start(self, filling: Filling) -> Pending:
-        """Average the gradients, and the tail behind them."""
+        """Start to average the gradients, and the tail behind them; return it in flight."""
         return filling.bucket.averaging.start(filling.bucket.sent)
 
     def give(

@@ -34,7 +34,7 @@ class GradientStreams:
         self._seen.add(self._accelerator.current_stream(self._device))
 
     def await_others(self, gradients: Iterable[torch.Tensor]) -> None:
-        """Let the current stream wait for the noted streams, and keep the memory of gradients."""
+        """Make the current stream wait for the noted streams; keep ``gradients`` in memory."""
         current = self._accelerator.current_stream(self._device)
         others = self._seen - {current}
         self._seen.clear()
@@ -54,7 +54,7 @@ def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
 
 
 class TailReader:
-    """Reads the numbers of one backward at a time, from memory of the host."""
+    """Keeps the reduced numbers behind a backward's gradients until the host reads them."""
 
     is_deferred = False
     """Whether reading right after ``note`` would make the CPU wait for the device."""
@@ -63,7 +63,7 @@ class TailReader:
         self._reduced: torch.Tensor | None = None
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Note reduced numbers, and return whether ``take`` will give them."""
+        """Store ``reduced`` for ``take``; return True, as ``take`` will return it."""
         self._reduced = reduced
         return True
 
@@ -74,7 +74,7 @@ class TailReader:
 
 
 class DeferredReader(TailReader):
-    """Reads a copy in pinned memory, which is made behind the work that is enqueued.
+    """Copies the numbers to pinned memory asynchronously, and waits when they are read.
 
     Args:
         accelerator: torch's module for the type of the device, such as ``torch.cuda``.
@@ -91,7 +91,7 @@ class DeferredReader(TailReader):
         self._is_noted = False
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Enqueue a copy, and return True; False while a graph is captured."""
+        """Enqueue a copy of ``reduced``, return True; do nothing, return False in a capture."""
         if is_capturing(self._device):
             return False
         self._copied.copy_(_real(reduced), non_blocking=True)
@@ -100,7 +100,7 @@ class DeferredReader(TailReader):
         return True
 
     def take(self) -> torch.Tensor | None:
-        """Return the copy once it is made; None if none was noted, or during a capture."""
+        """Wait for the noted copy and return it; None if none was noted, or in a capture."""
         if not self._is_noted or is_capturing(self._device):
             return None
         self._event.synchronize()

@@ -161,7 +161,7 @@ def clip_grad_norm_(
 def _summed(
     share: torch.Tensor, held: Sequence[Held], mesh: DeviceMesh, title: str, order: float
 ) -> torch.Tensor:
-    """Return the sum of all ranks' shares, or the largest; raise if they are no one norm's."""
+    """Return the sum or maximum of ranks' shares; raise (on devices: NaN) if they are unfit."""
     is_local, lacking = flags_of(held, mesh)
     # Of the largest value nothing is missing where a holder lacks the gradient.
     flags = [is_local] if math.isinf(order) else [is_local, lacking]
@@ -177,7 +177,7 @@ def _summed(
 
 
 def _listed(parameters: Any) -> list[torch.Tensor]:
-    """Return the parameters, each once; raise where something else is given."""
+    """Return the parameters, each once; raise for anything but tensors with dense gradients."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, nn.Module) or not isinstance(parameters, Iterable):
@@ -223,7 +223,7 @@ def _checked_numbers(max_norm: Any, norm_type: Any) -> tuple[float, float]:
 
 
 def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return the mesh of the call, or None where torch's function does; raise if a mesh lacks."""
+    """Return ``mesh`` or the current mesh; without any, None, or raise if gradients need it."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise KindError(
             "clip_grad_norm_ takes a mesh of meshdist",
@@ -252,7 +252,7 @@ _Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
 def _gradients_of(
     given: Sequence[Any], mesh: DeviceMesh, of_call: DeviceMesh | None
 ) -> tuple[list[Held], list[_Gradient]]:
-    """Return the parameters with the axes that cut them, and this rank's gradients."""
+    """Return parameters with the axes that cut them, and this rank's gradients with theirs."""
     known: dict[object, frozenset[str]] = {}  # parameters have few types
 
     def axes_of(place: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
@@ -279,7 +279,7 @@ def _gradients_of(
 
 
 def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
-    """Return a tensor's kinds by axis of ``mesh``: those of ``text``, or of placements."""
+    """Return the type letter by axis, of the type ``text`` or of a DTensor's placements."""
     if not hasattr(tensor, "placements"):
         return kinds_in(text)
     kinds: dict[str, str] = {}
@@ -305,7 +305,7 @@ def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[s
 
 
 def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | None:
-    """Return the axes of ``mesh`` along which ``ranks`` lie through this rank, or None."""
+    """Return the axes of ``mesh`` whose group of this rank is ``ranks``, or None."""
     for count in range(1, mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):
             if ranks == frozenset(mesh[names].layout.ranks().ravel().tolist()):
@@ -316,7 +316,7 @@ def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | Non
 def _axes_cut(
     kinds: Mapping[str, str], mesh: DeviceMesh, of_call: DeviceMesh | None
 ) -> frozenset[str]:
-    """Return the axes, larger than 1, over which a value varies; raise for an unknown axis."""
+    """Return the axes larger than 1 that ``kinds`` calls "V"; raise for an unknown axis."""
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")
@@ -353,7 +353,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _LikeGradients:
-    """Gradients of one device, dtype and way of being cut, without those that are empty here."""
+    """Gradients of this rank, none empty, of equal device, dtype and axes that cut them."""
 
     axes: frozenset[str]
     locals: list[torch.Tensor]
@@ -361,7 +361,7 @@ class _LikeGradients:
 
 
 def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_LikeGradients]:
-    """Return groups of gradients; raise if the device lacks the kernels that are asked for."""
+    """Group gradients by device, dtype and axes; raise if ``foreach`` kernels are missing."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for local, axes in gradients:
         if local.numel():  # torch knows no largest value of none
@@ -382,7 +382,7 @@ def _grouped(gradients: Iterable[_Gradient], foreach: bool | None) -> list[_Like
 def _local_power(
     groups: Iterable[_LikeGradients], mesh: DeviceMesh | None, order: float, device: torch.device
 ) -> torch.Tensor:
-    """Return this rank's share of the norm's power, or its largest value, in float64.
+    """Return this rank's share of the sum of powers, or its largest value, in float64.
 
     Args:
         mesh: whose ranks add their shares up; None where this rank's is the whole.

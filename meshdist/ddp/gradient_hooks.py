@@ -35,7 +35,7 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Return ``tree`` with its tensors on ``device``."""
+    """Return a copy of ``tree`` with its tensors moved to ``device``."""
     return optree.tree_map(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf,
         tree,
@@ -54,14 +54,14 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
 
 
 class GradientTaker(Protocol):
-    """The reducer, as hooks see it."""
+    """The members of a reducer that gradient hooks use."""
 
     @property
     def backward(self) -> Backward | None:
         """Return the backward that has reached the model's outputs and has not ended."""
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the backward that the gradient counts for; or None, to call ``hook`` again."""
+        """Return the averaged backward that a gradient is of; None if it is kept for ``hook``."""
 
 
 class GradientHooks:
@@ -73,7 +73,7 @@ class GradientHooks:
         self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
 
     def put(self, buckets: Sequence[Bucket]) -> None:
-        """Put hooks on the parameters that need a hook in these buckets, in place of all others."""
+        """Put hooks on the parameters that ``buckets`` mark as hooked; remove all former hooks."""
         self.close()
         for parameter in self._parameters:
             _reduced_parameters[parameter] = get_world()
@@ -90,14 +90,14 @@ class GradientHooks:
                     member.requires_grad_(is_trained)
 
     def come_last(self, buckets: Sequence[Bucket]) -> None:
-        """Put the hooks anew, behind hooks of the program, which may change gradients."""
+        """Put the hooks anew if the program has put hooks behind them, so that these run last."""
         for parameter, handle in self._handles:
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.put(buckets)
                 return
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks, and the notes that the parameters are reduced."""
         for _, handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -26,7 +26,7 @@ class History:
         self.forget()
 
     def forget(self) -> None:
-        """Learn everything anew."""
+        """Reset to the state before the first backward."""
         self.expected = [1] * self._num  # arrivals in the backward before, and at least 1
         self.learned: tuple[int, ...] = ()  # arrivals in the backward that was watched
         self.order: list[int] = []  # of the first arrivals, while it is learned
@@ -38,7 +38,7 @@ class History:
         self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
 
     def note_absence(self, order: Iterable[int]) -> None:
-        """Note that this rank had no backward: use ``order``, and send its next at its end."""
+        """Note a step without a backward: the next sends at its end, in a known order."""
         self.expected = [_NEVER] * self._num
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)
@@ -50,7 +50,7 @@ class History:
             self.by_count.add(index)
 
     def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
-        """Set the expected arrivals of the next backward to those of this."""
+        """Expect of the next backward as many arrivals per gradient as this has in ``counts``."""
         if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
@@ -59,7 +59,7 @@ class History:
     def find_changes(
         self, counts: Sequence[int], came: Sequence[bool]
     ) -> dict[int, tuple[int, int]]:
-        """Return the counts of arrivals now and in the watched backward where they differ."""
+        """Return (now, in the watched backward) per gradient whose number of arrivals differs."""
         now = map(max, counts, map(int, came))
         both = enumerate(zip(now, self.learned, strict=False))
         return {index: pair for index, pair in both if pair[0] != pair[1]}
@@ -82,5 +82,5 @@ class History:
             self.trailing = frozenset(self._streaks)
 
     def laid_order(self, expected: Iterable[int]) -> list[int]:
-        """Return all indices in the order of arrival here, and behind them those without."""
+        """Return the indices in the order of arrival here, then the rest of ``expected``."""
         return list(dict.fromkeys([*self.order, *expected]))

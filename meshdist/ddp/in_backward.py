@@ -61,7 +61,7 @@ class InBackward:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> InBackward:
-        """Make an optimizer of this class for each parameter."""
+        """Return an InBackward with an optimizer of this class per parameter; keep gradients."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise KindError(
                 f"{optimizer!r} is no class of optimizers",
@@ -72,11 +72,11 @@ class InBackward:
         return cls(made, keeps_gradients=True)
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """Return the function that steps, by its moment."""
+        """Return the stepping method by the moment at which it is called."""
         return {Moment.AVERAGED: self._step}
 
     def _step(self, backward: Backward) -> None:
-        """Step the optimizers of all parameters of a backward that have a gradient."""
+        """Step the optimizers of parameters with a gradient; drop gradients unless kept."""
         buckets = backward.layout.buckets
         for parameter in chain.from_iterable(bucket.members for bucket in buckets):
             optimizers = self._optimizers.get(parameter)

@@ -18,7 +18,7 @@ from .autograd_engines import NO_TASK, at_end_of_task, current_task
 
 
 class Increments:
-    """The factors of some parameters' gradients, put on the nodes that accumulate these.
+    """Hooks that multiply gradients in wrapped backwards before ``.grad`` takes them.
 
     Args:
         factors: by parameter.
@@ -40,13 +40,13 @@ class Increments:
             self._handles.append(node.register_prehook(self._hook(parameter, factor)))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._nodes.clear()
 
     def outputs_reached(self) -> None:
-        """Multiply what the current backward has brought before it reached outputs."""
+        """Multiply gradients that came before the current backward reached a wrapped output."""
         if self._early and self._task == current_task():  # seldom, so that others pay nothing
             self._multiply_early()
 

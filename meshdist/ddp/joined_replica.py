@@ -38,7 +38,7 @@ class JoinedReplica(ReplicaHook):
         self._divides_by_all = divides_by_all
 
     def begin(self, context: Join, joinable: Joinable) -> None:
-        """Mark the calls of backwards as the model's in this context, until ``end``."""
+        """Log the join, and own the collectives of backwards as ``joinable``'s until ``end``."""
         self._model.logger.note("join_uneven_inputs", 1)
         self._reducer.sending.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
 
@@ -48,7 +48,7 @@ class JoinedReplica(ReplicaHook):
         self._reducer.work_among([True] * self._group.size(), divides_by_all=True)
 
     def begin_forward(self, context: Join, joinable: Joinable) -> None:
-        """Announce that a forward begins here, and learn which ranks have data."""
+        """Announce that a forward begins here, and learn which ranks have data; collective."""
         if current_task() != NO_TASK:  # a forward computed again, in a backward
             return
         self._reducer.complete_open()  # before others are told of the next step
@@ -61,7 +61,7 @@ class JoinedReplica(ReplicaHook):
         self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in a forward or a backward of the ranks with data, as announced."""
+        """Follow an announced forward or backward (``what``) of the ranks with data; collective."""
         if what == _BACKWARD:
             self._reducer.take_part()
             return
@@ -75,7 +75,7 @@ class JoinedReplica(ReplicaHook):
             self._model.take_buffers()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Give all ranks the parameters and buffers of a rank that joined last; collective."""
+        """Broadcast the parameters and buffers of a rank that joined last; collective."""
         found = module_state(self._model.module, self._model.parameters_to_ignore)
         state = [tensor.detach() for tensor in found.values()]
         mine = self._group.rank() if is_last_joiner else -1

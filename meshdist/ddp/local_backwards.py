@@ -43,7 +43,11 @@ class LocalBackwards:
         self._has_warned_of_complete = False
 
     def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Expect the backward of a synchronised forward, and note the gradients before it."""
+        """Expect the backward of a synchronised forward, and record the present gradients.
+
+        Args:
+            sees_outputs: whether the forward returned a tensor with a graph.
+        """
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
@@ -64,7 +68,7 @@ class LocalBackwards:
         return current_task() == self._local_task or self._is_local_running()
 
     def keep(self, early: Early, reports: Reports) -> None:
-        """Keep a gradient whose backward has reached no output."""
+        """Keep a gradient until its backward reaches an output, or ends without."""
         self.has_sums = True
         task = current_task()
         if task != self._early_task:
@@ -74,7 +78,7 @@ class LocalBackwards:
         self._early.append(early)
 
     def backward_begins(self, task: int) -> list[Early]:
-        """Return the gradients that came early in a backward that is averaged."""
+        """Begin averaged backward ``task``: reset counts, return its early gradients."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0
         if task != self._early_task:
@@ -83,7 +87,7 @@ class LocalBackwards:
         return early
 
     def warn(self, reports: Reports, num_local: int = 0) -> None:
-        """Warn, once, of a backward that stays local, where an averaged backward is expected."""
+        """Warn, once, that a backward stayed local although an averaged backward is expected."""
         if not self._has_warned:
             self._has_warned = True
             reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)

@@ -84,7 +84,7 @@ class Timing:
         self.unused_bytes = 0
 
     def mark(self, moment: str) -> None:
-        """Note the time of a moment, which has the name of torch's field."""
+        """Record the current time under ``moment``, the name of a field of torch's."""
         if not self._is_timed:
             return
         event = None
@@ -112,7 +112,7 @@ class Timing:
         return {name: at.ns for name, at in self._marks.items() if name != _FORWARD_END}
 
     def _ns(self, begin: str, end: str) -> int:
-        """Return the time between two moments; on a device, wait for the later."""
+        """Return the time between two marks, 0 if either is missing; on a device, wait for both."""
         first, last = self._marks.get(begin), self._marks.get(end)
         if first is None or last is None:
             return 0
@@ -126,7 +126,7 @@ class Timing:
 
 
 class DataLogger:
-    """The logging data of one wrapper, with further fields (``facts``)."""
+    """The logging data of a wrapper: fields as in torch's, with more given as ``facts``."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class DataLogger:
         self._fields[name] = value
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """Return the functions that note what the reducer does, by their moments."""
+        """Return the methods that note what the reducer does, by moment of the call."""
         return {
             Moment.FORWARD_BEGINS: self.iteration_begins,
             Moment.BACKWARD_BEGINS: self._backward_begins,
@@ -185,7 +185,7 @@ class DataLogger:
         }
 
     def _note_error(self, error: BaseException) -> None:
-        """Set the fields that tell of an error of the wrapper."""
+        """Set the fields ``has_error`` and ``error``."""
         self._fields.update(has_error=1, error=str(error))
 
     def use_group(self, layout: BucketLayout) -> None:
@@ -209,7 +209,7 @@ class DataLogger:
     # -- iterations ---------------------------------------------------------------------------
 
     def set_sample_rate(self, rate: int) -> None:
-        """Sample the iterations whose number ``rate`` divides, beside the first ten."""
+        """Sample the iterations whose number ``rate`` divides, beside the first ten; or raise."""
         self._rate = get_whole_number(
             rate,
             "the sample rate",
@@ -219,7 +219,7 @@ class DataLogger:
         )
 
     def iteration_begins(self, layout: BucketLayout) -> None:
-        """Set the fields of the last sampled iteration, and begin to sample each n-th."""
+        """Set the fields of the iteration sampled last; sample the new iteration if it is due."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
             self._tell(before, layout.buckets)
@@ -238,7 +238,7 @@ class DataLogger:
             self._timing.backward_begins()
 
     def _gradients_came(self, backward: Backward) -> None:
-        """Note which gradients came in a backward that is sampled, or that lacks some."""
+        """Note which gradients came in a sampled backward, and if arrivals changed in any."""
         timing, verdict = self._timing, backward.verdict
         if verdict is None or (timing is None and verdict.ending is Ending.WHOLE):
             return
@@ -290,7 +290,7 @@ class DataLogger:
 
 
 def _environment(wire: str) -> dict[str, str]:
-    """Return the values of a wire's environment variables, by the names of torch's fields."""
+    """Return the values of a wire's environment variables, by torch's field; "N/A" if unset."""
     return {
         variable.replace("TORCH_NCCL", "NCCL").lower(): os.environ.get(variable, _UNSET)
         for variable in _VARIABLES.get(wire, ())

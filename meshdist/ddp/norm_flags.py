@@ -52,7 +52,7 @@ _BITS = (1 << 18) - 1  # of a number: a product has 36, and sums of 100,000 stay
 
 @untraced
 def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None:
-    """Note on gradients that a backward has left them each rank's own, of these ranks."""
+    """Mark gradients as this rank's own, which ``ranks`` should have averaged and did not."""
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             grad.__dict__[_LOCAL] = tuple(ranks), grad._version
@@ -60,21 +60,21 @@ def mark_local(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None
 
 @untraced
 def unmark_local(parameters: Iterable[torch.Tensor]) -> None:
-    """Take the notes off gradients that have been averaged."""
+    """Remove the marks of ``mark_local`` from the gradients."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.__dict__.pop(_LOCAL, None)
 
 
 def local_ranks(grad: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the ranks over which a gradient should have been averaged, and was not."""
+    """Return the ranks of a gradient's ``mark_local``; () if unmarked, None, or written since."""
     noted: tuple[tuple[int, ...], int] | None = None if grad is None else grad.__dict__.get(_LOCAL)
     # What has been written to since is the program's, as where it sums by itself.
     return noted[0] if noted and grad is not None and noted[1] == grad._version else ()
 
 
 class Held(NamedTuple):
-    """A parameter of a norm: its place among all, and the axes that cut it."""
+    """A parameter of a norm: its place among all parameters, and the axes that cut it."""
 
     place: int
     parameter: torch.Tensor
@@ -82,12 +82,12 @@ class Held(NamedTuple):
 
 
 def name_of(place: int, parameter: torch.Tensor) -> str:
-    """Return text of a parameter by its place among those of a norm."""
+    """Return the text "parameter 3, ..." of a parameter at ``place`` of those given to a norm."""
     return f"parameter {place}, {tensor_text(parameter)}"
 
 
 def flags_of(held: Sequence[Held], mesh: DeviceMesh) -> tuple[float, float]:
-    """Return this rank's numbers: whether a gradient is local, and ``lacking_flag``."""
+    """Return two numbers of this rank: 1.0 if a gradient is local, and ``lacking_flag``."""
     has: dict[frozenset[str], list[bool]] = {}
     local: set[tuple[int, ...]] = set()
     for _, parameter, axes in held:
@@ -122,7 +122,7 @@ def _weight(text: bytes) -> int:
 
 
 def _place(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, int, int]:
-    """Return which part a rank holds of what ``axes`` cut, its number among all holders of it."""
+    """Return (part that ``axes`` cut, number of a rank among its holders, their count)."""
     part, number, count = [], 0, 1
     coordinate = mesh.layout.coordinate_of(rank) or ()
     for (axis, size), place in zip(mesh.axis_sizes.items(), coordinate, strict=True):
@@ -134,7 +134,7 @@ def _place(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, 
 
 
 def _is_within(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
-    """Return whether the norm takes gradients of several of these ranks together."""
+    """Return whether more than one of ``ranks`` is on the mesh."""
     return len({*ranks} & {*mesh.layout.ranks().ravel().tolist()}) > 1
 
 
@@ -142,7 +142,7 @@ def _is_within(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
 
 
 def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
-    """Return the error that all ranks raise where a flag is not 0; collective."""
+    """Return the error that names local gradients, or ranks that lack a gradient; collective."""
     group = mesh.open_group()
     mine = [
         (name_of(place, x), axes, x.grad is not None, local_ranks(x.grad))

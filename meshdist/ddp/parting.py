@@ -83,7 +83,7 @@ _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algori
 
 
 class Parting:
-    """Compares the replicas of a model behind some backwards, and each ``every``-th if not 0."""
+    """Compares a model's replicas after some early backwards, and each ``every``-th if not 0."""
 
     def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
         self._module = module
@@ -95,7 +95,7 @@ class Parting:
         self._count_anew()
 
     def forward_begins(self) -> None:
-        """Look at some forwards whether parameters came into the module."""
+        """Raise, in some forwards, if the module has trainable parameters that were not wrapped."""
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
@@ -122,7 +122,7 @@ class Parting:
             )
 
     def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """Return the functions that watch the reducer, by their moments."""
+        """Return the methods that watch the reducer, by moment of the call."""
         return {
             Moment.FORWARD_BEGINS: self._report,
             Moment.SENDING_ENDS: self._backward_ends,
@@ -136,7 +136,7 @@ class Parting:
         self._reader.take()
 
     def _backward_ends(self, backward: Backward) -> None:
-        """Count a backward, and compare the replicas where that is due, and meant."""
+        """Count a backward, and compare the replicas if it is due and gradients were averaged."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):
@@ -150,14 +150,14 @@ class Parting:
     @hidden_from_modes
     @torch.no_grad()
     def _compare(self, group: ProcessGroup) -> None:
-        """Start to reduce the largest and the smallest checksum of all ranks; collective."""
+        """Start to compare the ranks' checksums, read at the next forward; collective."""
         mine = checksum([*self._state(group).values()], self._device)
         numbers = torch.stack([mine, ~mine])
         all_reduce(numbers, ReduceOp.MAX, group)
         self._reader.note(numbers)  # read later: a device is not awaited
 
     def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
-        """Return the tensors that must be equal on all ranks, by name."""
+        """Return the tensors, by name, that must be equal on all ranks, and training modes."""
         root = self._module.training  # ranks may have modules of their own, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
         modes = torch.full((), num_other if root else ~num_other, device=self._device)
@@ -204,7 +204,7 @@ class Parting:
 
 
 def _comparison(group: ProcessGroup) -> str:
-    """Return the text of the call that compares the model over the ranks of a wrapper."""
+    """Return the text of a call md.assert_equal that compares the model over ``group``."""
     names = group.axis_names
     if not names and group.size() == group.world.size:
         return f"md.assert_equal(model, md.make_mesh(({group.size()},), ('dp',)))"
@@ -213,7 +213,7 @@ def _comparison(group: ProcessGroup) -> str:
 
 
 def _differences(held: Sequence[Mapping[str, int]], ranks: Sequence[int]) -> dict[str, str]:
-    """Return, for each number that differs between ``ranks``, a line of the ranks that differ."""
+    """Return, by name, a line on the ranks whose number differs from the most frequent."""
     lines = {}
     for name in dict.fromkeys(name for mine in held for name in mine):
         numbers = [mine.get(name) for mine in held]

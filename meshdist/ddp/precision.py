@@ -76,7 +76,7 @@ def check_precision(config: object) -> None:
 
 
 class CastParameters:
-    """Lets the modules below ``module`` run on casts of their parameters, save ``ignored``."""
+    """Hooks that let modules run on casts of their parameters, save the ``ignored``."""
 
     def __init__(
         self, module: nn.Module, config: MixedPrecisionConfig, ignored: frozenset[str]
@@ -115,12 +115,12 @@ class CastParameters:
                 ]
 
     def close(self) -> None:
-        """Let the modules run on their parameters again."""
+        """Remove the hooks, so that the modules run on their parameters again."""
         for handle in self._handles:
             handle.remove()
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return ``inputs``, any tree, with its floating-point tensors cast."""
+        """Return ``inputs``, any tree, with floating-point tensors cast to ``param_dtype``."""
         if self._dtype is None:
             return inputs
         return optree.tree_map(
@@ -160,7 +160,7 @@ class CastParameters:
 
 
 def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Renew the list of parameters that recurrent modules keep beside them."""
+    """Set the lists of weights anew in recurrent modules, whose parameters have changed."""
     for owner in {child for child, _, _ in changed if isinstance(child, nn.RNNBase)}:
         names = owner._flat_weights_names
         owner._flat_weights = [getattr(owner, name, None) for name in names]

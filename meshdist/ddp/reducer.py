@@ -129,18 +129,18 @@ class Reducer:
 
     @property
     def has_final_buckets(self) -> bool:
-        """Return whether the buckets were laid as gradients came; equal on every rank."""
+        """Return whether the buckets are laid in a learned order; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.sending.history)
 
     def close(self) -> None:
-        """Take the hooks off the parameters; gradients stay local from then on."""
+        """Remove all hooks from the parameters; gradients stay local from then on."""
         self._state = Phase.CLOSED
         self._hooks.close()
         self.increments.close()
 
     @tells_errors
     def change_options(self, what: str, **changes: Any) -> None:
-        """Change options, which ``what`` names in the error after the first backward."""
+        """Change fields of the options; raise, naming ``what``, after the first backward."""
         terms = self.layout.terms
         if self._state is Phase.ENDED or self.sending.history.is_learned:
             raise terms.reports.too_late(what)
@@ -148,7 +148,7 @@ class Reducer:
         self._use(replace(self.layout, terms=terms._replace(options=options)))
 
     def change_group(self, group: ProcessGroup) -> None:
-        """Average over ``group`` from now on, and learn anew in which order gradients come."""
+        """Average over ``group`` from now on, and learn anew the order in which gradients come."""
         self.complete_open()
         terms, sending = self.layout.terms, self.sending
         sending.history.forget()
@@ -163,7 +163,7 @@ class Reducer:
 
     @tells_errors
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
-        """Let a communication hook average the buckets; raise if it does not fit, or comes late."""
+        """Let a communication hook average the buckets; raise if it is late, second or unfit."""
         terms, sending = self.layout.terms, self.sending
         if terms.options.dtype is not None:
             raise terms.reports.hook_beside("mixed_precision")
@@ -181,21 +181,21 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Make new buckets in place of those ``before``; their gradients move along."""
+        """Use new buckets in place of ``before``, whose gradients move along."""
         for group in (terms.group, *terms.wider.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.sending.hook is not None
         self._use(lay(terms, self.sending.history, has_hook=has_hook, before=before))
 
     def _use(self, layout: BucketLayout) -> None:
-        """Use ``layout`` from the next backward on; the verdict of the last has been read."""
+        """Use ``layout`` from the next backward on, with a new verdict and new hooks."""
         self.layout = layout
         self._local.at_forward = None
         self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
         self._hooks.put(layout.buckets)
 
     def _rebuild(self) -> None:
-        """Lay the buckets anew: the first time in the order of gradients on group rank 0."""
+        """Lay the buckets anew; the first time in the order of gradients on group rank 0."""
         # Changes after the first time follow from numbers that all ranks have read.
         terms, history = self.layout.terms, self.sending.history
         if history.is_learned and history.order:
@@ -211,7 +211,7 @@ class Reducer:
 
     @tells_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Complete the last backward, and lay the buckets anew where that is due."""
+        """Complete the last backward, raise its errors, and lay buckets anew if they changed."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._state is Phase.CLOSED:
             return
@@ -236,7 +236,7 @@ class Reducer:
 
     @tells_errors
     def check(self) -> None:
-        """Raise now, on every rank, the last backward's error that the next forward would raise."""
+        """Complete the last backward, and raise on every rank what the next forward would raise."""
         if current_task() != NO_TASK:
             raise self.layout.terms.reports.running()
         try:
@@ -285,7 +285,7 @@ class Reducer:
         self._local.forward_ends(self.buckets, sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
-        """Let the next backward that reaches ``outputs`` be averaged."""
+        """Let the next backward that reaches ``outputs`` be averaged; raise without a graph."""
         # The wrapper's method calls it, and torch's pipeline stages and trainers do.
         tensors = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
         if tensors and not any(tensor.requires_grad for tensor in tensors):
@@ -326,7 +326,7 @@ class Reducer:
             return backward
 
     def _find_running(self) -> Backward | None:
-        """Return the backward that has reached outputs; begin it where the next one counts."""
+        """Return the running averaged backward or None; begin it if any backward counts now."""
         # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
         # task counts once that task reaches an output.
         if self.backward is not None and self.backward.is_running():
@@ -342,7 +342,7 @@ class Reducer:
             return self._find_running() is not None or self._local.is_running()
 
     def _enter(self, context_id: int | None = None) -> None:
-        """Begin a backward, as it reaches outputs of a synchronised forward."""
+        """Begin an averaged backward, if it has not begun; raise if it overlaps another."""
         self._refuse_traced()
         task, sending = current_task(), self.sending
         with sending.lock:  # outputs on several devices come here on a thread each
@@ -373,7 +373,7 @@ class Reducer:
                 hook(parameter)
 
     def _check_context(self, backward: Backward, context_id: int | None) -> int:
-        """Return the context of a distributed backward; raise if it may lack gradients."""
+        """Return ``context_id``; raise if it is None, or if gradients may lack in this backward."""
         backward.has_graph = False
         if self.layout.terms.options.may_lack or context_id is None:
             self.backward = None
@@ -383,7 +383,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish_in_context(self, backward: Backward, found: ContextGradients) -> None:
-        """End a backward whose gradients may lie in a context of distributed autograd."""
+        """Average a backward's gradients, in its distributed-autograd context if it has any."""
         with found.in_place_of_grad() as came:
             if came is not None:
                 backward.counts = [*map(int, came)]
@@ -392,7 +392,7 @@ class Reducer:
     @tells_errors
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
-        """Average the gradients of a backward that has ended, zeros where none came."""
+        """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
         sending, local = self.sending, self._local
         sending.tell(Moment.BACKWARD_ENDS, backward)
         came = backward.find_came()
@@ -418,7 +418,7 @@ class Reducer:
             local.warn(terms.reports)
 
     def _end(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets, let ``.grad`` hold the averages, and forget the backward."""
+        """Reduce all buckets, write averages to ``.grad``, wait for hooks' futures."""
         self._reduce(backward, verdict)
         backward.give(verdict)
         if self._local.has_sums:
@@ -432,29 +432,29 @@ class Reducer:
         self.sending.tell(Moment.AVERAGED, backward)
 
     def _reduce(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets, and keep the verdict for reading, unless a graph is captured."""
+        """Reduce all buckets; keep the verdict for reading unless a graph is captured."""
         backward.reduce(verdict, has_local_sums=self._local.has_sums)
         if verdict.note_tail():
             self._verdict = verdict
 
     def _learn(self) -> None:
-        """Read how the last backward ended on the other ranks, and learn from it or raise."""
+        """Read how the last backward ended on all ranks; teach the history, or raise."""
         stays = self.sending.hook is not None
         self._verdict.raise_or_learn(self.sending.history, stays=stays)
 
     def end_last(self) -> None:
-        """Complete the last backward, and learn how it ended on the other ranks."""
+        """Complete an interrupted backward with zeros; read how all ranks ended it, or raise."""
         self.complete_open()
         self._learn()
 
     def complete_open(self) -> None:
-        """Complete a backward that raised midway on this rank."""
+        """Complete, with zeros, a backward that raised here; raise if sending has failed."""
         self._refuse_broken()
         if self.backward is not None:
             self._complete_interrupted(self.backward)
 
     def _refuse_broken(self) -> None:
-        """Raise where a reduction has failed."""
+        """Raise if an earlier reduction has failed."""
         # The members are no longer in step.
         failure = self.sending.failure
         if failure is not None:
@@ -470,12 +470,12 @@ class Reducer:
         self._end(backward, verdict)
 
     def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
-        """Set which members have data, and what averages are divided by."""
+        """Set the members that have data; averages divide by their number, or by all."""
         num, source = sum(at_work), list(at_work).index(True)
         self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(at_work) / num)
 
     def take_part(self) -> None:
-        """Take part in a backward of the other ranks with zeros, on a rank without data."""
+        """Take part in other ranks' backward with zeros, on a rank without data; collective."""
         if self.backward is not None and self.backward.rest():
             self._refuse_broken()
             with suppress(GradientError):  # its own raised midway: this rank has seen that
@@ -488,7 +488,7 @@ class Reducer:
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending | None) -> None:
-        """Take part with zeros in a backward of the other ranks, and leave gradients alone."""
+        """Reduce zeros with the other ranks, restore buckets, learn or raise; collective."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
         self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))

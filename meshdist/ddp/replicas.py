@@ -22,7 +22,7 @@ from .typed_owner import note_equal
 
 
 class ModelBuffers:
-    """The buffers of one model, found again by their names where the model re-assigns them."""
+    """The places of a model's buffers, which find them again after re-assignment."""
 
     def __init__(self, module: nn.Module, ignored: Iterable[str]) -> None:
         left_out = set(ignored)
@@ -40,7 +40,7 @@ class ModelBuffers:
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def set_hook(self, state: object, hook: Callable[..., Any], *, is_before: bool) -> None:
-        """Let ``hook(state, named_buffers)`` take the place of the broadcast."""
+        """Call ``hook(state, named_buffers)`` in place of the broadcast; raise if it is none."""
         if not callable(hook):
             raise KindError(
                 f"the buffers' hook is of type {type(hook).__name__}",
@@ -49,7 +49,7 @@ class ModelBuffers:
         self._hook = (state, hook, is_before)
 
     def is_synchronised_now(self, *, is_before: bool) -> bool:
-        """Return whether buffers are made equal before the forward, or behind it."""
+        """Return whether there are buffers, made equal before the forward, or after it."""
         runs_before = self._hook is None or self._hook[2]
         return bool(self._places) and runs_before is is_before
 

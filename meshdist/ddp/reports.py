@@ -29,7 +29,12 @@ class Reports:
         self._argument_error = partial(ArgumentError, where=self._where)
 
     def warn_of_local(self, *, sees_outputs: bool, num_local: int) -> None:
-        """Warn at the program's line of a backward that reaches parameters and no outputs."""
+        """Warn at the program's line of a backward that reached parameters and no outputs.
+
+        Args:
+            sees_outputs: whether the last forward returned a tensor with a graph.
+            num_local: how many such backwards came in a row; 0 where a forward awaits its own.
+        """
         summary = "a backward reached parameters of a DistributedDataParallel"
         if num_local:
             summary += f" and none of its outputs, {num_local} times in a row"
@@ -49,7 +54,7 @@ class Reports:
         warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 
     def warn_of_complete(self, place: str) -> None:
-        """Warn of a loss that ranks have made together, by the verb at ``place``."""
+        """Warn that a loss was reduced over ranks before backward(), by the verb at ``place``."""
         summary = "a DistributedDataParallel averages the gradients of a loss that its ranks made "
         summary += "together: they are divided by the number of ranks once too often"
         where = f"{self._where}; the loss is made of what all ranks have along {place}"
@@ -71,7 +76,7 @@ class Reports:
         )
 
     def interrupted(self, cut: Sequence[int], absent: Sequence[int]) -> GradientError:
-        """Return the error for a backward that raised on some ranks, or was absent there."""
+        """Return the error for ranks whose backward raised (``cut``) or never came (``absent``)."""
         found = []
         if cut:
             found.append(f"{ranks_text(cut)}: an exception was raised inside backward()")
@@ -85,7 +90,7 @@ class Reports:
         )
 
     def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
-        """Return the error for gradients that came against a promise, in lines by rank."""
+        """Return the error for unexpected gradients; ``held`` has the lines by rank."""
         return self._error(
             "gradients came that were not expected: those of this step are dropped",
             expected="the gradients that the backwards before had, each as often",

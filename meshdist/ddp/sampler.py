@@ -199,7 +199,7 @@ class DistributedSampler(data.DistributedSampler[T]):
 
 
 def _find_reader() -> dict[str, Any] | None:
-    """Return the attributes of the DataLoader's iterator among the callers, or None."""
+    """Return the attributes of the DataLoader iterator in a frame above, None without."""
     frame = sys._getframe(1)
     while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter):
         if frame.f_back is None:
@@ -212,7 +212,7 @@ def _find_reader() -> dict[str, Any] | None:
 def _size_and_place(
     num_replicas: int | DeviceMesh | ProcessGroup | None, rank: int | None
 ) -> tuple[int, int]:
-    """Return the number of shares, and the place of this rank's."""
+    """Return the number of shares and this rank's place; raise if it is not on the mesh."""
     if isinstance(num_replicas, (DeviceMesh, ProcessGroup)):
         if rank is not None:
             raise ArgumentError(

@@ -43,7 +43,7 @@ from .wider_groups import axes_spanned, layouts_with
 def refuse_marked_shards(
     tensors: Mapping[str, torch.Tensor], group: ProcessGroup, axes: DeviceMesh | None
 ) -> None:
-    """Raise where a tensor varies, by its mark, over an axis that the group spans."""
+    """Raise if a tensor is marked varying or unreduced over an axis that ``group`` spans."""
     is_spanned: dict[str, bool] = {}
     for name, tensor in tensors.items():
         for axis in (axis for axis, kind in kinds_in(type_of(tensor)).items() if kind in "VU"):
@@ -55,12 +55,12 @@ def refuse_marked_shards(
 
 
 def without_marks(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of which no mark says how they lie."""
+    """Return the tensors that have no type mark."""
     return {name: tensor for name, tensor in tensors.items() if ATTRIBUTE not in tensor.__dict__}
 
 
 def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGroup) -> None:
-    """Raise where ``group``, which no argument named, spans several axes and no mark tells more."""
+    """Raise if ``group`` spans several axes of an open mesh, and parameters have no marks."""
     unmarked = [*without_marks(parameters)]
     if not unmarked:
         return
@@ -84,7 +84,7 @@ def refuse_unnamed_axes(parameters: Mapping[str, torch.Tensor], group: ProcessGr
 def refuse_probable_shards(
     unmarked: Mapping[str, torch.Tensor], axes: DeviceMesh, device: torch.device
 ) -> None:
-    """Raise on all ranks where a tensor is equal along some of several axes alone; collective."""
+    """Raise on all ranks if a tensor differs along some of the axes alone; collective."""
     # Over each axis, and once over all of them: 16 bytes a tensor for each axis.
     group = resolve_group(axes)
     grid, names = axes, [axis for axis, size in axes.axis_sizes.items() if size > 1]

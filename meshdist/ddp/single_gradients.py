@@ -16,10 +16,10 @@ from .buckets import Filling, Pending, Taking
 
 
 class _Single(Taking):
-    """A way to take and give a gradient that lies in no flat tensor."""
+    """A bucket's way to send a gradient that lies in no flat tensor."""
 
     def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Take the gradient as it is."""
+        """Record the gradient, or None, for sending."""
         filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:
@@ -30,7 +30,7 @@ class _Single(Taking):
     def give(
         self, filling: Filling, is_used: Sequence[bool] | None, *, is_complete: bool, share: float
     ) -> None:
-        """Let ``.grad`` be the average."""
+        """Set ``.grad`` to the average times ``share``, unless no rank used the parameter."""
         average, index = filling.average, filling.bucket.indices[0]
         if average is not None and (is_complete or is_used is None or is_used[index]):
             filling.bucket.members[0].grad = average if share == 1.0 else average * share
@@ -42,7 +42,7 @@ class InPlace(_Single):
     # Where ranks share no memory, to copy it into a bucket would only cost time and memory.
 
     def buffer(self, filling: Filling) -> torch.Tensor:
-        """Return the scaled gradient, or zeros; in the gradient's own memory where it may be."""
+        """Return the scaled gradient (a copy if its memory is shared), or zeros for None."""
         mine, like = filling.read[0], filling.bucket.views[0]
         scale = filling.bucket.averaging.scale or 1.0
         stride = dense_stride(like.shape, like.stride())
@@ -54,7 +54,7 @@ class InPlace(_Single):
         return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)
 
     def start(self, filling: Filling) -> Pending:
-        """Average the gradient in place."""
+        """Start to average the gradient in place; return the reduction."""
         filling.average = self.buffer(filling)
         return filling.bucket.averaging.start(filling.average)
 
@@ -73,18 +73,18 @@ class Sparse(_Single):
         return filling.average
 
     def start(self, filling: Filling) -> Pending:
-        """Return a reduction that runs when it is waited for."""
+        """Return a reduction that starts when it is waited for."""
         return _SparseReduction(filling.bucket.averaging.group, filling)
 
 
 class _SparseReduction(NamedTuple):
-    """A reduction of a sparse gradient, which its wait carries out."""
+    """A reduction of a sparse gradient that runs inside ``wait``."""
 
     group: ProcessGroup
     filling: Filling
 
     def wait(self) -> None:
-        """Average the gradient over the group; collective."""
+        """Average the gradient over the group, and store it in the filling; collective."""
         # What is sent depends on the gradient. Waits come in the same order on every rank.
         self.filling.average = self._average()
 

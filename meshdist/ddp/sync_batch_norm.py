@@ -225,7 +225,7 @@ def _normalize(
     momentum: float,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Normalize by the group's statistics, and move the running estimates towards them."""
+    """Return ``x`` normalized by the group's statistics; update the running estimates."""
     weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
@@ -247,7 +247,7 @@ def _normalize(
 
 
 class _Normalization(torch.autograd.Function):
-    """The forward and backward of a call, each with one all-reduce."""
+    """The autograd function of synchronised batch norm: an all-reduce each way."""
 
     @staticmethod
     def forward(
@@ -259,7 +259,7 @@ class _Normalization(torch.autograd.Function):
         has_backward: bool,
         group: ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the result, the number of values in a channel, means and squared distances."""
+        """Return (result, values per channel, means, sums of squared distances) of the group."""
         wide = x.to(_wide_dtype(x.dtype))
         near = wide.mean(_channel_dims(wide)) if wide.numel() else wide.new_zeros(wide.shape[1])
         centred = wide - _by_channel(near, wide)
@@ -322,7 +322,7 @@ class _Normalization(torch.autograd.Function):
 
 
 def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
-    """Return whether any rank's input needs a gradient, so that backwards sum over the ranks."""
+    """Return whether a rank's input needs a gradient; raise if some ranks have no backward."""
     if flags is None:  # unknown on every rank, while a graph is captured
         return True
     num_needing, num_without = flags
@@ -343,19 +343,19 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _channel_dims(x: torch.Tensor) -> list[int]:
-    """Return the dims over which a channel extends."""
+    """Return all dims but dim 1, the channels."""
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _by_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Reshape a value for each channel so that it broadcasts to ``x``, in the dtype of ``x``."""
+    """Return one value per channel reshaped to broadcast to ``x``, in the dtype of ``x``."""
     return values.to(x.dtype).view(-1, *(1 for _ in range(x.dim() - 2)))
 
 
 def _local_statistics(
     centred: torch.Tensor, near: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return means and sums of squared distances from them, made of distances to ``near``."""
+    """Return means and sums of squared distances per channel; ``centred`` is ``x - near``."""
     count = max(centred.numel() // centred.shape[1], 1)
     rest = centred.sum(_channel_dims(centred)).double()  # what the rounding of ``near`` cut off
     squares = centred.square().sum(_channel_dims(centred)).double()
@@ -363,7 +363,7 @@ def _local_statistics(
 
 
 def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and squared distances of all ranks' batches, of sums over the ranks."""
+    """Return count, means and sums of squared distances of all batches, of reduced ``sums``."""
     count = sums[_NUM_FLAGS]
     first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
     mean = first / count.clamp(min=1)

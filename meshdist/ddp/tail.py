@@ -15,7 +15,7 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """A way in which one rank's backward ended, and the place of its flag."""
+    """The way in which a rank's backward ended, and the place of its flag in the tail."""
 
     WHOLE = 0
     PARTIAL = 1
@@ -29,7 +29,7 @@ class Ending(IntEnum):
 
 
 class Tail:
-    """Memory for the numbers of one backward at a time.
+    """Numbers that are averaged behind a backward's gradients: endings, who had gradients.
 
     Args:
         unit: one rank's part of an average: 1, or 1 / p where sums are sent, of p ranks.
@@ -46,7 +46,7 @@ class Tail:
         self.reader = reader_for(numbers.device, len(numbers))
 
     def write(self, ending: Ending | None, has_gradient: Sequence[bool] | None) -> None:
-        """Write this rank's numbers.
+        """Write how this rank's backward ended, and which gradients it had.
 
         Args:
             ending: None on a rank that has no data, which sets no flag.

@@ -67,12 +67,12 @@ class TypedOwner:
 
     @property
     def has_reduced(self) -> bool:
-        """Return whether the program has marked a parameter as reduced."""
+        """Return whether the program, not the wrapper, has marked a parameter as reduced."""
         return any(self._reduced.values())
 
     @untraced
     def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
-        """Claim the axes of the wrapper's group in the typed context that is open, if any."""
+        """Mark parameters, and own the group's axes in an open typed context, if any."""
         mode = find_context()
         if mode is None or not torch.is_grad_enabled():
             return
@@ -86,7 +86,7 @@ class TypedOwner:
 
     @untraced
     def close(self) -> None:
-        """Take the marks off the parameters, whose gradients stay local from now on."""
+        """Remove the wrapper's marks from the parameters."""
         for name, parameter in self._parameters.items():
             marks = parameter.__dict__
             marks.pop(RANKS_OF_OWNER, None)
@@ -111,7 +111,7 @@ class TypedOwner:
         self._axes = names
 
     def _key(self, name: str, parameter: torch.Tensor) -> tuple[object, ...]:
-        """Return all that the type depends on which a parameter is marked with."""
+        """Return a key of all that decides the type with which a parameter is marked."""
         has_marks = REDUCED_BY_OWNER in parameter.__dict__
         return type_of(parameter), has_marks, self._further.get(name), self._reduced[name]
 
@@ -134,7 +134,7 @@ class TypedOwner:
 
 
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
-    """Return the error for a tensor that varies over an axis along which it would be made equal."""
+    """Return the error for ``tensor``, whose type is no replica's along ``axis``, for a wrapper."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
     return AxisTypeError(
         f"{name} is {kind} over {axis!r}, over which {OWNER} keeps it equal",
@@ -148,7 +148,7 @@ def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTy
 
 
 def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the axes of ``mesh`` along which the members of ``group`` lie, in their order."""
+    """Return the axes of ``mesh`` whose group is ``group``, ``given`` first; raise without any."""
     choices: list[tuple[str, ...]] = [
         names for count in range(1, mesh.ndim + 1) for names in combinations(mesh.axis_names, count)
     ]
@@ -168,7 +168,7 @@ def _axes_of(mesh: DeviceMesh, group: ProcessGroup, given: Sequence[str]) -> tup
 
 
 def note_equal(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
-    """Mark ``tensors``, which the wrapper has made equal, as invariant in the open context."""
+    """Type ``tensors`` as invariant over ``group`` in the open typed context, if any."""
     mode = find_context(is_awake=False)
     if mode is not None and not mode.is_asleep:
         kinds = kinds_over(mode.mesh, group, "I")

@@ -83,7 +83,7 @@ class Verdict:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:
-        """Return the verdict of the next backward, by its gradients that came."""
+        """Return the verdict of the next backward, in which gradients ``came`` here."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
@@ -96,7 +96,7 @@ class Verdict:
         return Verdict(self._layout, ending, num_at_work, came, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_at_work: int) -> Verdict:
-        """Return the verdict of a next backward that brought this rank nothing to average."""
+        """Return the verdict of a next backward in which no gradient came to this rank."""
         lacking = () if ending is None else self._lacking
         return Verdict(self._layout, ending, num_at_work, lacking=lacking)
 
@@ -113,7 +113,7 @@ class Verdict:
     # -- what all ranks learn ---------------------------------------------------------------------
 
     def note_tail(self) -> bool:
-        """Keep the reduced tail for reading, and return True; False while a graph is captured."""
+        """Keep the reduced tail for reading, return True; return False in a graph's capture."""
         tail = self._layout.tail
         self._is_noted = tail.reader.note(tail.numbers)
         return self._is_noted

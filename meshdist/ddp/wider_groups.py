@@ -58,7 +58,7 @@ def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
 
 
 def layouts_with(axis: str, group: ProcessGroup, axes: DeviceMesh | None) -> list[Layout]:
-    """Return the layouts that tell where ``axis`` lies: the wrapper's, or those open, or any."""
+    """Return layouts that have ``axis``: of the wrapper's mesh, else of open or earlier meshes."""
     # A name may stand for other ranks in another mesh. Flattened meshes are not listed as open.
     if axes is not None and axis in axes.root.axis_names:
         return [axes.root.layout]

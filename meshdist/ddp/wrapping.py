@@ -142,7 +142,7 @@ def module_state(
 
 
 def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, nn.Parameter]:
-    """Return the parameters whose gradients are averaged, by name."""
+    """Return the parameters that require a gradient and are not ignored, by name."""
     left_out = set(ignored)
     return {
         name: parameter
@@ -152,7 +152,7 @@ def trainable_parameters(module: nn.Module, ignored: Iterable[str] = ()) -> dict
 
 
 def ignored_names(module: nn.Module, names: Iterable[str] | None = None) -> frozenset[str]:
-    """Return the names that wrappers of ``module`` leave alone; note ``names`` first, if given."""
+    """Store ``names``, if given, as ignored on ``module``; return its ignored names."""
     if names is not None:
         names = list(names)
         known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -232,7 +232,7 @@ def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]
 
 
 def refuse_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
-    """Raise where another wrapper averages gradients of ``module``, save those ignored."""
+    """Raise if a wrapper averages gradients of ``module`` already, save those ignored."""
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -290,14 +290,14 @@ def check_period(verify_every: object) -> int:
 
 
 def let_go(*rooms: Closable | None) -> None:
-    """Close the parts of a wrapper that is gone, which takes hooks and marks off its model."""
+    """Close each of ``rooms``, which removes hooks and marks from the wrapped module."""
     for room in rooms:
         if room is not None:
             room.close()
 
 
 def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
-    """Raise an error of ``kind`` where both ``arguments``, which say one thing, were given."""
+    """Raise an error of ``kind`` unless at least one of the two arguments is None."""
     if None not in arguments.values():
         first, second = arguments
         raise kind(
@@ -308,7 +308,7 @@ def refuse_both(kind: type[MeshdistError], **arguments: object) -> None:
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> None:
-    """Raise where a parameter requires a gradient that was frozen when the model was wrapped."""
+    """Raise if a parameter of ``frozen``, frozen at wrapping, now requires a gradient."""
     for name, parameter in frozen:
         if parameter.requires_grad:
             raise GradientError(
@@ -324,7 +324,7 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return the indices of delayed parameters, and of the parameter that they wait for."""
+    """Return the indices of delayed parameters, and of the awaited parameter or None; or raise."""
     if delayed is None and behind is None:
         return frozenset(), None
     if delayed is None or behind is None:

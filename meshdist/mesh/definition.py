@@ -55,7 +55,11 @@ def check_device_type(device_type: object) -> None:
 
 
 def check_device(device_type: str, *, is_planned: bool = False) -> None:
-    """Raise unless groups of such a mesh can communicate here; ``is_planned`` words the fix."""
+    """Raise unless groups on ``device_type`` can communicate here.
+
+    Args:
+        is_planned: whether the mesh was made without groups, for the words of the error.
+    """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",
@@ -126,7 +130,7 @@ class AxisOptions:
 
 @dataclass(frozen=True)
 class MeshDefinition:
-    """The definition of a mesh; equal definitions make interchangeable meshes."""
+    """A mesh without its groups: world, device type, layout and options of axes."""
 
     world: World
     device_type: str
@@ -143,7 +147,7 @@ class MeshDefinition:
 
     @property
     def timeout(self) -> timedelta:
-        """The time in which its ranks must come to make it: the longest of its axes' timeouts."""
+        """The time within which all ranks must make the mesh: the longest of its axes'."""
         default = self.world.timeout or DEFAULT_TIMEOUT
         return max(options.timeout or default for options in self.options)
 
@@ -157,7 +161,7 @@ class MeshDefinition:
         }
 
     def make_group(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return an unopened group over ``axes`` through this rank, by the first axis's options."""
+        """Return an unopened group of this rank along ``axes``, with the first axis's options."""
         world, layout, options = self.world, self.layout, self.options[axes[0]]
         labels = ", ".join(repr(layout.names[a]) if layout.names else str(a) for a in axes)
         backends = None
@@ -176,7 +180,7 @@ class MeshDefinition:
         )
 
     def open_group(self, group: ProcessGroup) -> None:
-        """Open a group of the mesh, collectively over the group's members."""
+        """Open ``group`` and connect its device; collective over the group's members."""
         check_device(self.device_type, is_planned=True)
         group.open_channel(self.device_type)
         device = select_device(self.device_type, self.world)
@@ -211,7 +215,7 @@ class MeshDefinition:
             world_group(self.world).has_devices = True
 
     def outside_error(self, call: str, whole: Layout) -> NotInGroupError:
-        """Return the error of a call on a rank outside the mesh, which is a part of ``whole``."""
+        """Return the error of ``call`` on a rank that ``whole``, the root mesh, does not hold."""
         ranks = whole.ranks().ravel().tolist()
         return NotInGroupError(
             f"{call} on a mesh that does not hold this rank",
@@ -238,7 +242,7 @@ class MeshDefinition:
         return replace(first, layout=layout, options=options)
 
     def names_to_slice(self, axes: object) -> tuple[str, ...]:
-        """Return the axis names by which the mesh is sliced, or raise an error that shows them."""
+        """Return ``axes``, of ``mesh[axes]``, as a tuple of names; raise unless they can slice."""
         if not isinstance(axes, Hashable):
             raise AxisError(f"a mesh is sliced by axis names, not by {axes!r}")
         if self.layout.names is None:
@@ -286,7 +290,7 @@ def define_mesh(
 
 
 def _holds_rank_0_alone(layout_in: Callable[[int], Layout]) -> bool:
-    """Return whether the mesh holds rank 0 alone, however large the world is."""
+    """Return whether the layout has rank 0 alone, whatever the size of the world."""
     try:
         layout = layout_in(2)  # a size of -1 becomes 2 here
     except MeshdistError:  # raised again once the size of the world is known
@@ -354,7 +358,7 @@ def _from_torch_form(value: Any) -> AxisOptions:
 
 
 def layout_of_ranks(mesh: Any, names: Sequence[str] | None, world_size: int) -> Layout:
-    """Return the layout of an array of ranks, or the layout given, if the world has its ranks."""
+    """Return the layout of an array of ranks, or a given Layout; raise if the world lacks ranks."""
     if not isinstance(mesh, Layout):
         return Layout.from_ranks(mesh, names, world_size=world_size)
     if names is not None:
@@ -379,7 +383,7 @@ def definition_of_groups(
     mesh: Any,
     names: Sequence[str] | None,
 ) -> tuple[MeshDefinition, tuple[ProcessGroup, ...]]:
-    """Return the definition of a mesh on groups that exist, and its groups in axis order."""
+    """Return a mesh's definition on existing groups, and these in axis order; or raise."""
     check_device_type(device_type)
     is_one = isinstance(group, ProcessGroup)
     groups = tuple(map(resolve_group, [group] if isinstance(group, ProcessGroup) else group))
@@ -414,7 +418,7 @@ def definition_of_groups(
 
 
 def _options_of(group: ProcessGroup, device_type: str) -> AxisOptions:
-    """Return the options of an axis whose group is this group."""
+    """Return the options of an axis whose group is ``group``."""
     backend = group.backends.get(device_type)
     return AxisOptions(
         backend=None if backend == group.world.backends.get(device_type) else backend,

@@ -485,7 +485,7 @@ class DeviceMesh:
 
 
 def coordinate_in(mesh: DeviceMesh, call: str) -> tuple[int, ...]:
-    """Return this rank's place along the axes of a mesh, or raise an error of ``call``."""
+    """Return this rank's coordinate in ``mesh``; raise an error of ``call`` outside of it."""
     if mesh._coordinate is None:
         raise mesh._definition.outside_error(call, mesh.root.layout)
     return mesh._coordinate

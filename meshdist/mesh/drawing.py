@@ -43,7 +43,7 @@ def draw_svg(
 
 
 class _Svg:
-    """An SVG drawing in the making; measures are pixels."""
+    """Builder of a mesh's SVG drawing; lengths are in pixels."""
 
     margin = 12
     cell_height = 28
@@ -132,7 +132,7 @@ class _Svg:
         self.parts.append("</g>")
 
     def _legend(self, y: int) -> int:
-        """Draw the hosts' names and colours at height ``y``, and return the width of that."""
+        """Draw the hosts' names and colours at height ``y``; return their right edge."""
         x = self.margin
         names = self.marks.host_names
         for index in indices_shown(len(names), 8, None):
@@ -218,7 +218,7 @@ def draw(
 
 
 class _GridDrawing:
-    """A text drawing in the making; measures are characters."""
+    """Builder of a mesh's text drawing; lengths are in characters."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class _GridDrawing:
         return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))
 
     def _tile(self, block: tuple[int, ...] | None) -> Table | Text:
-        """Return the table of a block, below its label where there are several blocks."""
+        """Return a block's table, with a label if there are several; dots for None."""
         from rich.table import Table
         from rich.text import Text
 
@@ -348,7 +348,7 @@ def _can_print(characters: str, stream: object) -> bool:
 
 
 def _letters(index: int) -> str:
-    """Return the letters of a number from 0 on: a, b, ... z, aa, ab, ..."""
+    """Return ``index`` in letters: a, b, ... z, aa, ab, ..."""
     text = ""
     index += 1
     while index:

@@ -51,7 +51,7 @@ _REPR_RANKS = 64
 
 
 class _RankMap(tuple[int, ...]):
-    """Global ranks by place; shared by a layout and all that is derived from it."""
+    """The global rank at each place, shared by a layout and the layouts derived from it."""
 
     @cached_property
     def positions(self) -> dict[int, int]:
@@ -739,7 +739,7 @@ def _build(
     offset: int,
     rank_map: tuple[int, ...] | None,
 ) -> Layout:
-    """Return a layout without checks: its parts are valid and in normal form already."""
+    """Return a Layout of valid parts in normal form, without checks."""
     layout = object.__new__(Layout)
     vars(layout).update(modes=modes, names=names, offset=offset, rank_map=rank_map)
     return layout

@@ -24,7 +24,7 @@ nor 'etp' 'edp'."""
 
 
 def checked_modes(axis: Any) -> AxisModes:
-    """Return the (size, stride) pairs of an axis in normal form."""
+    """Return the (size, stride) pairs of an axis in normal form; raise if they are invalid."""
     try:
         pairs = [(operator.index(size), operator.index(stride)) for size, stride in axis]
     except (TypeError, ValueError) as error:
@@ -41,7 +41,7 @@ def checked_modes(axis: Any) -> AxisModes:
 def checked_names(
     names: Sequence[str] | None, ndim: int, where: str | None = None
 ) -> tuple[str, ...] | None:
-    """Return axis names as a tuple of ``ndim`` different identifiers; None stays None."""
+    """Return axis names as a tuple of ``ndim`` different identifiers, or None; else raise."""
     if names is None:
         return None
     if isinstance(names, str):
@@ -88,7 +88,7 @@ def _identifier_hint(name: object) -> str | None:
 
 
 def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
-    """Return sizes as a tuple of whole numbers from 1 on, among them at most one -1."""
+    """Return sizes as a tuple of numbers from 1 on and at most one -1; else raise."""
     try:
         found = find_whole_numbers([sizes] if isinstance(sizes, int) else list(sizes))
     except TypeError:
@@ -115,7 +115,7 @@ def checked_sizes(sizes: Any, what: str) -> tuple[int, ...]:
 def inferred_sizes(
     sizes: tuple[int, ...], whole: int, what: str, whole_text: str
 ) -> tuple[int, ...]:
-    """Return ``sizes`` with a -1 replaced, so that their product is ``whole``."""
+    """Return ``sizes`` with a -1 replaced so that the product is ``whole``; or raise."""
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -129,7 +129,7 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ranks as an integer array of one dim or more: distinct, not negative, in the world."""
+    """Return ranks as an array of distinct ranks of the world, of one dim or more; else raise."""
     try:
         array = np.asarray(ranks)
     except ValueError as error:  # rows of different lengths

@@ -215,7 +215,7 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def _entry(value: Any) -> Entry:
-    """Return a dim's entry in normal form: None, the name of an axis, or a tuple of more names."""
+    """Return a dim's entry in normal form (None, a name, a tuple of names); else raise."""
     if value is None or isinstance(value, str):
         return value or None
     if isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value):

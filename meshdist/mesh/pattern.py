@@ -60,7 +60,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class PatternSide:
-    """An array in a pattern: its dims in order, and the axes of its unreduced and reduced kinds."""
+    """An array in a pattern: its dims, and the axes over which it is unreduced or reduced."""
 
     dims: tuple[Dim, ...]
     unreduced: tuple[str, ...] = ()
@@ -68,13 +68,13 @@ class PatternSide:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that the array names: those that cut, dim after dim, then the others."""
+        """All axes that the side names: those that cut dims, then unreduced, then reduced."""
         cut = tuple(axis for dim in self.dims for axis in dim.axes)
         return (*cut, *self.unreduced, *self.reduced)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its dims in order, among them "..." but not "1"."""
+        """The names of all dims in order, with "..." and without "1"."""
         return tuple(name for dim in self.dims if not dim.is_one for name in dim.names)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Pattern:
         return f"Pattern({str(self)!r})"
 
     def get_operand(self) -> PatternSide:
-        """Return the only operand; where a comma likely lacks brackets, the error shows them."""
+        """Return the only operand; raise if there are several."""
         if len(self.operands) == 1:
             return self.operands[0]
         raise column_error(
@@ -122,12 +122,12 @@ class Pattern:
         )
 
     def find_missing_brackets(self) -> str | None:
-        """Return how to write the axes that the first comma likely parts, or None."""
+        """Return the fix if the first comma likely lacks brackets, as in "b@dp,tp d", else None."""
         return _missing_brackets(self.operands[0].dims[-1:], self.operands[1].dims[:1])
 
 
 def _missing_brackets(before: Sequence[Dim], behind: Sequence[Dim]) -> str | None:
-    """Return the fix of a comma that likely parts two axes, as in "b@dp,tp d"; None elsewhere."""
+    """Return the fix if a comma between these dims likely lacks brackets, else None."""
     if not (before and behind and before[-1].axes and not behind[0].axes):
         return None
     if len(behind[0].names) > 1:
@@ -213,7 +213,7 @@ class _Token:
 
 
 class _PatternReader:
-    """A reader of one pattern's text, from left to right."""
+    """A parser of a pattern's text, from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -253,7 +253,7 @@ class _PatternReader:
         return Pattern(tuple(operands), result, self.text, tuple(commas))
 
     def side(self) -> PatternSide:
-        """Read the dims of one array, then its kinds in braces, which end a side."""
+        """Read and return an array: its dims, then its kinds in braces if there are any."""
         dims: list[Dim] = []
         names: set[str] = set()
         axes: set[str] = set()

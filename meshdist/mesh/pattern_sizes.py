@@ -107,7 +107,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
-    """Return the fix of a side that names another number of dims than an array has."""
+    """Return the fix of a side that has another number of dims than ``ndim``; None without."""
     if any(dim.is_rest for dim in side.dims):
         return None
     name = " ".join(side.names)
@@ -117,7 +117,7 @@ def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
 
 
 def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
-    """Return a side's dims with "..." replaced by as many dims as the array has there."""
+    """Return the dims of ``side``, "..." replaced by as many dims as fit ``ndim``; or raise."""
     rest = [place for place, dim in enumerate(side.dims) if dim.is_rest]
     missing = ndim - len(side.dims) + len(rest)
     if missing < 0 or (missing and not rest):
@@ -140,7 +140,7 @@ def _dims_of_array(pattern: Pattern, side: PatternSide, ndim: int) -> list[Dim]:
 
 
 class Sizing:
-    """A side of a pattern while the sizes of its parts are found from what is known."""
+    """A search for the sizes of one side's parts, from shapes and from sizes by name."""
 
     def __init__(
         self,
@@ -176,7 +176,11 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def sized_side(self, needs_parts: bool) -> SizedSide:
-        """Return the side with all sizes; ``needs_parts`` demands those inside of every group."""
+        """Return the side with all sizes; raise if a size is unknown or does not fit.
+
+        Args:
+            needs_parts: whether sizes inside of every group must be known.
+        """
         shape: list[int] = []
         names: list[str] = []
         part_sizes: list[int] = []
@@ -219,7 +223,12 @@ class Sizing:
         )
 
     def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
-        """Return the whole size of a dim, and keep the size of a part that follows from it."""
+        """Return the whole size of ``dim``; store a part's size that follows; or raise.
+
+        Args:
+            place: the number of the dim.
+            shards: the number of parts into which axes cut it.
+        """
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -248,7 +257,12 @@ class Sizing:
         return whole
 
     def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
-        """Return the whole size of a dim from ``local``, the size that this rank's shard has."""
+        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
+
+        Args:
+            unknown: the parts of the dim whose size is not known.
+            known: the product of the known sizes.
+        """
         first = dim.names[0]
         if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
             axes = self.layout.axis_indices(dim.axes)
@@ -323,18 +337,18 @@ class Regrouping:
 
     @cached_property
     def placement(self) -> Placement:
-        """The placement of the parts in the source."""
+        """The placement of the source array, a dim per part."""
         return self.source.placement
 
     @cached_property
     def target_placement(self) -> Placement:
-        """The placement of the parts in the target, but with the parts in the source's order."""
+        """The placement of the target array, with a dim per part in the source's order."""
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
         return self.target.placement.permuted(back)
 
     @property
     def is_reordered(self) -> bool:
-        """Return whether parts change places, or dims are grouped anew."""
+        """Return whether the parts' order or their grouping into dims changes."""
         return [*self.order] != sorted(self.order) or self.source.counts != self.target.counts
 
 
@@ -388,7 +402,7 @@ def regroup(
 
 
 def parse_side(text: str) -> tuple[Pattern, PatternSide]:
-    """Return the pattern of a text without "->", and its only side."""
+    """Return the parsed pattern and its only side; raise if it has "->" or a comma."""
     pattern = parse(text)
     side = pattern.get_operand()
     if pattern.result is not None:
@@ -449,7 +463,7 @@ def _regroup(
 def shape_of_side(
     side: PatternSide, sizes: Mapping[str, int], rest: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return an array's shape, by the sizes of its parts and of the dims that "..." stands for."""
+    """Return the shape of ``side``, whose "..." has the sizes ``rest``."""
     shape: list[int] = []
     for dim in side.dims:
         if dim.is_rest:
@@ -474,7 +488,7 @@ def _check_equal_dims(pattern: Pattern, left: PatternSide, right: PatternSide) -
 
 
 def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes that a call gives by name; raise unless they are sizes of its dims."""
+    """Return ``sizes`` by part; raise for a name not in the pattern, or no size."""
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}

@@ -50,7 +50,7 @@ _FEW_CELLS = 64
 
 @dataclass(frozen=True, eq=False)
 class _CacheKey:
-    """Base of the dataclasses that are keys of caches: keeps its hash, and compares cheaply."""
+    """Base of dataclasses used as cache keys: computes the hash once, compares identity first."""
 
     def _keep_key(self, *key: Any) -> None:
         vars(self).update(_key=key, _hash=hash(key))
@@ -126,14 +126,14 @@ class DimSplit(_CacheKey):
         return array
 
     def cell_at(self, coordinate: Sequence[int]) -> int:
-        """Return the number of the cell at a coordinate of the mesh, in linear order."""
+        """Return the linear number of the cell at a coordinate of the mesh."""
         cell = 0
         for axis, size in zip(self.axes, self.axis_sizes, strict=True):
             cell = cell * size + coordinate[axis]
         return cell
 
     def interval(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Return (start, stop) of the cell at a coordinate of the mesh, without listing others."""
+        """Return (start, stop) of the cell at a coordinate of the mesh."""
         if self.cell_sizes is not None:
             cell = self.cell_at(coordinate)
             return self.boundaries[cell], self.boundaries[cell + 1]
@@ -153,7 +153,7 @@ def split_dim(
     axis_sizes: tuple[int, ...],
     cell_sizes: tuple[int, ...] | None = None,
 ) -> DimSplit:
-    """Return the ``DimSplit`` of these arguments, one object for equal arguments."""
+    """Return a ``DimSplit``, the same object for equal arguments while the cache has it."""
     return DimSplit(size, axes, axis_sizes, cell_sizes)
 
 
@@ -225,7 +225,7 @@ class Placement(_CacheKey):
         return tuple(axis for axis in range(len(self.mesh_sizes)) if axis not in taken)
 
     def box(self, coordinate: Sequence[int]) -> Box:
-        """Return the part of the whole array at a coordinate of the mesh."""
+        """Return the part of the whole at ``coordinate``: (start, stop) per dim."""
         return tuple([dim.interval(coordinate) for dim in self.dims])
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ class Placement(_CacheKey):
         return shape_of(self.box(coordinate))
 
     def has_values(self, coordinate: Sequence[int]) -> bool:
-        """Return whether this coordinate keeps a value that becomes unreduced; others get zeros."""
+        """Return whether the rank at ``coordinate`` gets values of a new sum, not zeros."""
         return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:

@@ -20,7 +20,7 @@ AxisModes = tuple[Mode, ...]
 
 
 def size_of(axis: AxisModes) -> int:
-    """Return the number of places on an axis."""
+    """Return the size of an axis, the product of its modes' sizes."""
     return axis[0][0] if len(axis) == 1 else math.prod(size for size, _ in axis)
 
 
@@ -36,7 +36,7 @@ def displacement(axis: AxisModes, index: int) -> int:
 
 
 def coalesced(modes: Iterable[Mode]) -> AxisModes:
-    """Return the unique shortest modes of the same axis."""
+    """Return the shortest (size, stride) pairs of the same axis."""
     kept: list[Mode] = []
     for size, stride in modes:
         if size == 1:
@@ -59,7 +59,7 @@ def is_nested(modes: Iterable[Mode]) -> bool:
 
 
 def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | None:
-    """Return the modes of an axis split into ``sizes``, or None where no strides describe it."""
+    """Return the modes of an axis for each of ``sizes``; None if no strides describe them."""
     rest = list(axis)
     parts: list[AxisModes] = []
     for wanted in reversed(sizes):
@@ -80,7 +80,7 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the origin of the joint layout of two parts if they share one place, else None."""
+    """Return the offset of a layout of both parts if they share a place, else None."""
     # They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
     # positive digits of one number, which nested strides take apart in one way only.
     ours = [(stride, size, True) for axis in modes for size, stride in axis]
@@ -99,7 +99,7 @@ def common_origin(
 
 
 def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
-    """Return the modes that give exactly these ranks, or None where no nested strides do."""
+    """Return each dim's (size, stride) modes that give ``array``; None without nested strides."""
     origin = array.flat[0]
     modes: list[AxisModes] = []
     for dim in range(array.ndim):
@@ -123,7 +123,7 @@ def strided_modes(array: np.ndarray[Any, Any]) -> tuple[AxisModes, ...] | None:
 
 
 def places_of(offset: int, modes: Iterable[AxisModes]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the place of every coordinate, a dim per axis; the inverse of ``strided_modes``."""
+    """Return the place at each coordinate, ``offset`` plus the strides, with a dim per axis."""
     places = np.array(offset, dtype=np.int64)
     for axis in modes:
         reach = np.zeros((), dtype=np.int64)

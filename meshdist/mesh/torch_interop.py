@@ -57,7 +57,7 @@ def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
 
 
 def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] | None]:
-    """Return the device type, nested list of ranks and names of torch's mesh."""
+    """Return (device type, nested list of ranks, names or None) of torch's mesh; or raise."""
     if not isinstance(mesh, TorchMesh):
         raise KindError(
             f"{mesh!r} is not torch's DeviceMesh",
@@ -114,7 +114,7 @@ def _start_torch_world(world: World) -> None:
 
 
 def _torch_backend(wire: str, device: str) -> str:
-    """Return the backend of torch that serves for our wire: the same, or Gloo, or "" for none."""
+    """Return torch's backend for ``wire``: the same name, or "gloo" on the CPU, or ""."""
     # Ours are there once meshdist.torch_backends was imported.
     known = wire in torch_distributed.Backend.backend_list
     if known and (wire != "mpi" or torch_distributed.is_mpi_available()):

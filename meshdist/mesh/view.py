@@ -19,11 +19,11 @@ Hosts = Mapping[int, object] | Sequence[object]
 
 
 class Grid(Protocol):
-    """The members of ``Layout`` that a picture reads; ``Layout`` uses this module to print."""
+    """The protocol of ``Layout`` for drawing."""
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The axes' names."""
+        """The names of the axes, or None."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Marks:
-    """The marks of a rank in a picture, besides its place."""
+    """The marks of ranks in a drawing: a highlighted rank, and hosts."""
 
     highlight_rank: int | None
     highlight_at: tuple[int, ...] | None
@@ -64,7 +64,7 @@ class Marks:
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
-        """Return the marks of a highlighted rank and of hosts, checked against the mesh."""
+        """Return the marks for a highlighted rank and hosts; raise if the mesh does not fit."""
         at = None
         if highlight_rank is not None:
             at = layout.coordinate_of(highlight_rank)
@@ -88,13 +88,13 @@ class Marks:
         return Marks(highlight_rank, at, hosts, tuple(names))
 
     def host_index(self, rank: int) -> int | None:
-        """Return the index of a rank's host in ``host_names``; None without hosts."""
+        """Return the index in ``host_names`` of the host of ``rank``; None without hosts."""
         return None if self.hosts is None else self.host_names.index(str(self.hosts[rank]))
 
 
 @dataclass(frozen=True)
 class View:
-    """The coordinates of a mesh that a picture shows; None stands for an ellipsis."""
+    """The blocks, rows and columns of a mesh that a drawing shows; None is an ellipsis."""
 
     layout: Grid
     blocks: tuple[tuple[int, ...] | None, ...]  # coordinates of all axes but the last two
@@ -103,7 +103,7 @@ class View:
 
     @staticmethod
     def of(layout: Grid, marks: Marks, max_blocks: int, max_rows: int, max_columns: int) -> View:
-        """Return the coordinates that fit in a picture, always with the highlighted rank's."""
+        """Return the coordinates that fit within the maxima, among them the highlighted rank's."""
         at = marks.highlight_at
         outer = layout.sizes[:-2]
         columns = indices_shown(layout.sizes[-1], max_columns, None if at is None else at[-1])
@@ -118,7 +118,7 @@ class View:
         return View(layout, blocks, rows, columns)
 
     def block_label(self, block: tuple[int, ...]) -> str:
-        """Return ``"pp=1"`` or, without names, ``"[1, :, :]"``; "" in a mesh of up to two axes."""
+        """Return a block's label, "pp=1" or, without names, "[1, :, :]"; "" for up to two axes."""
         if self.layout.names is None:
             return f"[{', '.join(map(str, block))}, :, :]" if block else ""
         return ", ".join(map("{}={}".format, self.layout.names, block))
@@ -128,7 +128,7 @@ class View:
         return "rank" if self.layout.ndim == 1 else str(row)
 
     def rank_at(self, block: tuple[int, ...], row: int, column: int) -> int:
-        """Return the rank in a cell of a block's table."""
+        """Return the rank in a cell of the table ``block``."""
         return self.layout.rank_at((column,) if self.layout.ndim == 1 else (*block, row, column))
 
 
@@ -139,7 +139,7 @@ def corner(layout: Grid) -> str:
 
 
 def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, ...]:
-    """Return the indices to show of ``size``: the first few, the last, and ``kept``."""
+    """Return at most ``limit`` (or 3) indices below ``size``, ``kept`` too; None is an ellipsis."""
     if size <= limit:
         return tuple(range(size))
     limit = max(limit, 3)
@@ -158,6 +158,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return the number of tables on a line: whole turns of the axis that changes fastest."""
+    """Return how many of ``room`` tables stand in a line: a multiple of the last outer axis."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)

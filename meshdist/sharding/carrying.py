@@ -54,7 +54,7 @@ def fresh_copy(x: torch.Tensor) -> torch.Tensor:
 
 
 class Rearrangement:
-    """A function that applies an ``Arrangement`` to tensors of one shape."""
+    """A callable that applies an ``Arrangement`` (reshape, index, permute) to one shape."""
 
     __slots__ = ("_index", "_is_plain", "_order", "_shape", "_sizes", "_view")
 
@@ -108,7 +108,7 @@ class Boxes:
         self._start = offsets[0] if is_run and offsets else None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the buffer of the boxes: a view of ``x`` if they are adjacent, else new memory."""
+        """Return the boxes in one flat buffer: a view of ``x`` if adjacent, else new memory."""
         run = self.find_run(x)
         if run is not None:
             return run
@@ -124,19 +124,19 @@ class Boxes:
         return flat
 
     def find_run(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the buffer as a view of ``x``, or None where the boxes are not adjacent in it."""
+        """Return the boxes as a flat view of ``x``, or None if they are not adjacent in it."""
         start = self._start
         if start is None or not x.is_contiguous():
             return None
         return x.view(-1).narrow(0, start, self.total)
 
     def unpack(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the boxes from the buffer into ``out``, which is contiguous and new."""
+        """Copy the boxes from the buffer ``flat`` into ``out``, which must be contiguous."""
         for sizes, strides, offset, packed, at in self._parts:
             out.as_strided(sizes, strides, offset).copy_(flat.as_strided(sizes, packed, at))
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of the buffer for each box."""
+        """Return a view of ``flat`` for each box, in the shape of the box."""
         return [flat.as_strided(sizes, packed, at) for sizes, _, _, packed, at in self._parts]
 
 
@@ -218,7 +218,7 @@ class _PadAction:
 
 
 class _VerbAction:
-    """The action of a verb, which writes into new memory, or in place where ``x`` is new itself."""
+    """A callable that runs one verb on ``x``, into new memory, or in place if ``x`` is new."""
 
     def __init__(self, step: VerbStep, group: ProcessGroup, title: str, *, is_fresh: bool) -> None:
         row = VERBS[step.verb]
@@ -246,7 +246,7 @@ class _VerbAction:
 
 
 class _ExchangeAction:
-    """The action of an exchange; the box that stays is copied into the result, or added there."""
+    """A callable that exchanges boxes; this rank's own box is copied or added."""
 
     def __init__(
         self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, title: str
@@ -286,7 +286,7 @@ class _ExchangeAction:
         return out
 
     def _add_up(self, x: torch.Tensor, received: list[torch.Tensor], out: torch.Tensor) -> None:
-        """Write the sums of boxes into ``out``, added in the order of the group's members."""
+        """Write each box's sum into ``out``, added in the order of the group's members."""
         for index, numbers in self._sums:
             total = out[index]
             for turn, number in enumerate(numbers):

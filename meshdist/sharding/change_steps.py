@@ -81,13 +81,13 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 def group_at(
     axes: tuple[int, ...], mesh_sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, ...], int, int]:
-    """Return the fields of a ``GroupStep``: the axes, the number of members, this rank's place."""
+    """Return an axes group's fields: the axes, the number of members, this rank's place in it."""
     size = math.prod(mesh_sizes[axis] for axis in axes)
     return axes, size, place_along(axes, mesh_sizes, coordinate)
 
 
 def _find_slice(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -> Take | None:
-    """Return the step that slices dims which free axes alone cut anew; None if nothing is cut."""
+    """Return the step that slices dims newly cut by axes not in ``spread``; None if none is."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     box = tuple(
         own if not dim.new or not set(dim.new).isdisjoint(spread) else kept
@@ -156,7 +156,7 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
 
 
 class _Overlap(NamedTuple):
-    """The overlap of an interval with a cell, and what the cell adds to the place of its peer."""
+    """The part of an interval in a cell, and what the cell adds to a peer's place."""
 
     place: int  # of the peer, along axes that cut the source
     replica: int  # of the peer, along axes that divide boxes
@@ -256,7 +256,7 @@ class _Group:
     # ---------------------------------------------------------------- what comes
 
     def receives(self, target: Box) -> tuple[Box | None, list[Part]]:
-        """Return the box that stays here, and the place and box of each part that comes."""
+        """Return this rank's own box or None, and (sender's place, box) of each received part."""
         per_dim = []
         for dim, interval in zip(self.change.dims, target, strict=True):
             per_dim.append(list(self._sources(dim.source, interval)))
@@ -277,7 +277,7 @@ class _Group:
         return kept, found
 
     def _sources(self, source: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of an interval with the source's cells from which this rank takes."""
+        """Yield the overlaps of ``interval`` with the source's cells that this rank may receive."""
         padded = self.change.padded
         for cell, start, stop in _cells_in(source, interval):
             place, rest = 0, cell
@@ -292,7 +292,7 @@ class _Group:
     # ---------------------------------------------------------------- what goes
 
     def sends(self, source: Box) -> list[Part]:
-        """Return the place and the box of each part that this rank sends."""
+        """Return (receiver's place, box) of each part that this rank sends."""
         change, sizes = self.change, self.change.source.mesh_sizes
         per_dim = []
         for dim, interval in zip(change.dims, source, strict=True):
@@ -321,7 +321,7 @@ class _Group:
         return found
 
     def _targets(self, target: DimSplit, interval: tuple[int, int]) -> Iterator[_Overlap]:
-        """Yield the overlaps of an interval with the target's cells to which this rank sends."""
+        """Yield the overlaps of ``interval`` with the target's cells of possible receivers."""
         change = self.change
         for cell, start, stop in _cells_in(target, interval):
             place = replica = summand = 0
@@ -341,7 +341,7 @@ class _Group:
                 yield _Overlap(place, replica, summand, start, stop)
 
     def _parts(self, box: Box) -> list[Box | None]:
-        """Return the parts of a box for the replicas, cut along its longest dim; None if empty."""
+        """Return a part of ``box`` per replica, cut along the longest dim; None where empty."""
         lengths = shape_of(box)
         dim = lengths.index(max(lengths))
         start, count = box[dim][0], len(self.replicas)
@@ -356,7 +356,7 @@ class _Group:
 
 
 def _cells_in(split: DimSplit, interval: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Yield each cell that an interval meets, and the (start, stop) of their overlap."""
+    """Yield (cell, start, stop) for each cell that overlaps ``interval``."""
     start, stop = interval
     if start >= stop:
         return

@@ -36,18 +36,18 @@ class DimChange:
 
     @cached_property
     def is_source_even(self) -> bool:
-        """Return whether the cells of the source are equal within each common cell."""
+        """Return whether the source's cells are equal in size within each common cell."""
         return _is_even_beyond(self.source, self.num_common)
 
     @cached_property
     def is_target_even(self) -> bool:
-        """Return whether the cells of the target are equal within each common cell."""
+        """Return whether the target's cells are equal in size within each common cell."""
         return _is_even_beyond(self.target, self.num_common)
 
 
 @dataclass(frozen=True)
 class Change:
-    """The whole change between two placements over the same axes, as a single exchange makes it."""
+    """The change from one placement to another over the same axes, as one exchange."""
 
     # Along an axis where the target is unreduced a rank takes from ranks of its own coordinate
     # alone: from other summands of one sum, or, where the axis cuts the source, from shards that
@@ -58,17 +58,17 @@ class Change:
 
     @cached_property
     def summed(self) -> tuple[int, ...]:
-        """The axes whose summands are added."""
+        """The axes over which the source is unreduced and the target is not."""
         return tuple(axis for axis in self.source.unreduced if axis not in self.target.unreduced)
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The axes that cut the source, and along which the target is unreduced."""
+        """The axes that cut the source, and over which the target is unreduced: zeros fill up."""
         return tuple(axis for axis in self.target.unreduced if axis in self.source.cut_axes)
 
     @cached_property
     def dividing(self) -> tuple[int, ...]:
-        """The free axes of the source along which ranks share the sending of each box."""
+        """The axes that newly cut a dim, and whose ranks, equal before, share its sending."""
         # They cut a dim of the target that the source cuts otherwise. All ranks along them hold
         # each box: if one rank sent it all, the others would idle.
         free = self.source.free_axes
@@ -96,7 +96,7 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Return whether equal parts move between all members of a group, so that verbs do it."""
+        """Return whether equal parts move in a whole group, so that collectives can do it."""
         # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
         # loses padded axes alone.
         equal = {*self.moving, *self.summed}
@@ -129,7 +129,7 @@ class Change:
 
     @cached_property
     def _num_held(self) -> int:
-        """The number of elements that ranks hold of their own parts of the target, all together."""
+        """The number of target elements that ranks hold already, summed over all ranks."""
         sizes = self.source.mesh_sizes
         held, table = 1, None
         counted: set[int] = set()
@@ -157,7 +157,7 @@ def change_between(source: Placement, target: Placement) -> Change:
 
 
 def bare(placement: Placement) -> Placement:
-    """Return a placement without cuts along axes of size 1 and without reduced axes."""
+    """Return ``placement`` without cuts along axes of size 1 and without reduced axes."""
     sizes = placement.mesh_sizes
     if 1 not in sizes and not placement.reduced:
         return placement
@@ -181,7 +181,7 @@ def extended(split: DimSplit, axes: tuple[int, ...], axis_sizes: tuple[int, ...]
 
 
 def dim_of_largest_cells(dims: Sequence[DimSplit]) -> int:
-    """Return the index of the first dim whose cells are the largest, on the mean."""
+    """Return the index of the first dim with the largest mean size of cells."""
     return max(range(len(dims)), key=lambda number: dims[number].size / dims[number].num_cells)
 
 
@@ -210,7 +210,7 @@ def _num_common(source: DimSplit, target: DimSplit) -> int:
 
 
 def _common_cut(split: DimSplit, num_axes: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the boundaries of the larger cells that the first axes alone make."""
+    """Return the boundaries of the cells that the first ``num_axes`` axes alone make."""
     return split.boundary_array[:: math.prod(split.axis_sizes[num_axes:])]
 
 
@@ -225,7 +225,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the overlap of both cells at each coordinate, with a dim per axis of the mesh."""
+    """Return the number of elements in both cells, at each mesh coordinate; a dim per axis."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)
@@ -235,7 +235,7 @@ def overlap_table(
 def _cell_tables(
     split: DimSplit, ndim: int
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int64]]]:
-    """Return the starts and stops of the cells, with a dim per axis of the mesh."""
+    """Return the start and the stop of each coordinate's cell, with a dim per axis of the mesh."""
     bounds = split.boundary_array
     order = sorted(range(len(split.axes)), key=split.axes.__getitem__)
     shape = [1] * ndim

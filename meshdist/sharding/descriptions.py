@@ -11,7 +11,7 @@ from .shardings import array_type
 
 
 class Drawing(str):
-    """A text that consoles and notebooks show as it is, without quotes."""
+    """A text that consoles and notebooks show without quotes."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ def draw_sharding_svg(
 
 
 def _part_texts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
-    """Return the part of each rank as text, equal for ranks with equal parts."""
+    """Return the text of each rank's part, by rank."""
     placement = sharding.placement(shape)
     layout = sharding.layout
     return {

@@ -137,7 +137,7 @@ def from_placements(
 
 
 def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Return the sharding by which torch holds an array, with torch's sizes of shards."""
+    """Return ``sharding`` with the sizes of shards and the order of axes that torch has."""
     orders = []  # of the axes: torch holds a dim that does not divide in the mesh's order alone
     for split in sharding.placement(shape).dims:
         divides = split.size % split.num_cells == 0
@@ -168,7 +168,7 @@ def _chunked_sharding(
 
 
 def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes of a dim's cells, in linear order, where ``torch.chunk`` cuts each axis."""
+    """Return the sizes of a dim's cells if ``torch.chunk`` cuts it along each axis in turn."""
     cells = [size]
     for parts in axis_sizes:
         cut = []
@@ -182,7 +182,7 @@ def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
 def _axis_order(
     layout: Layout, cuts: Sequence[tuple[int, int]], size: int, where: str
 ) -> tuple[int, ...]:
-    """Return the axes that cut a dim, major to minor, from its axes and split factors."""
+    """Return the axes that cut a dim, major first, from pairs (axis, split factor); or raise."""
     order: list[int] = []
     for axis, factor in reversed(cuts):  # those after this axis are in their order already
         before = [
@@ -241,7 +241,7 @@ def _checked_names(layout: Layout) -> tuple[str, ...]:
 
 
 class _WarnedPlaces(set[tuple[str, int]]):
-    """The lines of the program that were warned of moves on a mesh."""
+    """The lines of a program that were warned that ``to_dtensor`` reshards."""
 
 
 def from_dtensor(x: DTensor, mesh: DeviceMesh | None = None) -> ShardedArray:
@@ -353,7 +353,7 @@ def to_dtensor(x: ShardedArray, device_mesh: TorchMesh | None = None) -> DTensor
 
 
 def _is_same_mesh(mesh: DeviceMesh, theirs: TorchMesh) -> bool:
-    """Return whether both meshes have the same rank at each coordinate, and no other names."""
+    """Return whether both meshes have equal ranks and, if torch's has names, equal names."""
     names = theirs.mesh_dim_names
     return mesh.layout.ranks().tolist() == theirs.mesh.tolist() and (
         names is None or tuple(names) == mesh.layout.names
@@ -392,7 +392,7 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
 def _cells_text(
     dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
 ) -> str:
-    """Return the cuts of some dims as text: ``dim 0 in 3, 3, 2, 2 along dp``."""
+    """Return the cuts of the dims ``places`` as lines: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
     for place in places:
         bounds = dims[place].boundaries[: shown + 1]

@@ -55,7 +55,7 @@ Choice = str | int | None
 
 @dataclass(frozen=True)
 class WorkPlacements:
-    """The placements of operands and result, of their parts, while the product is computed."""
+    """The placements of an einsum's operands and result while local products are computed."""
 
     operands: tuple[Placement, ...]
     result: Placement
@@ -82,7 +82,7 @@ class EinsumLayout:
 
     @cached_property
     def equation(self) -> str:
-        """The product of the parts, as ``torch.einsum`` reads it."""
+        """The equation of the local product for ``torch.einsum``."""
         names = dict.fromkeys(name for side in self.operands for name in side.names)
         # torch takes letters of both cases
         letters = {name: chr(97 + at) if at < 26 else chr(39 + at) for at, name in enumerate(names)}
@@ -91,16 +91,16 @@ class EinsumLayout:
 
     @cached_property
     def is_matmul(self) -> bool:
-        """Return whether the product is ``matmul`` of a stack of rows and a matrix."""
+        """Return whether ``torch.matmul`` of operand 0 and a matrix is the product."""
         return self._is_product_with(0)
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether it is ``matmul`` of a stack of rows and the transpose of a matrix."""
+        """Return whether ``linear`` of operand 0 and a matrix (transposed) is the product."""
         return self._is_product_with(1)
 
     def _is_product_with(self, place: int) -> bool:
-        """Return whether the rows' last dim is the dim ``place`` of a matrix, and summed over."""
+        """Return whether operand 0's last dim is summed with dim ``place`` of a matrix."""
         if len(self.operands) != 2 or len(self.operands[1].names) != 2:
             return False
         (*rows, inner), right = self.operands[0].names or ("",), self.operands[1].names
@@ -173,7 +173,7 @@ def _sized_operands(
     shapes: tuple[tuple[int, ...], ...] | None,
     sizes: tuple[tuple[str, int], ...],
 ) -> tuple[tuple[SizedSide, ...], dict[str, int]]:
-    """Return the operands with their sizes, and the size of each part by its name."""
+    """Return the operands with sizes, and each part's size by name; raise if they differ."""
     given = checked_sizes(pattern, dict(sizes))
     known = dict(given)
     sized: list[SizedSide] = []
@@ -210,7 +210,7 @@ def _compare_sizes(
     given: Mapping[str, int],
     before: Sequence[SizedSide],
 ) -> None:
-    """Raise where an operand, taken alone, has a dim of another size than an operand before it."""
+    """Raise if the next operand after ``before`` has a dim in another size than these."""
     number = len(before)
     alone = Sizing(pattern, pattern.operands[number], layout, rank, shapes[number], None, given)
     try:
@@ -235,7 +235,7 @@ def _compare_sizes(
 def _fix_of_sizes(
     pattern: Pattern, layout: Layout, name: str, pair: Sequence[tuple[int, int]]
 ) -> str | None:
-    """Return the fix of a dim that two operands, by number and size, have in two sizes."""
+    """Return a fix for a dim of two sizes, given as (operand, size) pairs, or None."""
     is_cut = False
     for (number, size), (_, other) in (pair, pair[::-1]):
         side = pattern.operands[number]
@@ -250,7 +250,7 @@ def _fix_of_sizes(
 
 
 class LayoutChooser:
-    """The choices of one einsum, and their prices."""
+    """The possible divisions of an einsum's work by mesh axes, and their costs."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class LayoutChooser:
         self.sides += [(side.names, at) for side, at in zip(operands, sources, strict=True)]
 
     def best(self) -> EinsumLayout:
-        """Return the layout of the cheapest choice, of equal prices the first."""
+        """Return the layout of the cheapest division; of equal costs the first."""
         every = list(product(*map(self.choices_along, range(self.layout.ndim))))
         works = list(map(self.work, every))
         forward = [self.num_received(work) for work in works]
@@ -294,7 +294,7 @@ class LayoutChooser:
         )
 
     def num_received(self, work: WorkPlacements, *, is_backward: bool = False) -> int:
-        """Return the elements that all ranks receive together, forward or in the backward."""
+        """Return the elements that all ranks receive in total, forward or in the backward."""
         moves = [*zip(self.sources, work.operands, strict=True)]
         moves.append((work.result, self.result.placement))
         if is_backward:
@@ -302,7 +302,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return what an axis can divide, in the order in which equal prices are taken."""
+        """Return the dims or summands that ``axis`` can divide, preferred first; or raise."""
         cut = [
             name
             for names, side in self.sides
@@ -323,7 +323,7 @@ class LayoutChooser:
         return choices
 
     def work(self, choices: tuple[Choice, ...]) -> WorkPlacements:
-        """Return how operands and result lie where each axis divides what is chosen."""
+        """Return the placements of operands and result if each axis divides its choice."""
         every = range(self.layout.ndim)
         target = self.result.placement
         operands = []
@@ -353,7 +353,7 @@ class LayoutChooser:
         return WorkPlacements(tuple(operands), result)
 
     def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
-        """Return dims of the work, each cut by the axes that divide it."""
+        """Return the dims ``names`` in the work, each cut by the axes that chose it."""
         dims = []
         for name in names:
             axes = self.axes_of(name, choices)
@@ -362,7 +362,7 @@ class LayoutChooser:
         return tuple(dims)
 
     def axes_of(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, ...]:
-        """Return the axes that divide a dim, in the order of the first side that they all cut."""
+        """Return the axes that divide dim ``name``, ordered as a side that they all cut."""
         mine = [axis for axis, choice in enumerate(choices) if choice == name]
         for names, side in self.sides if len(mine) > 1 else ():
             if name in names:
@@ -372,7 +372,7 @@ class LayoutChooser:
         return tuple(mine)
 
     def fail_two_unreduced(self, axis: int, summands: Sequence[int]) -> NoReturn:
-        """Raise for operands that would all stay unreduced over an axis."""
+        """Raise for operands ``summands`` that are all unreduced over ``axis``."""
         name = _axis_name(self.layout, axis)
         both = " and ".join(map(str, summands[:2]))
         raise PatternError(
@@ -384,7 +384,7 @@ class LayoutChooser:
         )
 
     def check_marks(self, axis: int) -> None:
-        """Raise where a mark says reduced over an axis that neither cuts nor reduces the result."""
+        """Raise if an operand is marked reduced over ``axis``, and the text does not say so."""
         # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
         # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
         if axis in self.result.placement.reduced or self.layout.sizes[axis] == 1:

@@ -62,7 +62,7 @@ class EinsumPlan:
         return "\n".join(lines)
 
     def _axis_text(self, axis: int) -> str:
-        """Return what an axis divides, and what is summed over it, forward and backward."""
+        """Return a line on what ``axis`` divides, and what is summed over it each way."""
         work, choice = self.layout.work, self.layout.choices[axis]
         name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
         if choice is None:
@@ -90,7 +90,7 @@ class EinsumPlan:
 def plan_einsum(
     laid: EinsumLayout, layout: Layout, coordinate: tuple[int, ...], links: tuple[Link, ...]
 ) -> EinsumPlan:
-    """Return one rank's plan of an einsum that is laid out."""
+    """Return the plan of a laid-out einsum for the rank at ``coordinate``."""
     moves = [*zip(laid.operands, laid.sources, laid.work.operands, strict=True)]
     moves.append((laid.result, laid.work.result, laid.result.placement))
     which = [*(f"operand {number}" for number in range(len(laid.operands))), "the result"]

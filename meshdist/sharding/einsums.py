@@ -148,7 +148,7 @@ def einsum(
 
 
 class _Einsum:
-    """An einsum on a mesh, of operands of known shapes and marks; made without communication."""
+    """An einsum on a mesh for operands of known shapes and marks, called with the operands."""
 
     def __init__(
         self,
@@ -201,7 +201,12 @@ class _Einsum:
     def __call__(
         self, operands: Sequence[torch.Tensor], regather: bool, mode: ContextMode | None
     ) -> torch.Tensor:
-        """Return this rank's shard of the product."""
+        """Return this rank's shard of the product; communicates as the layout needs.
+
+        Args:
+            regather: whether the backward gathers operands again, so that only shards are saved.
+            mode: the typed context that is open, or None.
+        """
         if mode is None:
             return self._computed(operands, regather)
         with HiddenFromModes():
@@ -214,7 +219,7 @@ class _Einsum:
     def _typed(
         self, mode: ContextMode, operands: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], str]:
-        """Return the operands with the casts that they need in a context, and the result's type."""
+        """Return the operands, cast as the context needs, and the type of the result."""
         mesh = self._mesh
         own = [
             typed_operand(mode, "einsum", x, *source, mesh)
@@ -346,7 +351,7 @@ def _fail_count(text: str, count: int) -> None:
 def _find_error_of_cuts(
     text: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh
 ) -> MeshdistError | None:
-    """Return the error of an operand whose own spec cuts other dims than the text says, or None."""
+    """Return the error of an operand whose own spec contradicts the text, or None."""
     pattern = parse(text)
     for number, (x, side) in enumerate(zip(operands, pattern.operands, strict=True)):
         try:
@@ -359,7 +364,7 @@ def _find_error_of_cuts(
 
 
 def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:
-    """Raise where what ``x`` is marked with contradicts how the text says that it lies."""
+    """Raise if the marks or the spec of ``x`` contradict ``sharding``."""
     check_spec("einsum", x, sharding, where)
     wanted = kinds_of(sharding)
     for axis, kind in kinds_in(type_of(x)).items():
@@ -370,7 +375,7 @@ def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, whe
 
 
 def _reduced_too(sharding: NamedSharding, axes: Sequence[str]) -> NamedSharding:
-    """Return a sharding that is reduced also over axes that it neither cuts nor calls unreduced."""
+    """Return ``sharding``, reduced also over those of ``axes`` along which it is replicated."""
     spec = sharding.spec
     more = frozenset(axes) & sharding.replicated_axes
     if more <= spec.reduced:

@@ -189,7 +189,7 @@ def _cut_otherwise(operands: Sequence[Operand], dim: int, call: str) -> AxisType
 
 
 def _letter(place: int) -> str:
-    """Return the name of an operand in messages: x, y, z, then by number."""
+    """Return the name of operand ``place`` in messages: x, y, z, then "operand 3"."""
     return "xyz"[place] if place < 3 else f"operand {place}"
 
 
@@ -355,7 +355,7 @@ def apply(
 
 
 def _operate(function: Callable[..., Any], name: str, left: Any, right: Any) -> Any:
-    """Return the result of a Python operator, NotImplemented beside an operand of another kind."""
+    """Return a Python operator's result, NotImplemented beside anything but arrays and numbers."""
     for x in (left, right):
         if not isinstance(x, (ElementwiseArray, int, float, complex)) and not hasattr(x, "shape"):
             return NotImplemented
@@ -367,7 +367,11 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise for an array that is not sharded, or a number that each rank would add to a summand."""
+    """Raise for a plain array, or for a number that each rank would add to its summand.
+
+    Args:
+        is_added: whether the operation adds ``x`` to unreduced operands.
+    """
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(
@@ -446,7 +450,7 @@ def _not_functional(call: str, what: str) -> KindError:
 
 
 def matmul_refused(call: str, *operands: Any) -> KindError:
-    """Return the error of a product that would contract dims, which may be sharded."""
+    """Return the error for a matrix product of sharded arrays, which names md.einsum."""
     shown = [
         array_type(x.local.dtype, x.shape, x.sharding)
         for x in operands

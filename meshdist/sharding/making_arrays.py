@@ -400,7 +400,7 @@ def _local_shape(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def _holds_values(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Return whether this rank's shard has the values, and not zeros as its summand."""
+    """Return whether this rank's shard has the array's values; False if it adds zeros."""
     coordinate = sharding.mesh.get_coordinate() or ()
     return sharding.placement(shape).has_values(coordinate)
 
@@ -439,7 +439,7 @@ def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tens
 
 
 def _check_drawn_alike(mesh: DeviceMesh, first: list[complex]) -> None:
-    """Raise on every rank of the mesh if the first numbers that the ranks drew differ."""
+    """Raise on all ranks if the ranks' ``first`` drawn numbers differ; collective."""
     group = mesh.open_group()
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, first, group)

@@ -48,7 +48,7 @@ _CASTS: Mapping[tuple[str, str], str] = {("I", "V"): "varying", ("V", "U"): "unr
 
 
 class _Infer:
-    """The sentinel that stands for the sharding which an argument has."""
+    """The class of the sentinel ``Infer``: take the sharding that an argument has."""
 
     def __repr__(self) -> str:
         return "shard_map.Infer"
@@ -155,7 +155,7 @@ def find_argument(
 def _check_lies_so(
     mesh: DeviceMesh, given: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
-    """Raise unless a ShardedArray lies on the mesh, and as its spec says."""
+    """Raise unless ``x`` is on the mesh of the call, and lies as ``spec`` says."""
     if x.mesh != mesh:
         raise MeshError(
             f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
@@ -177,7 +177,7 @@ def _check_lies_so(
 
 
 def _axes(placement: Placement) -> tuple[Any, ...]:
-    """Return the axes that cut each dim, and those over which the array is unreduced, reduced."""
+    """Return (axes that cut each dim, unreduced axes, reduced axes) of ``placement``."""
     return [split.axes for split in placement.dims], placement.unreduced, placement.reduced
 
 
@@ -238,7 +238,7 @@ def get_result(
 
 
 def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
-    """Return a result, cast to the kinds of its spec where that is right; raise elsewhere."""
+    """Return ``y`` cast to the types that its spec says; raise if no cast leads there."""
     mesh, kinds = sharding.mesh, kinds_in(type_of(y))
     casts: dict[str, list[str]] = {}
     for axis, wanted in kinds_of(sharding).items():
@@ -254,7 +254,7 @@ def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:
 
 
 def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> AxisTypeError:
-    """Return the error of a result that is not of the kind over an axis that its spec says."""
+    """Return the error of a result whose type over ``axis`` is ``kind`` and not ``wanted``."""
     dim = "" if ndim else ", and give the value a dim: y[None]"
     fixes = {
         "V": f"lax.psum, lax.pmean or lax.all_gather(..., to='invarying') over {axis!r} makes one "
@@ -274,7 +274,7 @@ def _refused_kind(axis: str, size: int, kind: str, wanted: str, ndim: int) -> Ax
 def with_common_shapes(
     name: str, mesh: DeviceMesh, arrays: list[MappedArray], *, is_even: bool
 ) -> list[MappedArray]:
-    """Return results with the sizes that the ranks' shards have; collective over the mesh.
+    """Return the results with the whole shapes that all ranks' shards make; collective.
 
     Args:
         name: of the mapped function.
@@ -330,7 +330,7 @@ def _no_whole(
 def refuse(
     summary: str, mesh: DeviceMesh, problems: Sequence[tuple[str, MeshdistError]]
 ) -> NoReturn:
-    """Raise one error for all arrays that do not fit, each with its text: of the first's class."""
+    """Raise a single error on all ``problems`` (array text, error), of the first error's class."""
     first = problems[0][1]
     error = type(first)(
         summary,
@@ -345,7 +345,7 @@ def refuse(
 
 
 def described(value: Any) -> str:
-    """Return an argument or a result for messages."""
+    """Return a text for messages of an argument or a result."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):

@@ -40,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
-    """Return the axes over which the gradient of ``x`` stays unreduced, by its own marks."""
+    """Return the axes over which ``x`` is marked reduced or a wrapper averages it; or raise."""
     marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
     owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
@@ -87,7 +87,7 @@ def axes_of_leaves(
 def _axes_of_leaves(
     x: torch.Tensor, lines: Mapping[str, Collection[int]], mesh: DeviceMesh, where: str
 ) -> tuple[str, ...]:
-    """Return the axes of ``lines``, this rank's ranks along each, over which leaves are marked."""
+    """Return the axes of ``lines`` over which all leaves of ``x`` are marked; raise if some are."""
     asked = dict(lines)
     leaves = []
     for node in _nodes_above(x):
@@ -108,7 +108,7 @@ def _axes_of_leaves(
 
 
 def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph that has made ``x``, each once."""
+    """Yield each node of the autograd graph that made ``x``, once."""
     open_nodes: list[Any] = [x.grad_fn]
     seen = set()
     while open_nodes:
@@ -120,7 +120,7 @@ def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
 
 
 def _moves_along(node: Any, line: Collection[int]) -> bool:
-    """Return whether a node is a verb of ours that moves or sums along a line of ranks."""
+    """Return whether an autograd node is a verb of this package that moves data along ``line``."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or function.__module__.partition(".")[0] != _PACKAGE:
         return False

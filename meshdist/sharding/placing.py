@@ -270,7 +270,7 @@ def _find_resharding(
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
 ) -> Resharding:
-    """Return the resharding of a call, which the mesh keeps from its first use on."""
+    """Return the resharding for a call, from the mesh's cache or made by ``request``."""
     where: Any = mesh
     if where is None:
         where = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
@@ -289,7 +289,7 @@ def _make_request(
     shape: tuple[int, ...],
     given: DeviceMesh | None,
 ) -> ReshardRequest:
-    """Return a call's request; where an outer mesh has a missing axis, the error says so."""
+    """Return ``request(where, shape)``; an AxisError names an outer mesh with the axis."""
     try:
         return request(where, tuple(shape))
     except AxisError as error:

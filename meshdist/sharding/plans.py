@@ -20,7 +20,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
-    """Return the seconds that a step takes one rank by the constants of its axes' links."""
+    """Return the estimated seconds of a step for one rank, by its axes' links."""
     if not isinstance(step, GroupStep):
         return 0.0
     price = step.price
@@ -29,7 +29,7 @@ def step_time_s(step: Step, links: Sequence[Link], itemsize: int) -> float:
 
 
 def step_text(step: Step, layout: Layout, links: Sequence[Link], itemsize: int) -> str:
-    """Return a line on a step: its words and ranks, the shape of its result, bytes and time."""
+    """Return a line on a step: verb, ranks, shape of the result, bytes, estimated time."""
     shape = _shape_text(step.shape)
     if not isinstance(step, GroupStep):
         return f"{step.words}: {shape}; nothing is sent"
@@ -131,7 +131,7 @@ class Plan:
     def estimated_s(
         self, links: tuple[Link, ...] | None = None, itemsize: int = _ITEMSIZE
     ) -> float:
-        """Return the time of this rank's steps by the constants of ``links``, or of its own."""
+        """Return the estimated seconds of this rank's steps, by ``links`` or the plan's links."""
         chosen = self.links if links is None else links
         return sum(step_time_s(step, chosen, itemsize) for step in self.steps)
 

@@ -41,7 +41,7 @@ class Refinement:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The axis of the source that each common axis is a part of."""
+        """The source axis that each common axis is a part of; 0 for a part of none."""
         found = {part: axis for axis, parts in enumerate(self.source_axes) for part in parts}
         # The only common axis of a mesh of one rank is a part of none.
         return tuple(found.get(axis, 0) for axis in range(self.layout.ndim))
@@ -126,7 +126,7 @@ def _order_text(layout: Layout) -> str:
 
 
 def _parts(axis: AxisModes, strides: list[int]) -> tuple[int, ...]:
-    """Return the common axes, given by their strides, that make up an axis of a mesh."""
+    """Return the common axes, given by ``strides``, that make up the mesh axis ``axis``."""
     return tuple(
         number
         for size, stride in axis
@@ -142,7 +142,7 @@ def _names(
     target_axes: tuple[tuple[int, ...], ...],
     count: int,
 ) -> tuple[str, ...] | None:
-    """Return a name per common axis: of the axis that it is in full, else of both meshes' axes."""
+    """Return a name per common axis, made of its mesh axes' names; None without names."""
     if source.names is None or target.names is None:
         return None
     found = [""] * count

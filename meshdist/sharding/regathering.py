@@ -19,7 +19,7 @@ from .resharding import get_transfer
 
 
 class GatheredOperand:
-    """A gathered operand, of which the backward's saved tensors keep the shard alone."""
+    """A gathered operand of which autograd saves the shard, gathered again in the backward."""
 
     def __init__(
         self, whole: torch.Tensor, shard: torch.Tensor, plan: Plan, mesh: DeviceMesh
@@ -35,12 +35,12 @@ class GatheredOperand:
         self._again: torch.Tensor | None = None
 
     def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
-        """Return what stands for a saved view of the gathered operand."""
+        """Return this object and the view's geometry, saved in place of a view."""
         self._num_saved += 1
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 
     def unpack(self, form: Any) -> torch.Tensor:
-        """Return the view again: the first one gathers, and the last one drops what it gathered."""
+        """Return the saved view: the first call gathers, the last drops; raise if written to."""
         if self._shard._version != self._was_at:
             raise GradientError(
                 "einsum: an operand was written to before the backward, which gathers it again",
@@ -61,7 +61,7 @@ class GatheredOperand:
 
 
 def saved_as_shards(gathered: Sequence[GatheredOperand]) -> Any:
-    """Return a context in which what autograd saves of gathered operands is their shards."""
+    """Return a context in which autograd saves shards in place of ``gathered`` operands."""
     by_memory = {each.memory: each for each in gathered}
 
     def pack(saved: torch.Tensor) -> Any:

@@ -144,7 +144,7 @@ def _plan_of_einsum(
     rank: int | None,
     sizes: _Sizes,
 ) -> EinsumPlan:
-    """Return one rank's plan of an einsum of arrays whose sizes are given by name."""
+    """Return one rank's plan of an einsum whose sizes are given by name."""
     check_sizes(text, sizes)
     layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
     marks = ((),) * len(parse(text).operands)
@@ -158,7 +158,7 @@ def _plan_of_einsum(
 def plan_regrouping(
     text: str, moved: Regrouping, layout: Layout, rank: int, links: tuple[Link, ...]
 ) -> Plan:
-    """Return one rank's plan for a pattern, sized by ``regroup``; its dims are the named parts."""
+    """Return one rank's plan of a reshard pattern, whose dims are the pattern's named parts."""
     return make_plan(
         moved.placement,
         moved.target_placement,
@@ -194,14 +194,14 @@ def plan_shardings(
 
 
 def mesh_rank(mesh: DeviceMesh | Layout, rank: int | None = None) -> int:
-    """Return the rank whose plan is meant: ``rank``, else this process's or a layout's first."""
+    """Return ``rank``, or this process's rank on a mesh, or the first rank of a Layout."""
     if rank is not None:
         return get_whole_number(rank, "plan: rank")
     return mesh.rank_at((0,) * mesh.ndim) if isinstance(mesh, Layout) else mesh.get_rank()
 
 
 def mesh_links(mesh: DeviceMesh | Layout, links: Links | None = None) -> tuple[Link, ...]:
-    """Return a link per axis: those given, else the constants of the axes' wires."""
+    """Return a link per axis: ``links``, or the constants of the axes' wires; or raise."""
     layout = _layout_of(mesh)
     if isinstance(mesh, Layout):
         return links_of(layout, links, (DEFAULT_LINK,) * layout.ndim)
@@ -296,7 +296,7 @@ class ReshardRequest:
 
 
 def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh of a call, or the mesh in force; raise unless this rank is in it."""
+    """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
     mesh = mesh_in_force(verb) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
         raise KindError(
@@ -316,7 +316,7 @@ def pattern_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Return the request of ``reshard(x, "left -> right")``."""
+    """Return the checked request of ``reshard(x, "left -> right")`` on this rank."""
     check_sizes(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
@@ -362,7 +362,7 @@ def sharding_request(
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
 ) -> ReshardRequest:
-    """Return the request of ``shard``, from the whole to shards."""
+    """Return the request of ``shard``: from the whole array on each rank to shards."""
     target = pattern
     if not isinstance(target, NamedSharding):
         check_sizes(target, sizes)
@@ -377,7 +377,7 @@ def unshard_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Return the request of ``unshard``, from shards to the whole."""
+    """Return the request of ``unshard``: from shards to the whole array on each rank."""
     if isinstance(pattern, NamedSharding):
         source = pattern
         shape = whole_shape(source, local_shape) if shape is None else shape
@@ -409,7 +409,7 @@ def move_request(
 
 
 def whole_shape(sharding: NamedSharding, local_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the whole array: each dim's shard times the number of shards."""
+    """Return the whole's shape by a shard's; dims without given sizes count as even."""
     # Entries of the spec beyond the array's dims are left to the placement, which refuses them.
     sizes, entries = sharding.layout.axis_sizes, sharding.spec.partitions
     whole = []
@@ -468,14 +468,14 @@ def check_shard(
 
 
 def check_sizes(text: str, sizes: _Sizes) -> None:
-    """Raise KindError unless a pattern is text and its sizes are whole numbers."""
+    """Raise unless ``text`` is a pattern and ``sizes`` are whole numbers."""
     parse(text)  # both are keys of caches, and must be hashable
     for name, size in sizes.items():
         get_whole_number(size, f"the size of dim {name!r}", where=f"pattern {text!r}")
 
 
 def on_mesh(mesh: DeviceMesh, sharding: NamedSharding) -> NamedSharding:
-    """Return a sharding that lies on a bare layout as a sharding on the mesh."""
+    """Return ``sharding``, which may be on a mere layout, as a sharding on ``mesh``."""
     if sharding.mesh is mesh:
         return sharding
     return NamedSharding(mesh, sharding.spec, shard_sizes=sharding.shard_sizes)

@@ -68,7 +68,7 @@ def typed_operand(
     wanted_kinds: Mapping[str, str],
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """Return ``x``, cast to the kinds of its sharding over axes on which it is invariant."""
+    """Return ``x`` cast to ``wanted_kinds`` over axes where it is invariant; or raise."""
     if mesh is not mode.mesh:
         _check_mesh(mode, verb, mesh)
     kinds = kinds_in(mode.operand_type(x, verb))
@@ -100,13 +100,13 @@ def _check_mesh(mode: ContextMode, verb: str, mesh: DeviceMesh) -> None:
 
 
 def get_transfer(plan: Plan, mesh: DeviceMesh) -> Transfer:
-    """Return the plan's transfer on a mesh, whose groups the first call opens, collectively."""
+    """Return the plan's transfer on ``mesh``; the first call opens its groups, collectively."""
     found = mesh.caches.find(Transfer, plan)
     return mesh.caches.keep(Transfer, plan, Transfer(plan, mesh)) if found is None else found
 
 
 class Transfer:
-    """A differentiable function that carries out a plan; its constructor opens groups."""
+    """A differentiable function that runs a plan's steps; its constructor opens their groups."""
 
     def __init__(self, plan: Plan, mesh: DeviceMesh) -> None:
         self._plan = plan
@@ -118,7 +118,7 @@ class Transfer:
         self.carry = Carrier(plan.steps, self.shape, mesh, plan.title)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of the plan on ``x``."""
+        """Return the plan's result on ``x``, differentiable; collective."""
         if x.requires_grad and self._transpose is None:
             self._transpose = self.transpose  # opens its groups: in a backward none may open
         return call_function(_Transferred, x, self)
@@ -135,7 +135,7 @@ class Transfer:
         return found
 
     def moves_along(self, line: Collection[int]) -> bool:
-        """Return whether values, or their gradients, are cut, moved or summed along some ranks."""
+        """Return whether values or gradients are cut, moved or summed along ranks of ``line``."""
         plan, rank = self._plan, self._mesh.get_rank()
         ends = plan.source, plan.target
         return any(
@@ -145,7 +145,7 @@ class Transfer:
         )
 
     def carry_batch(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the plan's result on a batch, whose dims stand first; no gradient."""
+        """Return the plan's result on each array of a batch (leading dims), without gradient."""
         batch = x.shape[: x.dim() - len(self.shape)]
         plan = self._plan
         batched = make_plan(
@@ -160,14 +160,14 @@ class Transfer:
 
 
 def _with_batch(placement: Placement, batch: torch.Size) -> Placement:
-    """Return the placement of a batch of arrays, of which every rank holds its part of each."""
+    """Return the placement with leading batch dims, whole on every rank."""
     dims = (*(split_dim(size, (), ()) for size in batch), *placement.dims)
     shape = (*batch, *placement.shape)
     return Placement(placement.mesh_sizes, shape, dims, placement.unreduced, placement.reduced)
 
 
 def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a plan's result on ``x``: ``x`` or an alias where it sends and copies nothing."""
+    """Return the plan's result on ``x``: ``x`` or an alias if nothing is sent or copied."""
     # An alias, whose backward sums, is kept while ``x`` lives: three uses share one sum.
     if plan.source is plan.target or plan.source == plan.target:
         return x
@@ -183,7 +183,7 @@ def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Te
 
 
 class _KeptAliases:
-    """The aliases of tensors that are alive, by what their backwards do."""
+    """The aliases of living tensors, by the plan that their backward runs."""
 
     # A backward runs a checkpoint's forward again: what is kept there is kept for it alone. An
     # alias holds the history of its tensor, and not the tensor.
@@ -194,7 +194,7 @@ class _KeptAliases:
     def alias(
         self, x: torch.Tensor, transfer: Transfer, ends: tuple[Placement, Placement]
     ) -> torch.Tensor:
-        """Return the alias of ``x`` whose backward is the transfer's, made at its first use."""
+        """Return an alias of ``x`` with the transfer's backward, the same for equal ``ends``."""
         kept: dict[Any, torch.Tensor] = self._kept.setdefault(x, {})
         key = ends, x._version, current_task()
         found = kept.get(key)
@@ -204,7 +204,7 @@ class _KeptAliases:
 
 
 class _Aliased(LinearFunction):
-    """A plan that sends and copies nothing, as a view; its backward is the plan's transpose."""
+    """The autograd function of a plan without steps: a view, with the plan's transpose backward."""
 
     @staticmethod
     def forward(x: torch.Tensor, transfer: Transfer) -> torch.Tensor:
@@ -230,7 +230,7 @@ class _Transferred(LinearFunction):
 
 
 class Resharding:
-    """A function that carries out a request on local arrays; its constructor opens groups."""
+    """A function that runs a request on local arrays; its constructor opens groups."""
 
     def __init__(self, request: ReshardRequest) -> None:
         self._request = request
@@ -249,7 +249,11 @@ class Resharding:
         self._marks: dict[str, str] = {}  # of each result, since all have one shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
-        """Return the result of the request on this rank's ``x``, in new memory; differentiable."""
+        """Return the request's result on this rank's ``x``, in new memory; differentiable.
+
+        Args:
+            check: whether replicas are compared before.
+        """
         request = self._request
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(
@@ -284,7 +288,7 @@ class Resharding:
         return result
 
     def _check_marks(self, x: torch.Tensor) -> None:
-        """Raise where what ``x`` is marked with contradicts how the source says that it lies."""
+        """Raise if the spec or the type of ``x`` contradicts the request's source."""
         request = self._request
         check_spec(request.verb, x, request.source, request.plan.title)
         mesh, _ = request.meshes
@@ -315,7 +319,7 @@ class Resharding:
 
 
 def check_spec(verb: str, x: torch.Tensor, source: NamedSharding, where: str) -> None:
-    """Raise unless the spec that ``x`` carries, if any, cuts the dims that ``source`` cuts."""
+    """Raise if ``x`` carries a spec that cuts other dims than ``source`` does."""
     if (carried := find_spec(x)) is None:
         return
     sizes = dict(zip(source.layout.names or (), source.layout.sizes, strict=False))

@@ -103,14 +103,14 @@ _LINKS = {
 
 
 def default_link(wire: str, *, spans_hosts: bool) -> Link:
-    """Return the constant speed of a wire; Gloo's for a wire that is not listed."""
+    """Return the assumed latency and rate of a wire; Gloo's for an unknown wire."""
     return _LINKS.get(wire, _LINKS["gloo"])[spans_hosts]
 
 
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return a link per axis of ``layout``: those given by name or index, else the defaults."""
+    """Return a link per axis: ``links``, by name or index, else ``defaults``; or raise."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):
@@ -135,7 +135,7 @@ def links_of(
 
 
 def slowest(links: Sequence[Link], axes: Sequence[int]) -> Link:
-    """Return the link of a group over several axes: the worst of their latencies and rates."""
+    """Return a link with the largest latency and the smallest rate of ``links`` at ``axes``."""
     chosen = [links[axis] for axis in axes]
     return Link(max(c.latency_s for c in chosen), min(c.bytes_per_s for c in chosen))
 
@@ -148,7 +148,7 @@ _NOMINAL_BYTES = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce of the whole local arrays, over all summed axes."""
+    """A stage of a route: an all-reduce of whole local arrays over ``axes``."""
 
     placement: Placement
     axes: tuple[int, ...]
@@ -172,7 +172,7 @@ _Between = tuple[Placement | None, Placement | None]
 
 @lru_cache(maxsize=4096)
 def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Stage, ...]:
-    """Return the stages of the best route between two ``bare`` placements, equal on all ranks."""
+    """Return the stages with the fewest elements received between ``bare`` placements."""
     whole = change_between(source, target)
     if not whole.summed:
         return (whole,)
@@ -188,7 +188,7 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
 def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the best route between any two placements, and the axes along which zeros stand."""
+    """Return the best route's stages, and the axes beyond whose coordinate 0 ranks get zeros."""
     source, target, void = _without_zeros(source, target)
     return find_route(source, target, links), void
 
@@ -196,7 +196,7 @@ def route_between(
 def _without_zeros(
     source: Placement, target: Placement
 ) -> tuple[Placement, Placement, tuple[int, ...]]:
-    """Return the ends of a route where there are values, and the axes along which zeros stand."""
+    """Return source and target without the axes that newly hold zeros, and those axes."""
     source, target = bare(source), bare(target)
     # Where a free axis becomes unreduced, coordinate 0 takes the route, and the others get zeros.
     # For the ranks at coordinate 0 such an axis has size 1.
@@ -228,7 +228,7 @@ def num_received_by_all(source: Placement, target: Placement) -> int:
 
 
 def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the steps of one rank that carry out a stage."""
+    """Return the steps by which the rank at ``coordinate`` carries out a stage."""
     if isinstance(stage, Sum):
         group = group_at(stage.axes, stage.placement.mesh_sizes, coordinate)
         shape = stage.placement.local_shape(coordinate)
@@ -244,7 +244,7 @@ def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 
 
 def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
-    """Yield ways to sum, each behind the number of elements that all ranks receive together."""
+    """Yield (elements received by all ranks, intermediate placements) of each way to sum."""
     source, target, summed = whole.source, whole.target, whole.summed
     yield whole.num_received, (None, None)
     if target.dims:
@@ -282,7 +282,7 @@ def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
-    """Yield sets of free axes to slice along before a sum, which sends nothing."""
+    """Yield sets of replicated axes along which to slice, which sends nothing, before a sum."""
     target = whole.target
     useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
     if not target.dims:
@@ -297,7 +297,7 @@ def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
 
 
 def _home(axis: int, source: Placement, target: Placement) -> int:
-    """Return the dim that an axis shall cut: the target's, else the dim of the largest cells."""
+    """Return the dim that ``axis`` cuts in the target, else the dim with the largest cells."""
     for number, dim in enumerate(target.dims):
         if axis in dim.axes:
             return number
@@ -339,7 +339,7 @@ def _num_held_in_all(placement: Placement) -> int:
 
 
 def _boxes_time_and_verbs(route: Sequence[Stage], links: tuple[Link, ...]) -> tuple[int, int, int]:
-    """Return the key between routes of equal bytes: exchanges by boxes, nanoseconds, verbs."""
+    """Return (box exchanges, nanoseconds, verbs) of a route, smaller is better."""
     # Times are added as fractions, since sums of floats part what is equal. 4 elements on 2 ranks:
     # an all-reduce takes 10 us + 4 ns; a reduce-scatter and an all-gather take (5 us + 2 ns) twice,
     # as floats 1.7e-21 s less.

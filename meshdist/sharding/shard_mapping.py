@@ -183,7 +183,7 @@ shard_map.Infer = Infer  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A function that is mapped, and how."""
+    """A function mapped by shard_map, with its specs and options."""
 
     f: Callable[..., Any]
     name: str
@@ -198,7 +198,7 @@ class _Mapping:
     """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Return the mapped function's result on ``args``."""
+        """Return the mapped function's result on ``args``, with ShardedArrays; or raise."""
         mesh = get_mesh("shard_map", self.mesh)
         self._check_mesh(mesh)
         leaves, tree = self._arguments(mesh, args)
@@ -217,7 +217,7 @@ class _Mapping:
             return self._wrapped(mesh, result, is_even=is_even)
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
-        """Raise where f would be mapped again over a mesh, or over some of its axes alone."""
+        """Raise if f is mapped over ``mesh`` already, or if the mesh has unfit axes."""
         if mesh.mesh_dim_names is None:
             raise MeshError(
                 f"shard_map of {self.name} needs a mesh with axis names",
@@ -249,7 +249,7 @@ class _Mapping:
 
     @contextmanager
     def _inside(self, mesh: DeviceMesh) -> Iterator[None]:
-        """Put the mesh in force, with types or without, and note that f is mapped over it."""
+        """Put ``mesh`` in force inside, typed if ``check_vma``; note that f is mapped over it."""
         token = _mapped_over.set((*_mapped_over.get(), mesh))
         try:
             if self.check_vma:
@@ -262,7 +262,7 @@ class _Mapping:
             _mapped_over.reset(token)
 
     def _arguments(self, mesh: DeviceMesh, args: Any) -> tuple[list[Any], Any]:
-        """Return the leaves of the arguments, arrays as ``MappedArray``, and their structure."""
+        """Return the leaves of ``args``, arrays as ``MappedArray``, and the tree; or raise."""
         names = list(self.parameters[: len(args)])
         names += [f"{self.rest}[{place}]" for place in range(len(args) - len(names))]
         if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
@@ -291,7 +291,7 @@ class _Mapping:
         return leaves, tree
 
     def _own(self, argument: MappedArray) -> Any:
-        """Return this rank's shard of a ShardedArray, in a typed context of its sharding's type."""
+        """Return this rank's shard of an argument, typed by its sharding in a typed context."""
         local, mode = argument.value.local, find_context()
         if mode is None or not isinstance(local, torch.Tensor):
             return local
@@ -301,7 +301,7 @@ class _Mapping:
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
-        """Return f's result with a ShardedArray in place of each array."""
+        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit."""
         specs = specs_of_leaves(self.name, "out_specs", self.out_specs, result)
         accessors, values, tree = optree.tree_flatten_with_accessor(result, none_is_leaf=True)
         arrays: list[MappedArray] = []
@@ -324,7 +324,7 @@ class _Mapping:
         return tree.unflatten(None if value is None else next(wrapped) for value in values)
 
     def _sharded(self, result: MappedArray) -> ShardedArray:
-        """Return the ShardedArray of a result; checked results are compared along equal axes."""
+        """Return a result's ShardedArray; raise if replicas differ, where ``check_vma`` is set."""
         local, sharding = result.value, result.sharding
         if self.check_vma:
             with HiddenFromModes():
@@ -348,7 +348,7 @@ class _Mapping:
 
 
 def _parameters_of(f: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
-    """Return the names of f's parameters by position, and of its ``*args``."""
+    """Return the names of f's positional parameters, and the name of its ``*args``."""
     try:
         found = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # a function of C's

@@ -401,7 +401,7 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return the sharded array whose summands are the ranks' own sums."""
+    """Return a ShardedArray of ``local``, this rank's summand, marked with the spec."""
     if isinstance(local, torch.Tensor):
         mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
     return ShardedArray(local, sharding, shape)
@@ -410,7 +410,7 @@ def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) 
 def _unpickled(
     local: Array, sharding: NamedSharding, shape: tuple[int, ...], box: Box
 ) -> ShardedArray:
-    """Return the array of a pickled shard, or raise on a rank that holds another part."""
+    """Return a pickled ShardedArray; raise if this rank's part is not ``box``."""
     checked_sharding(sharding, "unpickling a ShardedArray")
     own = sharding.box(sharding.mesh.get_rank(), shape)
     if own != box:

@@ -44,14 +44,14 @@ def sharding_of(
 
 
 def whole_sharding(mesh: Any) -> NamedSharding:
-    """Return the sharding by which every rank holds the whole array, and its gradient."""
+    """Return the sharding by which every rank of ``mesh`` holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def cut_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> NamedSharding:
-    """Return the sharding in which the dim of the largest cells is cut along more axes, too."""
+    """Return ``sharding`` with the dim of the largest cells cut along ``axes`` too."""
     # The new axes are the dim's minor axes, so that a single all-gather undoes it.
     placement = sharding.placement(shape)
     dims = list(placement.dims)
@@ -77,19 +77,19 @@ def array_type(dtype: object, shape: Sequence[int], sharding: NamedSharding) -> 
 
 
 def holds_whole(placement: Placement) -> bool:
-    """Return whether every rank holds the whole array, neither a part nor a summand of it."""
+    """Return whether every rank holds all values of the array."""
     sizes = placement.mesh_sizes
     return all(sizes[axis] == 1 for axis in (*placement.cut_axes, *placement.unreduced))
 
 
 def mesh_text(mesh: DeviceMesh) -> str:
-    """Return this rank, its coordinate and the mesh: ``rank 1 (dp=0, tp=1) of mesh (...)``."""
+    """Return this rank, its coordinate and the mesh as "rank 1 (dp=0, tp=1) of mesh (...)"."""
     rank = mesh.get_rank()
     return f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of mesh ({mesh.layout.axis_text()})"
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """Return a sharding that arrays can have on this rank; a spec alone takes the mesh in force."""
+    """Return a NamedSharding that holds this rank, from a spec by the mesh in force; or raise."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:

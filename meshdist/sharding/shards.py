@@ -29,7 +29,7 @@ from .shardings import mesh_text, sharding_of
 
 @dataclass(frozen=True)
 class Slicing:
-    """An index of the whole array as an index of this rank's shard, and the cuts of the result."""
+    """An index into this rank's shard for an index into the whole, and the result's dims."""
 
     local: tuple[Any, ...]
     dims: tuple[DimSplit, ...]
@@ -88,12 +88,12 @@ def slice_shard(index: Any, dims: Sequence[DimSplit], box: Box) -> Slicing:
 
 
 def _num_below(wanted: range, places: Any) -> Any:
-    """Return the number of wanted elements that lie before each place."""
+    """Return how many elements of ``wanted`` are below each of ``places``."""
     return np.clip(-((wanted.start - places) // wanted.step), 0, len(wanted))
 
 
 def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
-    """Return the parts of an index, ``...`` written out: a slice or number per dim, and None."""
+    """Return a slice, number or None per part of ``index``, with "..." written out; or raise."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if part is None or part is Ellipsis or isinstance(part, slice):
@@ -182,7 +182,7 @@ def checked_dims(dims: Any, ndim: int, call: str) -> tuple[int, ...]:
 def summed_sharding(
     shape: tuple[int, ...], sharding: NamedSharding, dims: Sequence[int], *, keepdim: bool
 ) -> tuple[tuple[int, ...], NamedSharding]:
-    """Return the shape and sharding of a sum: it is unreduced over the axes that cut ``dims``."""
+    """Return shape and sharding of a sum, which is unreduced over the axes that cut ``dims``."""
     placement = sharding.placement(shape)
     names = sharding.layout.names or ()
     kept = [
@@ -211,7 +211,7 @@ def sum_of_shard(local: Array, dims: tuple[int, ...], *, keepdim: bool, dtype: A
 def mean_of_shard(
     local: Array, dims: tuple[int, ...], count: int, *, keepdim: bool, dtype: Any
 ) -> Array:
-    """Return the sum of a shard over ``dims``, divided by the whole's number of elements there."""
+    """Return the shard's sum over ``dims`` divided by ``count``, its summand of the mean."""
     # Halves are summed as float32, as the libraries do: the sum may be larger than any half.
     if isinstance(local, torch.Tensor):
         result = dtype or local.dtype
@@ -247,7 +247,7 @@ class Shard:
 def move(
     local: Array, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> Array:
-    """Return this rank's shard once an array is moved from ``source`` to ``target``; collective."""
+    """Return this rank's shard after the move from ``source`` to ``target``; collective."""
     local_shape = tuple(local.shape)
     return _run_request(
         local,
@@ -264,7 +264,7 @@ def move_by_pattern(
     pattern: str,
     sizes: Mapping[str, int],
 ) -> tuple[Array, NamedSharding, tuple[int, ...]]:
-    """Return this rank's shard after a pattern's move, and the new sharding and whole shape."""
+    """Return (this rank's shard, sharding, whole shape) after a pattern's move; collective."""
     mesh, local_shape = source.mesh, tuple(local.shape)
     found = regroup(pattern, mesh.layout, shape=shape, sizes=sizes)
     left, right = found.source.sharding, found.target.sharding
@@ -288,7 +288,7 @@ def move_by_pattern(
 def _run_request(
     local: Array, mesh: DeviceMesh, key: Any, request: Callable[[], ReshardRequest]
 ) -> Array:
-    """Return the result on this rank's shard of the request of ``key``, made at its first use."""
+    """Return the result of ``request()``, cached by ``key`` on ``mesh``, on the shard ``local``."""
     tensor = as_tensor(local, argument="local", verb="reshard", writable=False)
     found = mesh.caches.find(Resharding, key)
     if found is None:
@@ -302,7 +302,7 @@ def no_shard(
     shape: tuple[int, ...],
     sharding: NamedSharding,
 ) -> ShapeError:
-    """Return the error of a local array that is no shard of the whole."""
+    """Return the error of a local array whose shape is not the ``wanted`` shard's."""
     if shape == local_shape:
         fix = "md.device_put(x, sharding) where every rank has the whole: it takes this rank's part"
     else:

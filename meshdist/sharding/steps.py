@@ -67,7 +67,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Step(ABC):
-    """A step of a plan; its class says what it costs and how reports show it."""
+    """A step of a plan, with its result's shape, its cost and its words for reports."""
 
     shape: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class Step(ABC):
     @property
     @abstractmethod
     def words(self) -> str:
-        """A few words that reports show for the step."""
+        """The step in a few words, for reports."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Take(Step):
 
     @property
     def words(self) -> str:
-        """The text of the box that the step keeps."""
+        """The step as text: "keep [0:4, 0:2]"."""
         return f"keep {box_text(self.box)}"
 
 
@@ -160,7 +160,7 @@ class VerbStep(GroupStep):
 
     @property
     def name(self) -> str:
-        """The verb, as reports call it."""
+        """The name of the step's verb in reports: "all-to-all"."""
         return VERBS[self.verb].carrier.name.removesuffix("_single").replace("_", "-")
 
     words = name
@@ -194,7 +194,7 @@ class Exchange(GroupStep):
 
     @property
     def words(self) -> str:
-        """The number of boxes that come and go, as text."""
+        """The step as text, with the numbers of boxes received and sent."""
         summed = " and sum" if self.is_summed else ""
         receives, sends = len(self.receives) or "none", len(self.sends) or "none"
         return f"exchange{summed} boxes ({receives} in, {sends} out)"

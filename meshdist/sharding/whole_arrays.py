@@ -64,7 +64,7 @@ def checked_root(root: Any, verb: str, mesh: DeviceMesh) -> int:
 
 
 class RootedGather:
-    """A function that carries out a request of ``unshard`` for one rank alone, the root."""
+    """A callable that gathers a sharded array on the root rank alone."""
 
     # Of ranks that hold equal parts those with the root's coordinates along the free axes send, so
     # that the group is over the axes that cut dims. Summands are added first, scattered over the
@@ -103,7 +103,7 @@ class RootedGather:
 
 
 def _scattered(source: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return the sharding in which the unreduced axes cut the dim of the largest cells instead."""
+    """Return a sharding in which the unreduced axes cut the dim of the largest cells."""
     if not shape:  # nothing that could be cut
         return NamedSharding(source.mesh, P())
     axes = source.layout.axis_indices(tuple(source.spec.unreduced))
@@ -258,7 +258,7 @@ def device_put(
 
 @dataclass(frozen=True)
 class _Facts:
-    """The properties of the root's array, which the root tells the other ranks."""
+    """The facts of the root's array that the other ranks receive: shape, dtype, library."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -295,7 +295,11 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """Return the root's tensor, there alone, and its facts; all ranks raise the root's errors."""
+    """Return the tensor (None off the root) and the root's facts; raise its errors on all ranks.
+
+    Args:
+        place: the root's place among the ranks of the mesh.
+    """
     told: list[Any] = [None]
     tensor = None
     if is_root:
@@ -358,7 +362,7 @@ class Making:
 
     @classmethod
     def of(cls, call: str, mesh: DeviceMesh, dtype: Any, device: Any, like: Any) -> Making:
-        """Return the checked library, dtype and device of a call; ``like`` has what is None."""
+        """Return the checked library, dtype and device of ``call``, by ``like`` if None."""
         if like is not None:
             as_tensor(like, argument="like", verb=call, writable=False)
             library = library_of(like)
@@ -382,7 +386,7 @@ class Making:
         return import_module(self.library)
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of the library's functions that make arrays."""
+        """Return the keyword arguments dtype and device for the library's constructors."""
         made = {} if self.dtype is None else {"dtype": self.dtype}
         return {**made, "device": self.device} if self.library == "torch" else made
 
@@ -395,7 +399,7 @@ def library_of(array: Array) -> str:
 
 
 def in_library(tensor: torch.Tensor, library: str) -> Array:
-    """Return a tensor as an array of a library that shares its memory."""
+    """Return ``tensor`` as an array of ``library``, in the same memory."""
     if library == "torch":
         return tensor
     if library == "numpy":
@@ -405,12 +409,12 @@ def in_library(tensor: torch.Tensor, library: str) -> Array:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Return the device on which this rank's tensors of a mesh lie."""
+    """Return the device of this rank's tensors on ``mesh``."""
     return select_device(mesh.device_type, mesh.world) or torch.device(mesh.device_type)
 
 
 def _dtype_in(library: str, dtype: Any, call: str) -> Any:
-    """Return a dtype of any library, or its name, as a dtype of ``library``."""
+    """Return ``dtype``, of any library or a name, as a dtype of ``library``; or raise."""
     if dtype is None or (library == "torch" and isinstance(dtype, torch.dtype)):
         return dtype
     if isinstance(dtype, torch.dtype):

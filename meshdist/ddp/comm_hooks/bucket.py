@@ -132,7 +132,7 @@ _GROUPS = ("process_group", "subgroup")
 
 
 def group_for(given: Any, bucket: GradBucket) -> ProcessGroup:
-    """Return the group that a hook's state names by a group or a mesh; of the wrapper for None."""
+    """Return the group that ``given`` (a group or mesh) names; the wrapper's for None."""
     return bucket.group() if given is None else resolve_group(given)
 
 
@@ -143,7 +143,7 @@ def is_mesh(given: object) -> bool:
 
 @contextmanager
 def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
-    """Let a state of torch's name a group inside, also where it names None or a mesh."""
+    """Set the group of a torch state that names None or a mesh; restore it afterwards."""
     given = getattr(state, "process_group", None)
     if not isinstance(state, (PowerSGDState, PostLocalSGDState)) or not (
         given is None or is_mesh(given)
@@ -158,7 +158,7 @@ def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
 
 
 def restored(kind: Any, fields: dict[str, Any]) -> Any:
-    """Make a state of torch's of its pickled fields; its groups are None."""
+    """Return a new state of torch's class ``kind`` with pickled fields; its groups are None."""
     state = kind.__new__(kind)
     for name in kind.__slots__:
         setattr(state, name, fields.get(name))
@@ -212,7 +212,7 @@ def averaged(tensor: torch.Tensor, group: ProcessGroup) -> torch.futures.Future[
 def reduced(
     tensor: torch.Tensor, op: ReduceKind, group: ProcessGroup
 ) -> torch.futures.Future[list[torch.Tensor]]:
-    """Start to sum or average ``tensor`` in place, and return a Future of ``[tensor]``."""
+    """Start to reduce ``tensor`` in place (sparse: wait too); return a Future of ``[tensor]``."""
     if not tensor.is_sparse:
         return all_reduce(tensor, op, group, async_op=True).get_future()  # type: ignore[union-attr]
     sum_sparse(group, tensor, ReduceOp.SUM)  # when this returns, it is done
@@ -257,7 +257,7 @@ def post_localSGD_hook(
 
 
 def _on_this_host(group: ProcessGroup) -> ProcessGroup:
-    """Return the group of the members of ``group`` on this host."""
+    """Return a new group of the members on this host, or ``group`` if it spans no other."""
     # All members of a host come here at the same step.
     world = group.world
     if not world.spans_hosts(group.ranks):

@@ -126,7 +126,7 @@ def _compressed(
 
 
 def _fits_inside(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether ``buffer`` is to be converted inside its own memory."""
+    """Return whether ``buffer`` is large, and can be converted inside its own memory."""
     is_large = buffer.layout is torch.strided and buffer.numel() > _PIECE
     has_room = buffer.element_size() >= 2 * dtype.itemsize and not buffer.is_complex()
     return is_large and has_room and buffer.is_cpu and buffer.is_contiguous()
@@ -142,7 +142,7 @@ def _shrunk(buffer: torch.Tensor, dtype: torch.dtype, num_ranks: int) -> torch.T
 
 
 def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Write the values of ``half``, which lies in the beginning of ``buffer``, to all of it."""
+    """Expand ``half``, at the start of ``buffer``, in place to all of ``buffer``; return that."""
     for is_first, into, part in reversed([*_pieces(buffer, half)]):
         into.copy_(part.clone() if is_first else part)
     return buffer
@@ -151,7 +151,7 @@ def _grown(half: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
 def _pieces(
     buffer: torch.Tensor, half: torch.Tensor
 ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-    """Return the pieces of both in order, with whether each is the first."""
+    """Iterate over (is_first, piece of ``buffer``, same piece of ``half``) in order."""
     pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
     return ((place == 0, *pair) for place, pair in enumerate(pairs))
 
@@ -229,7 +229,7 @@ def _averaged(
 
 
 def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor:
-    """Return scales and zero points of channels of ``size`` values, then all steps, as bytes."""
+    """Return scales and zero points per ``size`` values, or shared, then 8-bit values, as bytes."""
     ends = [
         _rows(values[elements], channels).aminmax(dim=1)
         for channels, elements in _channels(values.numel(), size)
@@ -260,7 +260,7 @@ def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the channels and the elements of each piece; the last may be part of a channel."""
+    """Yield the slices of channels of ``size`` and of elements, piece by piece."""
     whole = numel - numel % size
     step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):
@@ -271,7 +271,7 @@ def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _rows(elements: torch.Tensor, channels: slice) -> torch.Tensor:
-    """Return the elements of a piece, with a channel in each row."""
+    """Return a piece's elements as a matrix that has a row for each of ``channels``."""
     return elements.view(channels.stop - channels.start, -1)
 
 

@@ -88,7 +88,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 
 def _names_no_group(state: Any) -> bool:
-    """Return whether a state names no group that torch's hooks could use."""
+    """Return whether a hook's state is None or a mesh, or has a group field that is."""
     if state is None or is_mesh(state):
         return True
     return any(
@@ -127,7 +127,7 @@ class RegisteredHook:
         self._state = state
 
     def start(self, bucket: GradBucket) -> PendingBucket:
-        """Call the hook on a bucket, and return the reduction that it has started."""
+        """Call the hook on ``bucket``; return the pending reduction."""
         pending = PendingBucket(self, bucket)
         pending.call(self._hook, self.group if self._state is None else self._state)
         return pending
@@ -145,7 +145,7 @@ class PendingBucket:
         self._state: Any = None
 
     def call(self, hook: Callable[..., Any], state: Any) -> None:
-        """Call the hook, and keep the Future that it returns."""
+        """Call the hook and keep its Future; raise KindError if it returns anything else."""
         self._state = state
         with self._deferral.entered(), group_in_state(state, self._registered.group):
             self._future = hook(state, self._bucket)
@@ -159,7 +159,7 @@ class PendingBucket:
             )
 
     def wait(self) -> bool:
-        """Wait for the hook's Future, and copy the averages into the bucket's memory."""
+        """Wait for the hook's Future, copy its checked averages into the bucket, return True."""
         # Callbacks of the hook's futures run here, on this thread.
         with self._deferral.entered(), group_in_state(self._state, self._registered.group):
             error = self._deferral.settle()
@@ -170,7 +170,7 @@ class PendingBucket:
         return True
 
     def _await_others(self, error: Exception | None) -> None:
-        """Wait for another thread to complete the Future; raise ``error`` if a verb has failed."""
+        """Raise ``error``, or wait until a thread completes the Future; raise if it is late."""
         if error is not None:
             raise error
         timeout = self._registered.group.timeout
@@ -216,13 +216,13 @@ class PendingBucket:
         return value
 
     def _error(self, kind: type[MeshdistError], summary: str, **fields: str) -> MeshdistError:
-        """Make an error about the answer of the hook for this bucket."""
+        """Return an error of class ``kind`` about the hook's answer for this bucket."""
         name, group = self._registered.name, self._registered.group
         where = f"rank {group.world.rank}, hook {name}, {self._bucket!r} in {group.group_name}"
         return kind(f"communication hook {name} {summary}", where=where, **fields)
 
     def _take(self, value: torch.Tensor) -> None:
-        """Copy the averages to where the gradients lie, unless they lie there."""
+        """Copy ``value``, the averages, into the bucket's memory unless it lies there already."""
         into = self._into
         if value is into:
             return

@@ -96,7 +96,7 @@ hook_with_zero_step_interleaved = hook_with_zero_step
 
 @contextmanager
 def _rank_in_group(zero: Any) -> Iterator[None]:
-    """Let the optimizer's global rank be its rank in the group, inside this context."""
+    """Set the optimizer's ``global_rank`` to its rank in the group, inside this context."""
     # Torch compares it with places in the group.
     in_world, zero.global_rank = zero.global_rank, zero.rank
     try:
@@ -106,7 +106,7 @@ def _rank_in_group(zero: Any) -> Iterator[None]:
 
 
 def _share_parameters(zero: Any, bucket: GradBucket) -> None:
-    """Broadcast the parameters of ``bucket``; at the last bucket, wait for all broadcasts."""
+    """Start to broadcast the parameters of ``bucket``; at the last bucket wait for all."""
     info, index = zero._overlap_info, bucket.index()
     for rank in sorted(info.assigned_ranks_per_bucket[index]):
         part = zero._bucket_assignments_per_rank[rank][index].tensor
@@ -126,7 +126,7 @@ def _other_buckets(bucket: GradBucket) -> GradientError:
 
 
 def _check(zero: Any, group: ProcessGroup) -> Any:
-    """Return the module of torch's optimizer ``zero``; raise if that cannot step in backwards."""
+    """Return the module of torch's ``zero``; raise unless it overlaps DDP on the same ranks."""
     where = f"rank {group.world.rank}"
     module = sys.modules.get(_MODULE)  # to import it warns; an optimizer of it has done so
     if module is None or not isinstance(zero, module.ZeroRedundancyOptimizer):
