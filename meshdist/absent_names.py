@@ -113,7 +113,7 @@ _IN_A_WORLD = [
 
 
 def where_else(name: str) -> str | None:
-    """The message for a name of torch's or JAX's that meshdist lacks; None for any other name.
+    """Return a message on where torch or JAX has ``name``; None for any other name.
 
     Example:
         >>> print(where_else("fully_shard"))

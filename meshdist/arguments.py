@@ -17,7 +17,7 @@ _LONGEST = timedelta(days=36500)
 
 
 def find_whole_numbers(given: Any) -> list[int] | None:
-    """Return the numbers of a list or tuple as plain ints; None where an entry is no number."""
+    """Return a list or tuple as ints; None if it is none, or an entry is no whole number."""
     if not isinstance(given, (list, tuple)):
         return None
     if {*map(type, given)} <= {int}:
@@ -68,7 +68,7 @@ def get_number(given: Any, name: str, **parts: str | None) -> float:
 
 
 def get_shape(given: Any, call: str) -> tuple[int, ...]:
-    """Return the shape of a whole array, an argument of ``call``, as plain ints."""
+    """Return ``given`` as a tuple of sizes, 0 or more; raise for anything else."""
     sizes = find_whole_numbers(given.tolist() if hasattr(given, "tolist") else given)
     if sizes is None:
         raise KindError(
@@ -82,7 +82,7 @@ def get_shape(given: Any, call: str) -> tuple[int, ...]:
 
 
 def check_timeout(timeout: object) -> None:
-    """Raise unless ``timeout`` is None or a time to wait that clocks can count."""
+    """Raise unless ``timeout`` is None or a positive timedelta that clocks can count."""
     if timeout is None:
         return
     if not isinstance(timeout, timedelta):

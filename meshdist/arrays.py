@@ -112,7 +112,7 @@ def _hand_back(arrays: Sequence[Array]) -> None:
 
 
 def _record_cupys_stream(tensor: torch.Tensor) -> None:
-    """Let torch not use the memory again, once it is freed, while CuPy's stream still reads it."""
+    """Keep a tensor's memory, once freed, from reuse while CuPy's stream works on it."""
     device = tensor.device.index
     tensor.record_stream(_cupys_stream(device))
     stream = sys.modules["cupy"].cuda.get_current_stream(device)
@@ -138,7 +138,7 @@ def record_event(device: torch.device) -> StreamPlace:
 
 
 def follow(place: StreamPlace) -> None:
-    """Let this thread's current stream on the device wait for an event, unless it recorded it."""
+    """Make this thread's current stream wait for the event, unless the event is of that stream."""
     stream, event = place
     current = torch.cuda.current_stream(stream.device)
     if current != stream:
@@ -146,7 +146,7 @@ def follow(place: StreamPlace) -> None:
 
 
 def cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
-    """Return each CUDA device on which arrays lie, also those in nested lists, once."""
+    """Return the CUDA devices of arrays, also in nested lists, each once."""
     found: dict[torch.device, None] = {}
     for x in arrays:
         if isinstance(x, torch.Tensor):
@@ -160,7 +160,7 @@ def cuda_devices(arrays: Iterable[Any]) -> list[torch.device]:
 
 
 def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy of it where its memory overlaps that of ``output``."""
+    """Return ``tensor``, copied if its memory overlaps that of ``output``."""
     # Both are contiguous. A wire may write what has come before it has read all that is to go.
     start, begin = tensor.data_ptr(), output.data_ptr()
     if start < begin + output.nbytes and begin < start + tensor.nbytes:
@@ -171,7 +171,7 @@ def apart(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def apart_from_all(
     tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return ``tensors``, with a copy of each whose memory overlaps that of any of ``outputs``."""
+    """Return ``tensors``, each copied if its memory overlaps that of any of ``outputs``."""
     begin = min(output.data_ptr() for output in outputs)
     end = max(output.data_ptr() + output.nbytes for output in outputs)
     found = list(tensors)
@@ -194,7 +194,7 @@ def describe(x: Array) -> str:
 
 
 def is_of(library: str, x: Any, *names: str) -> bool:
-    """Return whether ``x`` is of these classes of a library that the program has imported."""
+    """Return whether ``x`` is of a named class of a library, which is not imported for this."""
     module = sys.modules.get(library)
     return isinstance(x, tuple(getattr(module, name) for name in names if hasattr(module, name)))
 
@@ -205,7 +205,7 @@ def _where(x: Any, argument: str, verb: str) -> str:
 
 
 def _checked_tensor(x: torch.Tensor, argument: str, verb: str) -> torch.Tensor:
-    """Return ``x`` where its memory is plain and dense; raise for any other kind of tensor."""
+    """Return ``x`` if it is a plain dense tensor; else raise."""
     if x.is_nested:
         raise KindError(
             f"{verb} cannot take a nested tensor as {argument}: its parts have sizes of their own",
@@ -282,7 +282,7 @@ def _from_numpy(x: Any, argument: str, verb: str, writable: bool) -> torch.Tenso
 
 
 class _AsIfWritable:
-    """A read-only array's memory, shown as writable: torch warns about any other at each call."""
+    """A view of a read-only array that claims to be writable, to avoid torch's warning."""
 
     def __init__(self, array: Any) -> None:
         self.array = array  # keeps the memory alive
@@ -291,7 +291,7 @@ class _AsIfWritable:
 
 
 def _check_memory(array: Any, argument: str, verb: str) -> None:
-    """Refuse dtypes and strides that torch does not have."""
+    """Raise if torch lacks the array's dtype, byte order or strides."""
     dtype = array.dtype
     if dtype.name not in _SHARED_DTYPES:
         raise DtypeError(

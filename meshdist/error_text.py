@@ -152,7 +152,7 @@ def grouped_text(texts: Iterable[tuple[int, str]], separator: str = "\n") -> str
 
 
 def ranks_by_text(texts: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """Return the ranks of each text; those of the 51st and further texts together."""
+    """Return the ranks of each text; the 51st and further texts share an entry."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in texts:
         is_shown = text in ranks_of or len(ranks_of) < _MOST_TEXTS

@@ -211,7 +211,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
 
 def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
-    """Exchange the counts, then the rows, and sort these by expert."""
+    """Send rows to their experts' ranks; return them, sorted by expert, and the route back."""
     x = as_tensor(tokens, argument="tokens", verb="experts.dispatch", writable=False)
     chosen = as_tensor(experts, argument="experts", verb="experts.dispatch", writable=False)
     num_experts = get_whole_number(num_experts, "experts.dispatch: num_experts", 1)
@@ -246,7 +246,7 @@ def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> 
 
 
 def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> None:
-    """Raise unless this rank's tokens and experts fit one another."""
+    """Raise unless this rank's ``chosen`` experts fit its tokens ``x``."""
     where = f"rank {group.world.rank}, {group.name}"
     is_whole = not (chosen.is_floating_point() or chosen.is_complex())
     if not is_whole or chosen.dtype == torch.bool:
@@ -271,7 +271,7 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
 def _exchange_counts(
     flat: torch.Tensor, num_experts: int, group: ProcessGroup, title: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return how many rows go to each member, and for each member how many come by expert.
+    """Return the rows sent to each member, and per member the rows that come by expert.
 
     Raises:
         ArgumentError: a member's entries name an expert that is not there; on every member.
@@ -307,7 +307,7 @@ def _exchange_counts(
 
 
 def _combine(rows: Any, route: Route, weights: Any) -> Any:
-    """Bring rows back into the order of arrival, exchange them, and add them up by token."""
+    """Send rows back along ``route``, and return their weighted sum for each token."""
     y = as_tensor(rows, argument="rows", verb="experts.combine", writable=False)
     group = resolve_group(route._axes)
     num_rows = sum(route._taken)
@@ -346,7 +346,7 @@ def _combine(rows: Any, route: Route, weights: Any) -> Any:
 
 
 class _Taken(LinearFunction):
-    """The rows at some places, of ``num_rows``; its transpose adds rows up at these places."""
+    """Autograd function that takes rows at given places; backward adds them up there."""
 
     takes_blocks = gives_blocks = True
 
@@ -361,7 +361,7 @@ class _Taken(LinearFunction):
 
 
 class _Added(LinearFunction):
-    """Rows added up at places of ``num_rows``, zeros elsewhere; its transpose takes them there."""
+    """Autograd function that adds rows up at places of zeros; backward takes them there."""
 
     takes_blocks = gives_blocks = True
 
@@ -375,5 +375,5 @@ class _Added(LinearFunction):
 
 
 def _row_text(x: torch.Tensor) -> str:
-    """Return the shape and dtype of a row, which are equal on all ranks."""
+    """Return the shape and dtype of a row of ``x`` as text."""
     return f"rows of {shape_text(x.shape[1:])}, {dtype_name(x.dtype)}"

@@ -19,10 +19,10 @@ _DOORS = (_PACKAGE, f"{_PACKAGE}.distributed")
 
 
 class LazyNames:
-    """The names that the stub of a module imports from the package."""
+    """The names that a module's stub imports, loaded from the package at first use."""
 
     def __init__(self, module: str, file: str) -> None:
-        """Read the stub of ``module``, which stands beside its ``file``."""
+        """Read the stub of ``module``: its ``file`` with "i" appended."""
         self._module = module
         self._homes: dict[str, str] = {}
         self._other_door = ""
@@ -41,7 +41,7 @@ class LazyNames:
                 self.listed += names
 
     def load(self, name: str) -> object:
-        """Load what ``name`` means, and keep it as an attribute of the module."""
+        """Return the object ``name``, and set it as the module's attribute."""
         if name not in self._homes:
             found = self._from_other_door(name)
         elif home := self._homes[name]:
@@ -67,7 +67,7 @@ class LazyNames:
 
 
 def refuse_absent(name: str, *_path_and_target: object) -> None:
-    """Let the import of an absent name say where to go; stands last among Python's finders."""
+    """Raise an ImportError with a hint for a name that the package lacks; else return."""
     # `from meshdist import FSDP` puts aside what __getattr__ raises, and tries the import of
     # meshdist.FSDP. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
     module, _, last = name.rpartition(".")
@@ -76,7 +76,7 @@ def refuse_absent(name: str, *_path_and_target: object) -> None:
 
 
 def _text_of_absent(module: str, name: str) -> str | None:
-    """Return where to go for a name that a door lacks; None where nobody has it."""
+    """Return a hint on where ``name``, missing in ``module``, is; None if unknown."""
     from .absent_names import where_else
     from .error_text import explain
 

@@ -30,7 +30,7 @@ Factor: TypeAlias = "float | complex | torch.Tensor"
 
 
 class _Reductions(type(TorchReduceOp)):  # type: ignore[misc]
-    """Metaclass by which our ReduceOp makes torch's own objects, and counts them as instances."""
+    """Metaclass of ReduceOp: calls make torch's objects, which count as instances."""
 
     def __call__(cls, op: ReduceKind) -> TorchReduceOp:
         if op == TorchReduceOp.PREMUL_SUM:
@@ -154,7 +154,7 @@ REDUCIBLE = frozenset(
 
 
 def is_whole_mean(op: ReduceKind, dtype: torch.dtype) -> bool:
-    """Return whether ``op`` is a mean of whole numbers: their sum, divided, rounded toward zero."""
+    """Return whether ``op`` is AVG on an integer dtype: the sum, divided towards zero."""
     return op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -202,7 +202,7 @@ def multiply(tensor: torch.Tensor, factor: Factor) -> None:
 
 
 def _wrapped(factor: Any, dtype: torch.dtype) -> int:
-    """Return ``factor`` wrapped into the range of ``dtype``, where it gives the same product."""
+    """Return ``factor`` modulo the range of ``dtype``, with the same product."""
     limits = torch.iinfo(dtype)
     return (int(factor) - limits.min) % (1 << limits.bits) + limits.min
 
@@ -217,7 +217,7 @@ def _no_factor() -> KindError:
 
 
 def _checked_factor(factor: Any) -> float | torch.Tensor:
-    """Return ``factor`` as torch takes it: a float where that is exact, else a tensor."""
+    """Return ``factor`` as a float where exact, else as a tensor; raise if it is no number."""
     if isinstance(factor, torch.Tensor):
         return _one_element(factor.detach())
     is_truth = isinstance(factor, bool)
@@ -262,7 +262,7 @@ def _one_element(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _OldSpelling:
-    """The reductions under the name that torch used before ``ReduceOp``; every use warns."""
+    """The class ``reduce_op``, torch's old name of ReduceOp; every use warns."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "__members__" and name not in ReduceKind.__members__:

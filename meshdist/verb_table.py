@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Form(Enum):
-    """The tensors that one member brings to a verb of a communicator, or gets of it."""
+    """The shape of what a member gives to, or gets from, a communicator's verb."""
 
     NONE = "none"
     ONE = "one tensor"
@@ -132,7 +132,7 @@ class Verb:
 
     @property
     def reduces(self) -> bool:
-        """Return whether it takes an op."""
+        """Return whether the verb takes a reduction op."""
         return not REDUCING_VERBS.isdisjoint(self.wire_verbs)
 
     @property
@@ -142,16 +142,16 @@ class Verb:
 
     @property
     def writes(self) -> str:
-        """The parameter that it writes; "" where it writes none."""
+        """The name of the parameter that the verb writes; "" if it writes none."""
         return next(iter(self.named(Role.OUTPUT, Role.IN_PLACE)), "")
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The parameters of tensors that it reads beside what it writes over."""
+        """The names of the input parameters of the verb."""
         return self.named(Role.INPUT)
 
     def named(self, *roles: Role) -> tuple[str, ...]:
-        """Return the names of the parameters of some roles, one role after the other."""
+        """Return the names of the parameters with any of ``roles``, role by role."""
         return tuple(
             parameter.name
             for role in roles

@@ -67,7 +67,7 @@ class UnfinishedFolder:
             raise
 
     def commit(self, manifest: str) -> None:
-        """Write the manifest, and give the folder its name; afterwards it survives a crash."""
+        """Write the manifest and rename the folder to its final path, safe against crashes."""
         _sync(self.path)
         path = os.path.join(self.path, NAME)
         with open(path, "w", encoding="utf-8") as file:
@@ -89,14 +89,14 @@ class UnfinishedFolder:
         _unlock(self.path, self._lock)
 
     def drop(self) -> None:
-        """Remove the folder, as far as the disk lets it."""
+        """Remove the folder if the disk lets it, and unlock it."""
         with suppress(OSError):
             shutil.rmtree(self.path)
         _unlock(self.path, self._lock)
 
 
 def check_is_free(path: str) -> None:
-    """Raise CheckpointError where there is a file or folder of this path."""
+    """Raise CheckpointError if a file or folder is at ``path``."""
     if os.path.lexists(path):
         raise CheckpointError(
             "save writes no checkpoint over another file or folder",
@@ -108,7 +108,7 @@ def check_is_free(path: str) -> None:
 
 
 def remove_leftovers(parent: str) -> None:
-    """Remove the unfinished folders of processes that have ended, as far as the disk lets it."""
+    """Remove the unfinished folders of ended processes in ``parent``, if possible."""
     for entry in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
         path = os.path.join(parent, entry.removesuffix(".lock"))
         if entry.endswith(".lock") and _UNFINISHED.fullmatch(os.path.basename(path)):
@@ -164,7 +164,7 @@ def crc32(array: torch.Tensor) -> int:
 
 
 class OpenFiles:
-    """The files of a checkpoint that are open to read, by name."""
+    """The opened safetensors files of a checkpoint, by name."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -172,7 +172,7 @@ class OpenFiles:
         self._offsets: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def get(self, file: str) -> Any:
-        """Return the file of a name, opened; its arrays are views of the mapped file."""
+        """Return the opened file, opened at first use; raise CheckpointError if it is damaged."""
         found = self._open.get(file)
         if found is None:
             try:
@@ -183,7 +183,7 @@ class OpenFiles:
         return found
 
     def check(self, piece: Piece, name: str, dtype: str) -> None:
-        """Raise CheckpointError unless a file has a piece as it is said to have it."""
+        """Raise CheckpointError unless the file has the piece's dtype, shape and offsets."""
         try:
             found = self._facts_of(piece.file, name)
         except SafetensorError as error:
@@ -196,7 +196,7 @@ class OpenFiles:
             )
 
     def header(self, file: str) -> dict[str, HeaderFacts]:
-        """Return the dtype's name, the shape and the offsets of each array in a file."""
+        """Return {array: (dtype's name, shape, offsets)} of a file."""
         return {name: self._facts_of(file, name) for name in list(self.get(file).keys())}
 
     def _facts_of(self, file: str, name: str) -> HeaderFacts:
@@ -218,7 +218,7 @@ class OpenFiles:
 
 
 def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
-    """Return the folder of a checkpoint, its files with their sizes, the text of its manifest.
+    """Return (folder, {file: bytes}, text of the manifest or None) of a checkpoint; or raise.
 
     Args:
         path: of a folder, or of a file of safetensors.
@@ -252,7 +252,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
 
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless a folder has, for this rank too, the manifest that was read."""
+    """Raise CheckpointError unless the folder's manifest, seen here, ends as ``manifest``."""
     wanted = manifest.ending.encode()
     if not wanted:
         return
@@ -269,7 +269,7 @@ def check_manifest(folder: str, manifest: Manifest) -> None:
 
 
 def find_steps(root: str) -> Iterator[int]:
-    """The numbers of the checkpoints ``step-<number>`` in a folder."""
+    """Yield the numbers of finished checkpoints "step-<number>" in a folder."""
     for name in os.listdir(root) if os.path.isdir(root) else ():
         match = re.fullmatch(r"step-(0|[1-9]\d*)", name)
         if match and os.path.isfile(os.path.join(root, name, NAME)):
@@ -277,20 +277,20 @@ def find_steps(root: str) -> Iterator[int]:
 
 
 def lock_folder(path: str) -> int | None:
-    """Return a lock on a folder, which is made if need be; None if another process has it."""
+    """Return the file descriptor of a folder's lock, None if taken; make the folder."""
     _make_folders(path)
     return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
 
 
 def _kind_of(path: str) -> str:
-    """Return the words for a path at which there is no checkpoint."""
+    """Return words for the absence of a checkpoint at ``path``: "another file"."""
     if os.path.isdir(path):
         return "a folder without these"
     return "another file" if os.path.lexists(path) else "nothing of this name"
 
 
 def _make_folders(path: str) -> None:
-    """Make a folder and those above it; each survives a crash."""
+    """Make a folder and its parents, synced to the disk."""
     if os.path.isdir(path):
         return
     parent = os.path.dirname(path)
@@ -301,7 +301,7 @@ def _make_folders(path: str) -> None:
 
 
 def _sync(path: str) -> None:
-    """Let what a file has, or the names in a folder, survive a crash."""
+    """Flush a file, or a folder's names, to the disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -310,7 +310,7 @@ def _sync(path: str) -> None:
 
 
 def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
-    """Return a hidden path for a name, of which nothing is there, and the lock beside it."""
+    """Return a new hidden path in ``parent``, and the descriptor of the lock beside it."""
     while True:
         path = os.path.join(parent, f".{name}.{secrets.token_hex(8)}")
         lock = _lock_file(f"{path}.lock", os.O_CREAT | os.O_EXCL)
@@ -319,7 +319,7 @@ def _new_hidden_path(parent: str, name: str) -> tuple[str, int]:
 
 
 def _unlock(path: str, lock: int) -> None:
-    """Close the lock of a folder; if the folder could not be removed, the next save finds both."""
+    """Close a lock, and remove its file if the folder ``path`` is gone."""
     if not os.path.lexists(path):
         with suppress(OSError):
             os.unlink(f"{path}.lock")
@@ -327,7 +327,7 @@ def _unlock(path: str, lock: int) -> None:
 
 
 def _lock_file(path: str, flags: int = 0) -> int | None:
-    """Return a file that this process has locked until it closes it, None if another has."""
+    """Return the descriptor of the locked file, None if another process has locked it."""
     # On a file system without locks a file that may be new is returned all the same; those that
     # were left over count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)
@@ -346,14 +346,14 @@ def _lock_file(path: str, flags: int = 0) -> int | None:
 
 
 def close_lock(lock: int) -> None:
-    """Give a lock up, in the process that took it."""
+    """Close a lock's descriptor, if this process took it."""
     if lock in _locks:
         _locks.remove(lock)
         os.close(lock)
 
 
 def _close_copies() -> None:
-    """Close the locks in a forked child, which would keep them when their process has ended."""
+    """Close, in a forked child, the copies of its parent's lock descriptors."""
     while _locks:
         os.close(_locks.pop())
 

@@ -126,7 +126,7 @@ def load(
 
 
 class _ArrayReader:
-    """The arrays of a state on their way from files."""
+    """A load of a state's arrays from the files of a checkpoint."""
 
     def __init__(
         self, members: Members, source: OpenArrays, entries: dict[str, StateArray]
@@ -148,7 +148,7 @@ class _ArrayReader:
         """The boxes that this rank reads."""
 
     def _find_shared(self) -> dict[str, NamedSharding]:
-        """Return how large arrays are cut further to be read, where replicas share the work."""
+        """Return, by name, the finer shardings in which replicas read large arrays."""
         # Simulated ranks read as those of several hosts do, so that one process tries their plans.
         world, ranks = self._members.world, tuple(self._members.ranks)
         if world is None or not (world.is_simulated or world.spans_hosts(ranks)):
@@ -173,7 +173,7 @@ class _ArrayReader:
         return entry.box(rank) if shared is None else shared.box(rank, entry.shape)
 
     def check(self) -> None:
-        """Raise where the files do not have what this rank will read, or other shapes or dtypes."""
+        """Raise unless the files have all that this rank reads, in equal shapes and dtypes."""
         manifest = self._source.manifest
         files.check_manifest(self._source.folder, manifest)
         for name, entry in self._entries.items():
@@ -198,7 +198,7 @@ class _ArrayReader:
             self._source.check(name, box)
 
     def verify(self) -> None:
-        """Raise where the bytes of a piece, of this rank's share of all, have another checksum."""
+        """Raise if a piece in this rank's share of all bytes has another checksum."""
         arrays = self._source.manifest.arrays
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))
@@ -216,14 +216,14 @@ class _ArrayReader:
             self._source.verify(piece, name)
 
     def load(self) -> None:
-        """Fill all arrays of the state; collective."""
+        """Fill all arrays of the state from the files; collective."""
         for batch in _batches(self._small):
             self._load_small(batch)
         for batch in _batches(self._large):
             self._load_large(batch)
 
     def _load_small(self, batch: dict[str, StateArray]) -> None:
-        """Fill small arrays: each rank reads some of them, and a sum brings all to all."""
+        """Fill small arrays: each rank reads some, and an all-reduce shares them; collective."""
         places, total = {}, 0
         for name, entry in batch.items():
             places[name] = total
@@ -250,7 +250,7 @@ class _ArrayReader:
             entry.tensor.copy_(part(name, line)[index])
 
     def _load_large(self, batch: dict[str, StateArray]) -> None:
-        """Fill large arrays: each rank reads its part, or its share, which a plan brings on."""
+        """Fill large arrays: each rank reads its part, or a share that is sent on; collective."""
         shares: dict[str, torch.Tensor] = {}
 
         def read() -> None:
@@ -269,7 +269,7 @@ class _ArrayReader:
             entry.tensor.copy_(part)
 
     def _all_read(self, read: Any) -> None:
-        """Read on all ranks, and raise on all what fails on any."""
+        """Run ``read`` on all ranks; raise on all if it fails on any; collective."""
         call = self._members.call
 
         def read_here() -> None:
@@ -287,7 +287,7 @@ class _ArrayReader:
 
 
 def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray]]:
-    """Some of the entries after the other, of about 64 MiB."""
+    """Yield the entries in batches of about 64 MiB."""
     batch: dict[str, StateArray] = {}
     size = 0
     for name, entry in entries.items():
@@ -301,7 +301,7 @@ def _batches(entries: Mapping[str, StateArray]) -> Iterator[dict[str, StateArray
 
 
 def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
-    """Leave out of a state what the patterns do not name."""
+    """Remove from ``tree`` the names that no pattern of ``only`` fits; raise for bad patterns."""
     if only is None:
         return
     patterns = [only] if isinstance(only, str) else only
@@ -328,7 +328,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Leave out arrays that each rank has for itself, where another mesh has saved them."""
+    """Remove per-rank arrays from ``tree`` if another mesh saved them."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there
@@ -339,7 +339,7 @@ def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> N
 
 
 def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[str, Any]:
-    """Return the values of a state's leaves; raise where a number of NumPy cannot have its own."""
+    """Return the saved values of a state's leaves; raise if a NumPy number overflows."""
     values = {}
     for name, leaf in tree.leaves.items():
         value = manifest.leaves[name]
@@ -357,7 +357,7 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:
-    """Raise where a checkpoint lacks names of a state; or leave these names out."""
+    """Raise if the checkpoint lacks names of the state; with missing="keep" remove them."""
     if missing not in ("error", "keep"):
         raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
     names = manifest.names

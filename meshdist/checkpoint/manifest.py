@@ -54,7 +54,7 @@ HeaderFacts = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an array in a file, where it has the array's name; a checksum of its bytes."""
+    """A part (``box``) of an array in a file, under the array's name, and its checksum."""
 
     file: str
     box: Box
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass
 class SavedArray:
-    """An array of a checkpoint: the name of its dtype, its shape, and its pieces."""
+    """An array of a checkpoint: its dtype's name, its shape, and its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class SavedArray:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's class."""
+        """The array's dtype of torch."""
         return DTYPES_IN_FILES[self.dtype].dtype
 
 
@@ -138,7 +138,7 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise ValueError unless the pieces of each array make it, and fit into their files."""
+        """Raise ValueError unless pieces cover each array exactly, and fit their files."""
         bytes_in = dict.fromkeys(self.file_bytes, 0)
         for name, array in self.arrays.items():
             if array.dtype not in DTYPES_IN_FILES:
@@ -188,7 +188,7 @@ def manifest_text(
 
 
 def sizes_in(given: Any) -> tuple[int, ...]:
-    """Return sizes that a text had, or raise ValueError."""
+    """Return a list of JSON as a tuple of sizes; raise ValueError if it is none."""
     if not isinstance(given, list) or {*map(type, given)} - {int}:
         raise ValueError(f"{given!r} is no list of whole numbers")
     if given and not 0 <= min(given) <= max(max(given), math.prod(given)) < _MOST:
@@ -225,7 +225,7 @@ def headers_as_manifest(
 
 
 def is_plain(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Return whether JSON gives a value back: texts as keys, not too many levels."""
+    """Return whether JSON restores ``value``: text keys, at most ``levels`` levels."""
     if isinstance(value, dict):
         return all(isinstance(key, str) for key in value) and is_plain([*value.values()], levels)
     if isinstance(value, (list, tuple)):
@@ -245,12 +245,12 @@ def damaged(where: str, found: str) -> CheckpointError:
 
 
 def _shortened(text: str) -> str:
-    """Return a text for a message, cut where it is long: it comes from anywhere."""
+    """Return ``text``, cut at a limit for messages."""
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of JSON; raise ValueError where a name stands in it twice."""
+    """Return the pairs as a dict; raise ValueError if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError(f"names that stand twice among {_shortened(str([*found]))}")

@@ -32,7 +32,7 @@ RANKS = "ranks"
 
 
 class Members:
-    """The ranks of a mesh, those of the world where there is none, or this process alone."""
+    """The ranks that take part in a save or load: a mesh's, the world's, or this process."""
 
     def __init__(self, mesh: DeviceMesh | None, call: str) -> None:
         self.call = call
@@ -59,18 +59,18 @@ class Members:
 
     @property
     def world(self) -> World | None:
-        """The world, None for a process alone."""
+        """The members' world, None for a process without a world."""
         return None if self.group is None else self.group.world
 
     def any_mesh(self) -> DeviceMesh | None:
-        """Return a mesh of the members, made of their group where none is named; None if alone."""
+        """Return the members' mesh, made of their group if they have none; None without a world."""
         if self.mesh is None and self.group is not None:
             device_type = self.group.first_device_type()
             self.mesh = DeviceMesh.from_group(self.group, device_type, mesh_dim_names=(RANKS,))
         return self.mesh
 
     def all_do(self, step: Callable[[], Any]) -> Any:
-        """Return what ``step`` returns here; raise on all members what it raises on any."""
+        """Return ``step()`` of this member; raise on all members what any raises; collective."""
         return self.all_agree(lambda: (step(), ()))
 
     def all_agree(self, read: Callable[[], tuple[Any, Sequence[str]]]) -> Any:
@@ -90,7 +90,7 @@ class Members:
         return result
 
     def _agree(self, error: Exception | None, facts: Sequence[str]) -> None:
-        """Raise on all members the error that a member has, or where their facts differ."""
+        """Raise on all members an error that any has, or if ``facts`` differ; collective."""
         if self.group is None:
             if error is not None:
                 raise as_ours(error, self.call)
@@ -108,7 +108,7 @@ class Members:
             self._raise_difference(facts)
 
     def gather(self, told: Any) -> list[Any] | None:
-        """Return the JSON values of all members, in order, on the first; None on the others."""
+        """Return all members' JSON values, in order, on the first, else None; collective."""
         if self.group is None:
             return [told]
         of_all: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
@@ -116,7 +116,7 @@ class Members:
         return of_all
 
     def share(self, told: Any) -> Any:
-        """Return the value of the first member."""
+        """Return the first member's JSON value ``told`` on all; collective."""
         if self.group is None:
             return told
         box = [told]
@@ -124,7 +124,7 @@ class Members:
         return box[0]
 
     def first_does(self, step: Callable[[], Any]) -> Any:
-        """Return on all members what ``step`` returns on the first; raise what it raises there."""
+        """Return on all members the first's ``step()``; raise its error on all; collective."""
         result, failure = self.share(tried(step, self.call) if self.is_first else None)
         if failure is not None:
             raise told_again([(self.ranks[0], failure)], self.ranks)
@@ -159,14 +159,14 @@ class Members:
 
 
 class MembersInStore:
-    """The same members in a thread beside the program, which may not use the program's groups."""
+    """Messages of members by the store, for a thread that may not use groups."""
 
     def __init__(self, world: World, members: Members, name: str) -> None:
         self._world, self._members, self._name = world, members, name
         self._endings = Endings(world)
 
     def gather(self, told: Any) -> list[Any] | None:
-        """Return the JSON values of all members, in order, on the first; None on the others."""
+        """Return all members' JSON values, in order, on the first, else None."""
         members = self._members
         if not members.is_first:
             self._world.store.set(self._key(members.rank), json.dumps(told))
@@ -174,7 +174,7 @@ class MembersInStore:
         return [told, *map(self._take, members.ranks[1:])]
 
     def share(self, told: Any) -> Any:
-        """Return the JSON value of the first member."""
+        """Return the first member's JSON value ``told`` on all members; others wait for it."""
         members = self._members
         if not members.is_first:
             return self._read(members.ranks[0])
@@ -182,7 +182,7 @@ class MembersInStore:
         return told
 
     def forget(self) -> None:
-        """Take the first member's value back, which all members have read by now."""
+        """Delete the shared value from the store, on the first member; all have read it."""
         if self._members.is_first:
             with suppress(StoreError):
                 self._world.store.delete_key(self._key(self._members.rank))
@@ -210,7 +210,7 @@ class MembersInStore:
 
 @contextmanager
 def errors_as_ours(call: str) -> Iterator[None]:
-    """Raise errors of a disk as CheckpointErrors, where no other rank takes part."""
+    """Raise the block's file errors as CheckpointErrors of ``call``."""
     try:
         yield
     except FAILURES as error:
@@ -218,7 +218,7 @@ def errors_as_ours(call: str) -> Iterator[None]:
 
 
 def as_ours(error: Exception, call: str) -> Exception:
-    """Return an error of a disk as a CheckpointError, every other as it is."""
+    """Return a file error as a CheckpointError, any other error unchanged."""
     if isinstance(error, MeshdistError) or not isinstance(error, FAILURES):
         return error
     path = getattr(error, "filename", None)
@@ -232,7 +232,7 @@ def as_ours(error: Exception, call: str) -> Exception:
 
 
 def tried(step: Callable[[], Any], call: str) -> tuple[Any, dict[str, Any] | None]:
-    """Return what ``step`` returns, and None; or None, and its error as ``told_error`` tells it."""
+    """Return (result of ``step()``, None), or (None, its error as JSON)."""
     try:
         return step(), None
     except Exception as error:
@@ -240,7 +240,7 @@ def tried(step: Callable[[], Any], call: str) -> tuple[Any, dict[str, Any] | Non
 
 
 def told_error(error: Exception, call: str) -> dict[str, Any]:
-    """Return an error as JSON, which ``told_again`` reads."""
+    """Return an error as JSON, the inverse of ``told_again``."""
     ours = as_ours(error, call)
     if not isinstance(ours, MeshdistError):
         ours = CheckpointError(f"{call}: {type(error).__name__}: {first_line(error)}")

@@ -26,7 +26,7 @@ __all__ = ["Checkpoint"]
 
 
 def read_manifest(path: str) -> tuple[str, Manifest]:
-    """Return the folder of a checkpoint, and its manifest, made of headers where it has none."""
+    """Return a checkpoint's folder and manifest, made of file headers if it has none; or raise."""
     folder, sizes, text = files.find_files(path)
     if text is None:
         opened = files.OpenFiles(folder)
@@ -41,38 +41,38 @@ def read_manifest(path: str) -> tuple[str, Manifest]:
 
 
 class OpenArrays:
-    """The arrays of a checkpoint that is open to be read, by the boxes of its manifest's pieces."""
+    """The arrays of a checkpoint opened for reading, box by box."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files = files.OpenFiles(folder)
 
     def check(self, name: str, box: Box) -> None:
-        """Raise CheckpointError unless the files have a box of an array as the manifest says."""
+        """Raise CheckpointError unless the files have pieces in ``box`` as the manifest says."""
         for piece, _ in self._pieces_in(name, box):
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
     def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
-        """Copy a box of an array to a tensor of that shape."""
+        """Copy the part ``box`` of an array to ``target``, which has its shape."""
         for piece, common in self._pieces_in(name, box):
             found = self._files.get(piece.file).get_tensor(name)
             part = found[index_of(within(common, piece.box))]
             target[index_of(within(common, box))].copy_(part)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of an array, on the CPU, when the files have been checked."""
+        """Return the part ``box`` of an array, on the CPU; raise if the files do not fit."""
         self.check(name, box)
         part = torch.empty(shape_of(box), dtype=self.manifest.arrays[name].torch_dtype)
         self.fill(part, name, box)
         return part
 
     def verify(self, piece: Piece, name: str) -> None:
-        """Raise CheckpointError where the bytes of a piece have another checksum."""
+        """Raise CheckpointError if the bytes of a piece have another checksum."""
         if files.crc32(self._files.get(piece.file).get_tensor(name)) != piece.crc32:
             raise damaged(self.folder, f"{piece.file}: the bytes of {name} have changed")
 
     def _pieces_in(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
-        """The pieces that have elements of a box, and what they have in common with it."""
+        """Yield each piece with elements in ``box``, and the box of these elements."""
         for piece in self.manifest.arrays[name].pieces:
             common = intersect(piece.box, box)
             if common is not None:

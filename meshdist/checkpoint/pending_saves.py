@@ -51,7 +51,7 @@ class PendingSave:
             raise without_frames(self._error)
 
     def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
-        """Carry out the rest of a save, and keep its error for those who wait."""
+        """Finish the save, and keep its error for ``wait``."""
         try:
             job.finish(messages)
         except BaseException as error:
@@ -59,14 +59,14 @@ class PendingSave:
         self._has_ended.set()
 
     def report(self) -> None:
-        """Write an error that nothing has raised to stderr, as the interpreter ends."""
+        """Wait for the save; print its error unless ``wait`` raised it."""
         self._has_ended.wait()
         if self._error is not None and not self.was_raised:
             sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
 class Staging:
-    """The saves of one world, or of a process without a world, that do not wait."""
+    """The asynchronous saves of a world or process, each after the save before."""
 
     def __init__(self) -> None:
         self._slots: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -75,7 +75,7 @@ class Staging:
         self._messages: list[MembersInStore] = []
 
     def close(self) -> None:
-        """Wait for the last save, and raise its failure unless that has been raised."""
+        """Wait for the last save; raise its error unless it has been raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             atexit.unregister(pending.report)
@@ -83,7 +83,7 @@ class Staging:
                 pending.wait()
 
     def start(self, job: SaveJob, world: World | None) -> PendingSave:
-        """Copy what this rank saves, wait for the save before, and let a thread write the copy."""
+        """Copy this rank's arrays, wait for the save before, start a thread; return the save."""
         # All ranks are here, so that they have read how the save before the last has ended.
         while len(self._messages) > 1:
             self._messages.pop(0).forget()
@@ -115,7 +115,7 @@ class Staging:
 def _host_copies(
     views: dict[str, torch.Tensor], slot: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return copies of tensors on the host, in the memory of a slot where it fits."""
+    """Return copies of ``views`` on the host, in the memory of ``slot`` if it fits."""
     copies, streams = {}, []
     for name, view in views.items():
         kept = slot.get(name)
@@ -137,7 +137,7 @@ def _host_copies(
 
 
 def staging_of(world: World | None) -> Staging:
-    """Return the saves of a world that do not wait; those of the process where it has none."""
+    """Return the asynchronous saves of ``world``, of this process for None."""
     if world is None:
         return _staging_alone()
     if world.saves is None:

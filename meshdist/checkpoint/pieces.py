@@ -50,7 +50,7 @@ class Holding(NamedTuple):
 def holding_of(
     sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, rank: int
 ) -> Holding:
-    """Return a rank's holding of an array that lies on a mesh."""
+    """Return what ``rank`` holds of an array with this sharding, with its replicas."""
     free = sharding.placement(shape).free_axes
     count = math.prod(sharding.layout.sizes[axis] for axis in free)
     replicas = sharding.layout, free
@@ -58,7 +58,7 @@ def holding_of(
 
 
 def parts_of(holdings: Mapping[str, Holding]) -> dict[str, Box]:
-    """Return which part of each array this rank saves."""
+    """Return, by array, the box that this rank saves; without entry where replicas save it."""
     alike: dict[Hashable, dict[str, Holding]] = {}
     for name, holding in holdings.items():
         alike.setdefault((holding.replicas, holding.num_replicas), {})[name] = holding

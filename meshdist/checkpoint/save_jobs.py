@@ -42,7 +42,7 @@ class SaveJob:
     """The error with which copying this rank's pieces has failed, for all ranks."""
 
     def begin(self) -> None:
-        """Make the folder on the first rank; raise on all ranks where some do not see it."""
+        """Make the folder on the first rank; raise on all if any rank fails to see it."""
         try:
             self.path = self.members.first_does(self._make_folder)
             self.members.all_do(self._look)
@@ -51,7 +51,7 @@ class SaveJob:
             raise
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return what this rank saves, in the memory of the state."""
+        """Return views of the parts that this rank saves, by name."""
         found = {}
         for name, box in self.parts.items():
             entry = self.entries[name]
@@ -60,7 +60,7 @@ class SaveJob:
         return found
 
     def finish(self, messages: Members | MembersInStore) -> None:
-        """Write, and commit on the first rank; raise on all ranks what fails on any."""
+        """Write this rank's file; the first rank commits; raise on all ranks what fails on any."""
         try:
             of_all = messages.gather(tried(self._write, self.members.call))
             failures = None if of_all is None else self._commit(of_all)
@@ -74,7 +74,7 @@ class SaveJob:
             raise told_again(failures, self.members.ranks)
 
     def drop(self) -> None:
-        """Give the save up: remove its folder, on the rank that has made it."""
+        """Remove the save's folder, on the rank that made it."""
         if self.folder is not None:
             self.folder.drop()
 
@@ -94,7 +94,7 @@ class SaveJob:
             )
 
     def _write(self) -> dict[str, Any] | None:
-        """Write this rank's file; return what the manifest says of it, None if it saves nothing."""
+        """Write this rank's file; return its entry for the manifest, None without arrays."""
         if self.error is not None:
             raise self.error
         if not self.is_beside:
@@ -115,7 +115,7 @@ class SaveJob:
         return {"bytes": size, "pieces": pieces}
 
     def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-        """Commit the folder, or drop it; return the failures by rank."""
+        """Commit the folder unless a rank failed, else drop it; return (rank, error) pairs."""
         folder, ranks = self.folder, self.members.ranks
         assert folder is not None
         failures = [(rank, each) for rank, (_, each) in zip(ranks, of_all, strict=True) if each]
@@ -142,7 +142,7 @@ def _file_of(rank: int) -> str:
 
 
 def _apart(pieces: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return pieces of which none has memory of another; the library refuses those that do."""
+    """Return ``pieces`` with copies of those whose memory overlaps another's."""
     found, end = dict(pieces), 0
     for name, piece in sorted(pieces.items(), key=lambda item: item[1].data_ptr()):
         if piece.data_ptr() < end:

@@ -116,7 +116,7 @@ def save_async(
 
 
 def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJob:
-    """Return a save whose folder is there; collective, and raises the same on all ranks."""
+    """Return a checked save whose folder exists; raise alike on all ranks; collective."""
     tree, error = read_state(call, state, mesh)
     members = Members(mesh or find_mesh(tree.arrays.values()), call)
 
@@ -145,7 +145,7 @@ def _prepare(call: str, state: Any, path: Any, mesh: DeviceMesh | None) -> SaveJ
 
 
 def mesh_of(state: Any, mesh: DeviceMesh | None, call: str) -> DeviceMesh | None:
-    """Return the mesh of the ranks that take part: as named, or in force, or of the arrays."""
+    """Return ``mesh``, or the mesh in force, or that of the state's arrays; None without any."""
     found = mesh or find_current_mesh()  # else the state is read once more
     return found or find_mesh(read_state(call, state, None)[0].arrays.values())
 
@@ -167,7 +167,7 @@ def read_state(
 
 
 def checked_path(call: str, path: Any) -> str:
-    """Return a path as an absolute text."""
+    """Return a path as absolute text; raise KindError for anything else."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise KindError(
             f"{call} takes the path of a folder",

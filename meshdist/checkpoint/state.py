@@ -199,7 +199,7 @@ def _has_state(leaf: Any) -> bool:
 
 
 def _prefixes(saved: Manifest) -> set[str]:
-    """Return all that stands before a dot in a name that was saved."""
+    """Return all saved names and what precedes each of their dots."""
     found = set()
     for name in saved.names:
         while name and name not in found:
@@ -209,7 +209,7 @@ def _prefixes(saved: Manifest) -> set[str]:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers, whose names it would prefix."""
+    """Return the innermost module of wrappers such as DDP."""
     while True:
         inner = next(
             (getattr(model, name, None) for name in _WRAPPERS if hasattr(model, name)), None
@@ -221,7 +221,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _model_tree(model: nn.Module) -> dict[str, Any]:
-    """Return a model's state dict, of the tensors themselves, with their marks."""
+    """Return a model's state dict of its own tensors, with marks; buffers are the first rank's."""
     bare = restore_marks(_unwrapped(model))  # which a copy of parametrizations has lost
     buffers = {name for name, _ in bare.named_buffers(remove_duplicate=False)}
     tree = dict(bare.state_dict(keep_vars=True))
@@ -232,7 +232,7 @@ def _model_tree(model: nn.Module) -> dict[str, Any]:
 
 
 def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that has made no step make its states, to be filled."""
+    """Make the states of an optimizer that has made no step, to load into."""
     # torch lets it step on gradients of 0, and only where there are no others.
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
@@ -244,7 +244,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
-    """Return a state of an optimizer, marked as its parameter is where it has the same shape."""
+    """Return an optimizer's state marked as ``parameter`` is, if shapes are equal."""
     spec = find_spec(parameter)
     if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
         return x
@@ -252,7 +252,7 @@ def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
 
 
 def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the states of this rank's generators as bytes, and how they were seeded."""
+    """Return the states of this rank's random generators as bytes, and how they were seeded."""
     _, words, pair = random.getstate()
     drawn: Any = np.random.get_state(legacy=False)
     if drawn["bit_generator"] != "MT19937":
@@ -281,7 +281,7 @@ def _generators(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
-    """Set this rank's generators to what was saved."""
+    """Set this rank's random generators to the states in ``tree``."""
     torch.set_rng_state(tree["torch"].array)
     *words, has_pair, pair = _PYTHON.unpack(bytes(tree["python"].array.tolist()))
     random.setstate((3, tuple(words), pair if has_pair else None))
@@ -294,7 +294,7 @@ def _restore_generators(tree: Mapping[str, Any], mesh: DeviceMesh | None) -> Non
 
 
 def _seed_anew(source: OpenArrays, members: Members) -> None:
-    """Seed the generators from the first saved rank's: alike, or along the axes that differed."""
+    """Seed the generators from the first saved state, differently where ranks differed."""
     saved, leaves = source.manifest.arrays["rng.torch"], source.manifest.leaves
     first = source.read("rng.torch", whole_box((1, *saved.shape[1:]))).numpy().tobytes()
     number = int.from_bytes(hashlib.sha256(first).digest()[:7], "big")

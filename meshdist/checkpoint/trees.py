@@ -56,14 +56,14 @@ _KEPT_NAME = "__metadata__"
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """An array or a leaf of a state that may differ between ranks: the first rank's is saved."""
+    """An array or leaf of a state of which the first rank's value is saved for all."""
 
     array: Any
 
 
 @dataclass(frozen=True)
 class EachRanks:
-    """An array of a state that each rank has for itself: theirs are saved as rows."""
+    """An array of a state of which every rank's own value is saved, as a row."""
 
     array: Any
 
@@ -90,23 +90,23 @@ class StateArray:
 
     @property
     def dtype(self) -> str:
-        """The name of its dtype."""
+        """The name of the array's dtype."""
         return dtype_name(self.tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the whole."""
+        """The bytes of the whole array."""
         return math.prod(self.shape) * self.tensor.dtype.itemsize
 
     def box(self, rank: int) -> Box:
-        """Return the part of the whole that a rank holds."""
+        """Return the part of the whole array that ``rank`` holds."""
         if self.sharding is not None:
             return self.sharding.box(rank, self.shape)
         whole = whole_box(self.shape)
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self, name: str) -> str:
-        """Return a text of it that is equal on all ranks that call alike."""
+        """Return a text of the array that must be equal on all ranks."""
         if self.sharding is None:
             return f"{name}: {self.dtype}{list(self.shape)}"
         if not self.sizes_are_known:
@@ -118,7 +118,7 @@ class StateArray:
 
 @dataclass
 class Leaf:
-    """A JSON value of a state, and the dict and the key at which it stands there."""
+    """A JSON value of a state, with the dict and the key that hold it."""
 
     value: Any
     owner: Any
@@ -131,7 +131,7 @@ class Leaf:
         return self.value.item() if isinstance(self.value, np.generic) else self.value
 
     def converted(self, value: Any) -> Any:
-        """Return a value of a checkpoint as the state has it."""
+        """Return a loaded value in the type of the state's value."""
         if isinstance(self.value, tuple) and isinstance(value, list):
             value = tuple(value)
         elif isinstance(self.value, np.generic) and isinstance(value, (int, float)):
@@ -141,7 +141,7 @@ class Leaf:
 
 @dataclass
 class Tree:
-    """A state, taken apart."""
+    """A state taken apart into arrays and leaves, by name."""
 
     arrays: dict[str, Any]
     leaves: dict[str, Leaf]
@@ -150,7 +150,7 @@ class Tree:
 
     @classmethod
     def of(cls, state: Any, call: str) -> Tree:
-        """Return a state's arrays and leaves; raise where it cannot be saved."""
+        """Return a state taken apart; raise if it has anything that cannot be saved."""
         tree = cls({}, {}, {})
         tree._add(state, (), tree.shape, call)
         return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)
@@ -200,12 +200,12 @@ def is_array(given: Any) -> bool:
 
 
 def axes_told(mesh: DeviceMesh) -> list[list[Any]]:
-    """Return the names and sizes of a mesh's axes as JSON."""
+    """Return the names and sizes of a mesh's axes as a JSON list."""
     return [[name, size] for name, size in mesh.axis_sizes.items()]
 
 
 def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
-    """Return the mesh in force; else that of the first ShardedArray, or the DTensors' largest."""
+    """Return the mesh in force, else of the first ShardedArray or largest DTensor; or None."""
     mesh = find_current_mesh()
     if mesh is not None:
         return mesh
@@ -220,14 +220,22 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
 ) -> dict[str, StateArray]:
-    """Return the entries of a state's arrays; raise where one cannot be saved, or written to."""
+    """Return the entries of a state's arrays; raise if an array cannot be saved, or loaded to.
+
+    Args:
+        writable: whether the arrays will be loaded to.
+    """
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
 def facts_of(
     entries: Mapping[str, StateArray], members: Members, *, has_values: bool = False
 ) -> list[str]:
-    """Return texts of the entries that must be equal on all members."""
+    """Return a text per entry that must be equal on all members.
+
+    Args:
+        has_values: whether a checksum of replicated values is in the text.
+    """
     # On simulated ranks and at DETAIL all elements are compared.
     is_thorough = members.world is not None and is_compared(members.world)
     facts = []
@@ -240,7 +248,7 @@ def facts_of(
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Set the wholes of marked tensors, which know their local sizes alone; collective."""
+    """Set the whole shapes of arrays that know their local sizes alone; collective."""
     # A message along each set of axes that cuts tensors tells the sizes of their parts.
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
@@ -278,7 +286,7 @@ def _tell_sizes(
 
 
 def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> list[str]:
-    """Return texts of the wholes; raise where this rank's part is not what its spec says."""
+    """Return a text of each whole array; raise if this rank's part does not fit its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
@@ -356,7 +364,7 @@ def _entry(name: str, x: Any, members: Members, *, writable: bool) -> StateArray
 
 
 def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
-    """Return the members' mesh, or the part of it, that has the ranks of a DTensor's mesh."""
+    """Return the members' mesh, or a part, with the ranks of a DTensor's mesh; None without."""
     mesh, theirs = members.mesh, x.device_mesh
     names = theirs.mesh_dim_names
     if mesh is not None and names and set(names) <= set(mesh.axis_names):
@@ -367,7 +375,7 @@ def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
 
 
 def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
-    """Return a sharding as it is where its mesh has all members, else on the members' mesh."""
+    """Return ``sharding``, on the members' mesh unless its mesh has all members; or raise."""
     own, mesh = sharding.mesh, members.mesh
     if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
         return sharding
@@ -393,7 +401,7 @@ def _summands(name: str, found: str, call: str) -> AxisTypeError:
 
 
 def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
-    """Return a checksum of a tensor's values, of some elements where it is large."""
+    """Return a checksum of a tensor's values; of a sample if it is large and not ``is_whole``."""
     if x.nbytes <= _LARGE_BYTES or is_whole:
         return host_checksum(x)
     # As whole numbers with a sign, which torch takes of any tensor.
@@ -403,7 +411,7 @@ def _checksum(x: torch.Tensor, *, is_whole: bool) -> int:
 
 
 def _checked_leaf(given: Any, path: tuple[str, ...], call: str) -> Any:
-    """Return a leaf's value; raise where JSON lacks it."""
+    """Return a leaf's value; raise if JSON cannot hold it."""
     value = given.item() if isinstance(given, np.generic) else given
     try:
         json.dumps(value)

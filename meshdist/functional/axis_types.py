@@ -200,7 +200,7 @@ def axes_of_kind(text: str, kinds: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The axis over which operands do not join, and the place of the first unreduced operand."""
+    """The axis over which operands do not join, and the first unreduced operand's place."""
 
     axis: str
     operand: int
@@ -252,7 +252,7 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
 
 
 def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
-    """Return whether an operation may take operands of which some are unreduced."""
+    """Return whether a function of this linearity takes operands of these kinds, "U" among them."""
     # linearity       stands for               takes as unreduced, beside invariant and reduced:
     # "add"           a + b, cat               all operands
     # "multiply"      a * b, a @ b             any single operand

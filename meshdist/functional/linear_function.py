@@ -27,21 +27,21 @@ from ..groups.process_group import ProcessGroup
 
 
 def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
-    """Store the line of a verb's call on its node, if a wrapper averages over the group's ranks."""
+    """Store the program's line on ``node`` if a wrapper averages over the group's ranks."""
     averaged = x.requires_grad and isinstance(group, ProcessGroup) and group.world.averaged
     if averaged and any(len(ranks.intersection(group.ranks)) > 1 for ranks in averaged):
         node.line = show_site(call_site())
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Note on the world the verb or cast, with a line, that a backward comes to first."""
+    """Note on the world the first verb, with its line, that a backward reaches."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"
 
 
 def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
-    """Return a dim as a number from 0 below ``num_dims``, or raise; negative dims count back."""
+    """Return a dim as a number from 0; negative dims count from the end; or raise."""
     dim = given
     if type(given) is not int:
         dim = get_whole_number(given, f"{verb}: {argument}", expected="a dim")
@@ -58,7 +58,11 @@ def get_dim(given: Any, num_dims: int, argument: str, verb: str) -> int:
 def cut(
     x: torch.Tensor, dim: int, group: ProcessGroup, verb: str, argument: str, *, tiled: bool
 ) -> torch.Tensor:
-    """Return ``x`` cut along ``dim`` into a block for each member, counted in dim 0, or raise."""
+    """Return ``x`` cut along ``dim`` into a block per member, stacked in dim 0; or raise.
+
+    Args:
+        tiled: whether the dim is split; else it counts the members, and goes.
+    """
     length, size = x.shape[dim], group.size()
     if length % size if tiled else length != size:
         others = [
@@ -87,7 +91,7 @@ def cut(
 
 
 def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
-    """Return blocks joined along ``dim``; the inverse of ``cut``."""
+    """Return the blocks of dim 0 joined along ``dim``; the inverse of ``cut``."""
     if dim:
         blocks = blocks.movedim(0, dim)
     return blocks.flatten(dim, dim + 1) if tiled else blocks
@@ -122,7 +126,7 @@ class LinearFunction(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Store the arguments behind the tensor on the node, and the line of the call."""
+        """Store all arguments but the tensor on the node, and the line of the call."""
         ctx.rest = inputs[1:]
         if inputs[0].requires_grad:
             keep_line(ctx, *inputs[:2])

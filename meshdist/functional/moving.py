@@ -85,7 +85,7 @@ def ragged_all_to_all(
 def _check_here(
     operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
 ) -> None:
-    """Raise unless this member's arguments fit one another."""
+    """Raise unless the four ``lists``, operand and output of this member fit one another."""
     where = f"rank {group.world.rank}, {group.name}"
     shown = f"operand {describe(operand)}; output {describe(output)}"
     if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
@@ -125,7 +125,7 @@ def _check_here(
 def _exchange_sizes(
     sent: list[int], places: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """Exchange sizes and offsets; return those of the slices that will arrive here."""
+    """Exchange each slice's size and place; return those of the slices that arrive here."""
     mine = torch.tensor([sent, places]).T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
@@ -178,7 +178,7 @@ def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Te
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
-    """Return the number of rows for each member, which has ``count`` slices."""
+    """Return the sums of each ``count`` sizes: the rows for each member."""
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
@@ -199,7 +199,7 @@ def exchange_rows(
 
 
 class _RowExchange(LinearFunction):
-    """An all-to-all of rows, uneven; its transpose has the sizes sent and taken exchanged."""
+    """The autograd function of an uneven all-to-all of rows; backward swaps the sizes."""
 
     takes_blocks = gives_blocks = True
 
@@ -246,7 +246,7 @@ def all_to_all(
 def pswapaxes(
     x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf: str = "x"
 ) -> torch.Tensor:
-    """Dim ``axis`` of ``x`` and the group change places: an ``all_to_all`` along it; V -> V."""
+    """Return ``x`` with dim ``axis`` and the group's members swapped; V -> V."""
     blocks, dim = blocks_to_swap(x, group, axis)
     title = lax_title("pswapaxes", leaf, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
@@ -255,14 +255,14 @@ def pswapaxes(
 def blocks_to_exchange(
     x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return the blocks that ``all_to_all`` exchanges and the dim to join them along, or raise."""
+    """Return the blocks that ``all_to_all`` sends, and the dim to join along; or raise."""
     split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
     concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
     return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat
 
 
 def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
-    """Return the blocks that ``pswapaxes`` exchanges and the dim to join them along, or raise."""
+    """Return the blocks that ``pswapaxes`` sends, and the dim to join along; or raise."""
     dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
     return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
 
@@ -317,7 +317,7 @@ def _whole_numbers(
 
 
 def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
-    """Return ``perm`` as pairs of numbers; raise if a place is twice a source or destination."""
+    """Return ``perm`` as pairs; raise if a place is a source, or a destination, twice."""
     pairs: list[tuple[int, int]] = []
     is_list = isinstance(perm, (list, tuple))
     for pair in perm if is_list else [perm]:
@@ -348,7 +348,7 @@ def _checked_pairs(perm: Any, group: ProcessGroup) -> Pairs:
 
 
 class _AllToAll(LinearFunction):
-    """An all-to-all of equal blocks, which is its own transpose."""
+    """The autograd function of an all-to-all of equal blocks, its own transpose."""
 
     takes_blocks = gives_blocks = True
 
@@ -364,7 +364,7 @@ class _AllToAll(LinearFunction):
 
 
 class _Ppermute(LinearFunction):
-    """An exchange in which each member sends and receives at most one tensor."""
+    """The autograd function of ``ppermute``: each member sends and receives once at most."""
 
     # A collective, since its calls are compared: no member waits for a member with other pairs.
     @staticmethod
@@ -389,7 +389,7 @@ class _Ppermute(LinearFunction):
 
 
 class _Pbroadcast(LinearFunction):
-    """A broadcast of the source's tensor to every member."""
+    """The autograd function of a broadcast from a source to all members."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, source: int, title: str) -> torch.Tensor:

@@ -175,7 +175,7 @@ class _Psum(LinearFunction):
 
 
 class _Recast(LinearFunction):
-    """A copy for the casts V -> U and R -> V, each the other's transpose."""
+    """Autograd function that copies for the casts V -> U and R -> V, transposes of each other."""
 
     @staticmethod
     def forward(x: torch.Tensor, group: ProcessGroup, title: str) -> torch.Tensor:
@@ -188,7 +188,7 @@ class _Recast(LinearFunction):
 
 
 class _Pvary(_Recast):
-    """A copy for the cast I -> V, whose backward is a psum."""
+    """Autograd function that copies for the cast I -> V; its backward is a psum."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -197,7 +197,7 @@ class _Pvary(_Recast):
 
 
 class _Extreme(Function):
-    """The largest or smallest, whose gradient is split evenly among the ranks that attain it."""
+    """Autograd function of pmax and pmin; ranks with the extreme share its gradient evenly."""
 
     @staticmethod
     def forward(
@@ -239,7 +239,7 @@ def _share(ctx: Any) -> torch.Tensor:
 
 
 class _AllGather(LinearFunction):
-    """The tensors of all members as blocks, counted in dim 0."""
+    """Autograd function that gathers all members' tensors as blocks of dim 0."""
 
     gives_blocks = True
 
@@ -255,7 +255,7 @@ class _AllGather(LinearFunction):
 
 
 class _PsumScatter(LinearFunction):
-    """The sum of all members' blocks for this member."""
+    """Autograd function that returns the sum of all members' blocks for this member."""
 
     takes_blocks = True
 
@@ -280,7 +280,7 @@ class _AllGatherInvariant(_AllGather):
 
 
 class _OwnSlice(LinearFunction):
-    """The block for this member, of blocks that are equal on every member; I -> V, free."""
+    """Autograd function that returns this member's block of equal blocks; I -> V, free."""
 
     takes_blocks = True
 
@@ -295,7 +295,7 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Note the backward of an invariant result; at debug level DETAIL compare its gradient."""
+    """Note that a backward reaches ``verb``; at debug level DETAIL compare ``grad`` on ranks."""
     note_leaves(node, group)
     note_complete(node, group)
     if get_debug_level() == DebugLevel.DETAIL:

@@ -75,7 +75,7 @@ def check_invariant(
 
 
 def is_compared(world: World) -> bool:
-    """Return whether ranks compare what they hold unasked: simulated ranks, and all at DETAIL."""
+    """Return whether ranks compare values unasked: simulated, or debug level DETAIL."""
     if are_transforms_active():  # there are no plain numbers in a transform of torch.func
         return False
     return world.is_simulated or get_debug_level() == DebugLevel.DETAIL
@@ -159,7 +159,7 @@ def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list
 
 
 def difference_text(far: Mapping[int, float], first: int) -> str:
-    """Return the words of a message for the ranks that differ from rank ``first``."""
+    """Return text that the ranks in ``far`` differ from rank ``first``, and how much."""
     verb = "differs" if len(far) == 1 else "differ"
     return (
         f"{ranks_text(tuple(far))} {verb} from rank {first}, by up to {max(far.values()):.2g} of "
@@ -204,7 +204,7 @@ _LARGEST_CONTAINER = 1000
 
 
 def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str]:
-    """Return the names of tensors, by ``id``, that the functions from ``frame`` outwards use."""
+    """Return variables' names of tensors, by ``id``, in ``frame`` and its callers."""
     # Such as `weight` of a variable, `model.0.bias` of a parameter, `params['head']` in a tree.
     wanted = {id(tensor) for tensor in tensors}
     found: dict[int, str] = {}
@@ -218,7 +218,7 @@ def names_of(tensors: Iterable[torch.Tensor], frame: FrameType) -> dict[int, str
 
 
 def _held(variables: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that variables hold, also in modules and trees, with their names."""
+    """Yield (name, tensor) for tensors in variables, their attributes, modules and trees."""
     values = dict(variables)
     for owner, value in variables.items():  # the attributes of an object, such as a trainer
         attributes = getattr(value, "__dict__", None)
@@ -273,7 +273,7 @@ class _LeafNote:
 
 
 class _ObservedLeaf:
-    """A leaf of a backward that runs, with a hook that takes its gradient."""
+    """A leaf in a running backward, with a hook that records its gradient."""
 
     def __init__(self, tensor: torch.Tensor, last: _LeafNote | None) -> None:
         self.tensor, self._left, self._changed = tensor, "", 0.0
@@ -290,7 +290,7 @@ class _ObservedLeaf:
         return id(grad), -1 if grad is None else grad._version
 
     def note(self) -> _LeafNote:
-        """Remove the hook, and return the note of the leaf behind its backward."""
+        """Remove the hook, and return the leaf's value and gradient after the backward."""
         # `.grad` where the backward wrote it, since wrappers may have summed it; else the gradient
         # that arrived, as for torch.autograd.grad.
         self._hook.remove()
@@ -303,14 +303,14 @@ class _ObservedLeaf:
 
 @dataclass
 class _Below:
-    """The leaves below the verbs over one group that a backward has come to."""
+    """The leaves in the graph below one group's verbs that a backward has reached."""
 
     group: ProcessGroup
     nodes: set[Any] = field(default_factory=set)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def add(self, verb: Any) -> Iterator[torch.Tensor]:
-        """Yield the leaves below the node of a verb that were not below verbs added before."""
+        """Yield the leaves in the graph below ``verb`` that are not yet known."""
         open_nodes = [verb]
         while open_nodes:
             for node, _ in open_nodes.pop().next_functions:
@@ -330,7 +330,7 @@ class _Below:
 
 @dataclass
 class _ObservedBackward:
-    """The leaves of a backward that runs on this rank."""
+    """The leaves observed in a running backward of this rank."""
 
     below: dict[tuple[int, ...], _Below] = field(default_factory=dict)
     leaves: dict[int, _ObservedLeaf] = field(default_factory=dict)
@@ -342,7 +342,7 @@ _Ended: TypeAlias = dict[tuple[tuple[int, ...], int], dict[int, dict[str, _LeafN
 
 @dataclass
 class GradientNotes:
-    """The backwards of all ranks of a world, which share these notes."""
+    """The notes of ended backwards that all ranks of a world share."""
 
     backwards: dict[tuple[int, int], _ObservedBackward] = field(default_factory=dict)
     """The backwards that run, by rank and autograd's number."""
@@ -353,7 +353,7 @@ class GradientNotes:
 
 
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
-    """Note the leaves below the node of a verb or a loss, if the world compares gradients."""
+    """Observe the leaves in the graph below ``verb`` if the world compares gradients."""
     compared = group.world.compared
     if compared is None or group.size() == 1 or are_transforms_active():
         return
@@ -378,7 +378,7 @@ def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> No
 
 
 def _compare(backward: _ObservedBackward, ended: _Ended, last: WeakIdKeyDictionary) -> None:
-    """Add an ended backward to the notes; raise where all members have and gradients differ."""
+    """Add an ended backward to the notes; raise if all members have it and gradients differ."""
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
     )
@@ -463,7 +463,7 @@ def _divergences(held: Mapping[int, _LeafNote], *, has_far_gradients: bool) -> I
 
 
 def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
-    """Return the ranks of each value that several ranks hold."""
+    """Return lists of ranks that hold equal values, of two ranks or more."""
     found: list[list[int]] = []
     for rank, note in held.items():
         for ranks in found:
@@ -480,7 +480,7 @@ def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
 
 
 def _far(held: Mapping[int, _LeafNote]) -> dict[int, float]:
-    """Return the distances of ranks whose gradient differs from the first rank's."""
+    """Return, by rank, the distance of gradients that differ from the first rank's."""
     gradients = [
         torch.zeros_like(note.value) if note.gradient is None else note.gradient
         for note in held.values()

@@ -75,7 +75,7 @@ def _extreme(dtype: torch.dtype, *, is_least: bool) -> float:
 
 
 class _NeutralArguments:
-    """The arguments with which a rank without data makes a call of the others."""
+    """Arguments that change no result, for a call that a rank without data joins."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _NeutralArguments:
         return self._neutral(prod(shape) if count is None else count, dtype)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return tensors of neutral elements like those of the call."""
+        """Return tensors of neutral elements, as large as each of the call's."""
         return [self._neutral(prod(shape), dtype) for shape, dtype in self.call.parts]
 
     def _neutral(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -119,7 +119,7 @@ class _NeutralArguments:
         return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return the sizes taken from and given to each member of an all-to-all: as it expects."""
+        """Return the sizes to take from, and give to, each member of an all-to-all."""
         me = self.group.rank()
         takes = [0 if statement.has_joined else statement.sizes[0][me] for statement in self._said]
         gives = [0 if statement.has_joined else statement.sizes[1][me] for statement in self._said]
@@ -131,18 +131,18 @@ class _NeutralArguments:
         return self.tensor(sum(takes)), self.tensor(sum(gives)), takes, gives
 
     def exchanged_lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the outputs and inputs of an all-to-all of lists."""
+        """Return the outputs and inputs of an all-to-all of lists of tensors."""
         takes, gives = ([self.tensor(count) for count in counts] for counts in self.exchanged())
         return takes, gives
 
     def blocks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output and input of a verb of which the larger has a block per member."""
+        """Return the output and input of a verb whose larger tensor has a block per member."""
         tensor = self.tensor()
         is_scattered, count = VERBS[self.call.verb].reduces, tensor.numel()
         return tensor.new_empty(count // self.size if is_scattered else self.size * count), tensor
 
     def gathered_at_root(self) -> tuple[list[torch.Tensor] | None, torch.Tensor]:
-        """Return the outputs of a gather, None but on the root, and its input."""
+        """Return a gather's outputs, None but on the root, and its input."""
         outputs = [self.tensor() for _ in range(self.size)] if self.is_root else None
         return outputs, self.tensor()
 
@@ -170,7 +170,7 @@ _ORDER = (Role.IN_PLACE, Role.OUTPUT, Role.INPUT, Role.SIZES)
 
 
 def _of_tensors(arguments: _NeutralArguments) -> object:
-    """Start a verb with neutral tensors in the parameters of its row."""
+    """Start a verb on tensors with neutral arguments; return its Work."""
     row, root = VERBS[arguments.call.verb], arguments.root
     forms = row.carrier.takes, row.carrier.gives
     data = _DATA[forms](arguments) if row.is_plain else (arguments.tensors(),)

@@ -60,7 +60,7 @@ class JoinHook:
 
 
 class ReplicaHook(JoinHook, ABC):
-    """A hook that takes part, on a joined rank, in its joinable's notices and owned calls."""
+    """A hook that follows, on a rank without data, its joinable's steps on other ranks."""
 
     @abstractmethod
     def begin(self, context: Any, joinable: Any) -> None:
@@ -73,19 +73,19 @@ class ReplicaHook(JoinHook, ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """End the context; post-hooks follow."""
+        """Undo ``begin`` as the context ends; post-hooks follow."""
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part in the action ``what`` of the joinable on the ranks with data."""
+        """Take part, on a rank without data, in the joinable's action ``what``."""
 
 
 def is_sharded_optimizer(joinable: object) -> bool:
-    """Return whether an object is torch's ``ZeroRedundancyOptimizer``, or the like."""
+    """Return whether ``joinable`` is an optimizer that is a joinable of torch's."""
     return isinstance(joinable, TorchJoinable) and isinstance(joinable, torch.optim.Optimizer)
 
 
 class JoinedOptimizer(ReplicaHook):
-    """The hook of a ``ZeroRedundancyOptimizer`` of torch's, which steps on joined ranks, too."""
+    """The hook of torch's ``ZeroRedundancyOptimizer`` that steps on joined ranks, too."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -93,16 +93,16 @@ class JoinedOptimizer(ReplicaHook):
         self.ranks = get_process_group_ranks(optimizer.join_process_group)
 
     def begin(self, context: Any, joinable: Any) -> None:
-        """Let a notice go before each step from now on."""
+        """Announce each of the optimizer's steps from now on to joined ranks."""
         self._context = context
         self._handle = joinable.register_step_pre_hook(self._begin_step)
 
     def end(self) -> None:
-        """Let no notices go before steps any more."""
+        """Stop announcing steps."""
         self._handle.remove()
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Step this rank's share by the gradients of the ranks with data."""
+        """Step this rank's share with the gradients of ranks with data; collective."""
         self._share(at_work)
         self._has_joined = True
         self._optimizer.step()
@@ -120,7 +120,7 @@ class JoinedOptimizer(ReplicaHook):
         self._share(self._context.announce(optimizer, "step"))
 
     def _share(self, at_work: Sequence[bool]) -> None:
-        """Send gradients, and the numbers of the optimizer's groups, to ranks without data."""
+        """Broadcast gradients and groups' options to ranks without data, if there are any."""
         if all(at_work):
             return
         group, source = self._context.group, at_work.index(True)
@@ -147,7 +147,7 @@ T = TypeVar("T")
 
 
 class Uneven(Generic[T]):
-    """A loop over data of which ranks may have unequally many, as ``uneven`` returns it."""
+    """A context for a loop in which ranks may have unequally many steps."""
 
     def __init__(self, data: Iterable[T], group: GroupLike = None) -> None:
         if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
@@ -251,7 +251,7 @@ _ITERATION = "iteration"
 
 @dataclass(frozen=True)
 class _JoinConfig:
-    """A joinable's context, or None outside, its place among the joinables, and its hook."""
+    """A joinable's context (None outside), its place among the joinables, and its hook."""
 
     context: Join | None = None
     index: int = 0
@@ -269,7 +269,7 @@ class _JoinConfig:
 
     @property
     def is_first_joinable(self) -> bool:
-        """Return whether ``notify_join_context`` gives notice of this joinable's steps."""
+        """Return whether ``notify_join_context`` announces this joinable's steps."""
         is_first = self.context is not None and self.index == 0
         return is_first and not isinstance(self.hook, ReplicaHook)
 

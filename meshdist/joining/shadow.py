@@ -106,7 +106,7 @@ class Shadow(CallGuard):
         self._places: dict[OpenCommunicator, JoinedCommunicator] = {}
 
     def begin(self) -> None:
-        """Open the main group, and guard all channels of this rank from here on."""
+        """Open the main group, and guard this rank's channels until ``end``; raise if nested."""
         world = self.group.world
         registry = get_registry(world)
         if registry.guard is not None:
@@ -130,7 +130,7 @@ class Shadow(CallGuard):
         self._main = self._places.get(main)  # None where this rank is alone there
 
     def cover(self, group: ProcessGroup) -> None:
-        """Guard the open channels of ``group``, whose calls then begin with a statement."""
+        """Guard the open channels of ``group``: each of its calls begins with a statement."""
         group.leave_fast_paths()
         for channel in group.channels:
             if channel.communicator.size > 1:
@@ -139,7 +139,7 @@ class Shadow(CallGuard):
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the context, by ``error`` if any, and guard no channel any more."""
+        """Leave the context and guard no more channels; tell members the ``error``, if any."""
         registry = get_registry(self.group.world)
         registry.guard = None
         self._watch.remove()
@@ -165,7 +165,7 @@ class Shadow(CallGuard):
             self.end(error)
 
     def _refuse_unknown_step(self, optimizer: Any, *_: object) -> None:
-        """Raise if an optimizer that sends by torch's own groups steps without a notice."""
+        """Raise if a sharded optimizer that is not in the context steps."""
         if isinstance(optimizer, TorchJoinable) and optimizer not in self.joinables.optimizers:
             raise JoinError(
                 f"{type(optimizer).__name__} steps in an uneven loop that does not know it",
@@ -178,7 +178,7 @@ class Shadow(CallGuard):
     # -- ranks that have data ---------------------------------------------------------------------
 
     def announce(self, notice: str) -> list[bool]:
-        """Announce an action of a joinable to the main group; return which members have data."""
+        """Announce a joinable's action to the main group; return who has data, by member."""
         if self._main is None:  # this rank is alone in its group
             return [True]
         return self._tell(self._main, get_call(NOTICE, None, owner=notice))
@@ -192,14 +192,14 @@ class Shadow(CallGuard):
         return list(compress(group.ranks, at_work))
 
     def _tell(self, place: JoinedCommunicator, call: Call) -> list[bool]:
-        """State a call that no channel carries; return which members have data."""
+        """State a call that no channel carries; return whether each member has data."""
         said = self._agree(place, Statement(call), waits=True)
         place.is_settled = True
         return [not statement.has_joined for statement in said]
 
     @contextmanager
     def owned_by(self, owner: str) -> Iterator[None]:
-        """Let calls inside be a joinable's, whose handler takes part on joined ranks."""
+        """Attribute calls inside to joinable ``owner``, whose handler follows on joined ranks."""
         before, self.owner = self.owner, owner
         try:
             yield
@@ -207,7 +207,7 @@ class Shadow(CallGuard):
             self.owner = before
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
-        """State a call, and enter it in its channel as outside of contexts."""
+        """State a call to the members, then enter it in its channel; raise for members' errors."""
         place = self._places[channel.opened]  # `cover` has added it
         mine = Statement.of(prepared, self.owner)
         self._agree(place, mine, waits=has_source(mine.call))
@@ -218,14 +218,14 @@ class Shadow(CallGuard):
         place.is_settled = True
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
-        """Return those of ``ranks`` that have joined, and make no calls of their own any more."""
+        """Return the ranks of ``ranks`` that have joined and make no more calls."""
         if self.joinables.calls_more:
             return []
         has_joined, members = self._whereabouts.has_joined, self.group.ranks
         return [rank for rank in ranks if rank in members and has_joined(rank)]
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
-        """Raise if a message is for, or from, a rank that has joined."""
+        """Raise if a message's ``peer`` has joined."""
         rank = None if peer is None else channel.group.ranks[peer]
         if rank in (None, self.group.world.rank) or not self._whereabouts.has_joined(rank):
             return
@@ -236,7 +236,7 @@ class Shadow(CallGuard):
     def _agree(
         self, place: JoinedCommunicator, mine: Statement, *, waits: bool
     ) -> Sequence[Statement]:
-        """State ``mine``; return the members' statements, or () if they are not waited for.
+        """State ``mine``; return all members' statements, or () without waiting for them.
 
         Args:
             waits: whether the caller must know which members have joined.
@@ -258,7 +258,7 @@ class Shadow(CallGuard):
             self._respond(place, said, going)
 
     def _say(self, place: JoinedCommunicator, mine: Statement) -> None:
-        """State ``mine`` to the members of a communicator, once there is room for it."""
+        """State ``mine`` to the members, once there is room for it; raise after the timeout."""
         if not place.has_room(mine):
             self._wait(place, partial(place.has_room, mine), mine)
             if not place.has_room(mine):
@@ -270,7 +270,7 @@ class Shadow(CallGuard):
             self._waits.refuse_left([place])
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
-        """Wait for the members' statements, and return them; answer other calls meanwhile."""
+        """Wait for all members' statements and return them; if joined, answer calls meanwhile."""
         assert place.begun is not None
         try:
             while self._has_joined and not place.is_due():
@@ -281,7 +281,7 @@ class Shadow(CallGuard):
             place.end()
 
     def _check(self, place: JoinedCommunicator, said: Sequence[Statement]) -> Statement | None:
-        """Return the statement of members that go on, None if all joined, or raise JoinError."""
+        """Return the statement of members with data, None if all joined; or raise JoinError."""
         try:
             return find_call(place.channel, said, is_strict=self._is_strict(place))
         except JoinError as refusal:
@@ -313,7 +313,7 @@ class Shadow(CallGuard):
         self._say(place, Statement(has_joined=True, is_late=self._is_late))
 
     def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
-        """Answer a call; where there is none, wait for a call, or until ``awaited`` is due."""
+        """Answer a call; without any, wait for a call or until ``awaited`` is due."""
         self._waits.end_answers(ready_alone=True)
         due = self._find_due()
         try:
@@ -328,7 +328,7 @@ class Shadow(CallGuard):
                 raise
 
     def _serve(self, place: JoinedCommunicator) -> None:
-        """Answer a call for which all members of a communicator have made statements."""
+        """Answer a call on ``place`` that all members have stated."""
         said = self._read(place)
         going = self._check(place, said)
         if going is None:
@@ -343,7 +343,7 @@ class Shadow(CallGuard):
     def _respond(
         self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
     ) -> None:
-        """Take part in the call or notice of the members that go on."""
+        """Take part in the call or notice ``going`` of members with data."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
             at_work, call = [not statement.has_joined for statement in said], going.call
             if call.verb == NOTICE:
@@ -361,16 +361,16 @@ class Shadow(CallGuard):
     # -- where it is needed -----------------------------------------------------------------------
 
     def _reaches(self, place: JoinedCommunicator) -> bool:
-        """Return whether all members of a communicator leave the context with this rank."""
+        """Return whether all members of ``place`` are in the context's main group."""
         return {*self.group.ranks}.issuperset(place.group.ranks)
 
     def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Return whether a joined rank states so there at once, since it sees no others' calls."""
+        """Return whether a joined rank states so at once on ``place``, since it sees no calls."""
         is_seen = place.uses_words or place.channel.shows_calls
         return not is_seen and self._reaches(place) and place.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
-        """Return a communicator where this rank can answer, or a member waits for it, or None."""
+        """Return a communicator whose call this rank can answer, or must begin, else None."""
         for place in tuple(self._places.values()):
             if place.begun is not None:
                 if not place.is_held() and place.is_due():
@@ -380,14 +380,14 @@ class Shadow(CallGuard):
         return None
 
     def _is_ahead(self, place: JoinedCommunicator) -> bool:
-        """Return whether a member waits in a later context; looked up once where that is so."""
+        """Return whether a member of ``place`` is in a later context."""
         if not (place.uses_words or place.is_ahead):
             labels = [each.label for each in self._places.values()]
             place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)
         return place.is_ahead
 
     def _is_at_work(self) -> bool:
-        """Return whether a statement is open, or a call that a member made before it joined."""
+        """Return whether a statement is under way, or a member waits for an answer."""
         return any(
             place.begun is not None
             or (
@@ -397,7 +397,7 @@ class Shadow(CallGuard):
         )
 
     def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
-        """End the waits on broken groups; return False if none is broken, or a wait must raise."""
+        """End waits on broken groups; return False if none is, or if a wait must raise."""
         # Members that go on make no calls on a broken group. A call of this rank that waits there
         # must raise, and so must any wait on the main group.
         broken = [
@@ -416,7 +416,7 @@ class Shadow(CallGuard):
     def _wait(
         self, place: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
     ) -> None:
-        """Wait for members of a communicator, to state ``mine`` or for their statements.
+        """Wait until ``is_ready`` or the timeout of ``mine``; raise if a member left.
 
         Raises:
             JoinError: a missing member has left the context.
@@ -430,7 +430,7 @@ class Shadow(CallGuard):
             self._waits.refuse_gone(place)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
-        """Wait until ``awaited`` is due, at most its timeout, or there is a call to answer."""
+        """Wait until ``awaited`` is due, at most its timeout, or a call is to be answered."""
         places = [
             place
             for place in self._places.values()
@@ -446,7 +446,7 @@ class Shadow(CallGuard):
             awaited.read()  # raises, since members with data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """Return the error of a member that left and so made a call fail, or ``error`` itself."""
+        """Return the error of a member whose leaving made a call fail, else ``error``."""
         place = self._places.get(channel.opened)
         if place is None or not isinstance(error, (AgreementError, BackendError)):
             return error
@@ -454,6 +454,6 @@ class Shadow(CallGuard):
 
 
 def find_shadow(world: World) -> Shadow | None:
-    """Return the join context that this rank is in, or None."""
+    """Return the join context of this rank in ``world``, or None."""
     found = get_registry(world).guard
     return found if isinstance(found, Shadow) else None

@@ -65,7 +65,7 @@ class Statement(NamedTuple):
 
     @classmethod
     def of(cls, prepared: PreparedCall, owner: str = "") -> Statement:
-        """Return the statement of a prepared call and of its owner."""
+        """Return the statement of a prepared call, which the joinable ``owner`` makes."""
         asked = prepared.verb, prepared.noted, prepared.noted_op, prepared.root, prepared.title
         sent, taken = prepared.sizes or ((), ())
         call = get_call(*asked, bool(sent), owner=owner)
@@ -82,13 +82,13 @@ def to_bytes(statement: Statement) -> bytes:
 
 @lru_cache(maxsize=_NUM_KEPT)
 def from_bytes(data: bytes) -> Statement:
-    """Return the statement of which ``to_bytes`` made these bytes."""
+    """Return a statement from its bytes, the inverse of ``to_bytes``."""
     fields, sizes, *flags = json.loads(data)
     return Statement(from_fields(*fields), tuple(map(tuple, sizes)), *map(bool, flags))
 
 
 class JoinedCommunicator:
-    """A communicator, and a group that uses it, on which this rank may have to answer calls."""
+    """A communicator with a group on which this rank may have to answer calls."""
 
     def __init__(self, group: ProcessGroup, channel: Channel) -> None:
         self.group = group
@@ -109,25 +109,25 @@ class JoinedCommunicator:
 
     @property
     def label(self) -> str:
-        """Return the name of the communicator in stores, equal on all members."""
+        """The name of the communicator in stores, equal on all members."""
         return self.channel.opened.label
 
     def is_held(self) -> bool:
-        """Return whether a call of this rank waits for the others' statements."""
+        """Return whether a call of this rank waits for other members' statements."""
         return self.begun is not None and bool(self.begun.call.verb)
 
     # -- statements -------------------------------------------------------------------------------
 
     def has_room(self, mine: Statement) -> bool:
-        """Return whether ``mine`` can be shown now without overwriting words still to be read."""
+        """Return whether ``mine`` can be shown without overwriting unread statements."""
         return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
 
     def timeout_of(self, mine: Statement) -> timedelta:
-        """Return the time for the others' statements; no limit where this rank calls nothing."""
+        """Return the limit to wait for statements: none if ``mine`` calls no verb."""
         return self.channel.timeout if mine.call.verb else NEVER
 
     def say(self, mine: Statement) -> None:
-        """Show ``mine`` in this member's words, or start a round with it.
+        """Show ``mine`` in shared memory, or start an all-gather of statements.
 
         Raises:
             StatementTooLong: it fits into no words.
@@ -145,11 +145,11 @@ class JoinedCommunicator:
         self.begun = mine
 
     def is_in_round(self) -> bool:
-        """Return whether a round is under way, in which the wire sees members end."""
+        """Return whether an all-gather of statements is under way."""
         return self._gather is not None
 
     def is_ready(self) -> bool:
-        """Return whether the statements of all members have come, or the round has failed."""
+        """Return whether all members' statements have come, or gathering them failed."""
         if self._gather is not None:
             return self._gather.operation.is_ready()
         return self.words is not None and self.words.find_all() is not None
@@ -159,7 +159,7 @@ class JoinedCommunicator:
         return self.is_ready() or self.find_left() is not None
 
     def read(self) -> list[Statement]:
-        """Return the statements of all members in group order, or raise if some have not come."""
+        """Return all members' statements in group order; raise if any is missing."""
         assert self.begun is not None
         rows = self.words.find_all() if self.words and not self._gather else self._gathered()
         if rows is None:
@@ -169,7 +169,7 @@ class JoinedCommunicator:
         return said
 
     def end(self) -> None:
-        """Wait no more for the others' statements."""
+        """Drop the wait for other members' statements."""
         self.begun = self._gather = None
 
     def _gathered(self) -> list[bytes]:
@@ -185,7 +185,7 @@ class JoinedCommunicator:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _start(self, data: bytes, num_bytes: int, timeout: timedelta) -> PreparedCall:
-        """Start a round that gathers ``num_bytes`` of each member, here those of ``data``."""
+        """Start an all-gather of ``num_bytes`` per member, here of ``data``; return it."""
         channel = self.channel
         padded = bytearray(data[:num_bytes].ljust(num_bytes, b"\0"))
         mine = torch.frombuffer(padded, dtype=torch.uint8).to(channel.device_type)
@@ -204,39 +204,39 @@ class JoinedCommunicator:
     # -- where it is needed -----------------------------------------------------------------------
 
     def is_open(self) -> bool:
-        """Return whether members may still make calls on the communicator."""
+        """Return whether calls are still possible on the communicator."""
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
     def is_awaited(self) -> bool:
-        """Return whether a member waits, in a context, at a call behind this member's last call."""
+        """Return whether a member waits at a call after this member's last call."""
         # Words show calls in contexts alone. A wire may not tell them from calls outside.
         if self.words is None or not self.words.reaches_all():
             return self.channel.is_awaited(NAME)
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:
-        """Return whether a member may wait at a call that this leaving member never makes."""
+        """Return whether a member may wait for a call that this rank, leaving, never makes."""
         return not self.is_settled or (self.uses_words and self.is_awaited())
 
     def find_left(self) -> int | None:
-        """Return a member that has left the context, as its call words show, or None."""
+        """Return a member that has left the context, by its shared words, or None."""
         return self.words.find_left() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:
-        """Return a member whose process has ended, by the store, or None."""
+        """Return the first member whose process has ended, by the store, or None."""
         ranks, mine = self.channel.group.ranks, self.group.world.rank
         others = [rank for rank in ranks if rank != mine]
         gone = get_registry(self.group.world).endings.find_all(others)
         return min(map(ranks.index, gone), default=None)
 
     def leave(self) -> None:
-        """Show in the call words that this member makes no more calls in the context."""
+        """Show in shared words that this member makes no more calls in the context."""
         if self.words is not None:
             self.words.leave(self.words.number - (not self.is_settled))
 
     def not_begun(self, mine: Statement) -> CollectiveTimeoutError:
-        """Return the error of a timeout: members that did not come to the call of ``mine``."""
+        """Return the timeout error for members that did not come to the call of ``mine``."""
         group, silent = self.channel.group, self.words.find_silent() if self.words else []
         return CollectiveTimeoutError(
             f"{mine.call.text} on {group.name} was not begun by all ranks within "

@@ -31,7 +31,7 @@ _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every
 
 
 class Waits:
-    """The waits of this rank in a join context, and the answers that it has in flight."""
+    """The waits of this rank in a join context, and its answers in flight."""
 
     def __init__(self, world: World, whereabouts: Whereabouts) -> None:
         self._world = world
@@ -39,16 +39,20 @@ class Waits:
         self._answers: list[Work] = []
 
     def keep(self, answer: Work | None) -> None:
-        """Keep an answer in flight, for which this rank waits later."""
+        """Keep an answer in flight, to wait for later; do nothing for None."""
         if answer is not None:
             self._answers.append(may_be_dropped(answer))
 
     def has_ready_answer(self) -> bool:
-        """Let the answers in flight go on; return whether any is done, or has failed."""
+        """Poll the answers in flight; return whether any has ended."""
         return any(is_done(answer) for answer in self._answers)
 
     def end_answers(self, *, ready_alone: bool = False) -> None:
-        """Wait for answers in flight, for all or for done answers alone; raise their errors."""
+        """Wait for all answers in flight, or drop ended answers; raise their errors.
+
+        Args:
+            ready_alone: whether answers that have not ended stay in flight.
+        """
         for answer in tuple(self._answers):
             if not ready_alone or is_done(answer):
                 self._answers.remove(answer)
@@ -108,7 +112,7 @@ class Waits:
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
     def end_for_cause(self, place: JoinedCommunicator) -> JoinError | None:
-        """End a group that a member has left by an exception, and return the error, or None."""
+        """End the group if a member left by an exception, and return its error; else None."""
         left = self._whereabouts.find_left(place.label)
         if left is None:
             return None
@@ -130,14 +134,14 @@ class Waits:
         )
 
     def refuse_left(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Raise if a member of some communicator has left by an exception."""
+        """Raise if a member of any of ``places`` has left by an exception."""
         for place in places:
             cause = self.end_for_cause(place)
             if cause is not None:
                 raise cause
 
     def refuse_gone(self, place: JoinedCommunicator) -> None:
-        """Raise if a member that is missing in a call has left the context, or has ended."""
+        """Raise if a member of ``place`` has left the context, or has ended."""
         member = place.find_left()
         if member is None:
             return
@@ -156,7 +160,7 @@ class Waits:
         )
 
     def leave(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Leave the context, and end the groups in which a member may wait for this rank."""
+        """Leave the context, and end each group whose members may wait for this rank."""
         for place in places:
             place.leave()
         if any(place.uses_words for place in places):
@@ -166,7 +170,7 @@ class Waits:
                 self._end(place, f"rank {self._world.rank} has left its join context")
 
     def _end(self, place: JoinedCommunicator, reason: str) -> None:
-        """End the group for all members, whose started calls would wait for ever."""
+        """Abort the group of ``place`` for all its members."""
         if not place.channel.is_broken():
             message = {"reason": reason, "group": place.channel.group.name}
             get_registry(self._world).abort([place.label], message)
@@ -174,7 +178,7 @@ class Waits:
     def _broken(
         self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
     ) -> JoinError:
-        """End the group for all members, and return the error with the reason."""
+        """Abort the group of ``place`` for all members, and return the error."""
         self._end(place, f"{summary}: {found}" if found else summary)
         where = f"rank {self._world.rank}, {place.channel.group.name}"
         return JoinError(summary, where=where, found=found, **more)

@@ -28,7 +28,7 @@ TOO_LONG = "too long"
 
 
 class Whereabouts:
-    """The notes of this rank, and of other ranks, about a join context.
+    """Notes in the store on which ranks of a join context have joined or left.
 
     Args:
         main: the label of the communicator of the main group.
@@ -47,7 +47,7 @@ class Whereabouts:
         self._say(_key_of(world.rank), json.dumps({"context": self._inside}), is_new=False)
 
     def is_ahead(self, ranks: Sequence[int], labels: Iterable[str]) -> bool:
-        """Return whether some of ``ranks`` are in a context that this rank has yet to enter."""
+        """Return whether any of ``ranks`` is in a context that this rank has yet to enter."""
         # A later context is the next of a group of this rank's, which one of the labels names. Rank
         # 4 waits in that of the world; ranks 0 to 3, in loops of their own, come to it later:
         #     rank 0:  for x in uneven(data, pair)  |  for x in uneven(data)
@@ -58,7 +58,7 @@ class Whereabouts:
         return any(note["context"] in later for note in notes)
 
     def join(self) -> None:
-        """Note that this rank has no data left."""
+        """Write in the store that this rank has no data left."""
         for context in (self._inside, self._beyond):
             self._say(f"{context}/joined/{self._world.rank}", "")
 
@@ -68,11 +68,11 @@ class Whereabouts:
         return self._find(f"{context}/joined/{rank}") is not None
 
     def refuse(self, refusal: JoinError) -> None:
-        """Keep the error of a call that cannot be answered, as the reason if this rank leaves."""
+        """Keep ``refusal`` as the reason that others read if this rank leaves."""
         self._refusal = refusal
 
     def reason_of(self, error: BaseException) -> str:
-        """Return the text by which other ranks learn of this rank's exception."""
+        """Return the text of ``error``, or of the kept refusal, for other ranks."""
         error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:
@@ -80,13 +80,13 @@ class Whereabouts:
         return reason
 
     def leave(self, labels: Sequence[str], reason: str) -> None:
-        """Note for the members of communicators why this rank makes no more calls there."""
+        """Write in the store why this rank makes no more calls on ``labels``."""
         text = json.dumps({"rank": self._world.rank, "reason": reason})
         for label in labels:
             self._say(self._left(label), text)
 
     def find_left(self, label: str) -> dict[str, Any] | None:
-        """Return ``rank`` and ``reason`` of a member that has left by an exception, or None."""
+        """Return {"rank", "reason"} of a member that left by an exception, or None."""
         found = self._find(self._left(label))
         return None if found is None else {**found, "rank": int(found["rank"])}
 
@@ -99,7 +99,7 @@ class Whereabouts:
         return f"{context}/left/{label}"
 
     def _say(self, key: str, text: str, *, is_new: bool = True) -> None:
-        """Store a text under a key; with ``is_new`` the first text that any rank stores stays."""
+        """Store a text under a key; with ``is_new`` unless there is a text already."""
         here = find_rank_here()
         if here is not None:
             tables = here.scheduler.tables
@@ -135,7 +135,7 @@ _SOURCED_VERBS = frozenset(
 
 
 def has_source(call: Call) -> bool:
-    """Return whether a call takes its data from the root, which then must have data."""
+    """Return whether a call's root gives the data, and so must have data."""
     return call.verb in _SOURCED_VERBS and call.root is not None
 
 

@@ -118,7 +118,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
 
 def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, tuple[str, ...]]:
-    """Return the axes along which a module's tensors vary by their marks, by the tensors' names."""
+    """Return, by path, the axes along which a module's tensors vary by their types."""
     if not isinstance(tree, torch.nn.Module):
         return {}
     restore_marks(tree)
@@ -127,7 +127,7 @@ def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, 
 
 
 def _differing_texts(texts: dict[str, str], group: ProcessGroup) -> list[str]:
-    """Return lines, equal on every member, for texts, of shapes and dtypes, that differ by path."""
+    """Return lines on paths whose texts differ between members; collective."""
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, texts, group)
     if len({tuple(of_rank.items()) for of_rank in of_all}) == 1:
@@ -145,7 +145,7 @@ def _differing_texts(texts: dict[str, str], group: ProcessGroup) -> list[str]:
 def _differing_tensors(
     tensors: dict[str, torch.Tensor], texts: dict[str, str], group: ProcessGroup
 ) -> list[str]:
-    """Return lines, equal on every member, for tensors whose values differ."""
+    """Return lines on tensors whose values differ between members; collective."""
     found = find_differing(list(tensors.values()), group)
     return [
         f"{path}, {texts[path]}: {difference_text(far, group.ranks[0])}"
@@ -160,7 +160,7 @@ def _differing_shards(
     own: dict[str, tuple[str, ...]],
     axes: DeviceMesh,
 ) -> list[str]:
-    """Return lines, equal on every rank of ``axes``, for shards that differ along other axes."""
+    """Return lines on shards that differ along axes that do not cut them; collective."""
     lines = []
     for cut in sorted({own[path] for path in shards}):
         kept = tuple(axis for axis in axes.axis_names if axis not in cut)

@@ -47,7 +47,7 @@ def on_leaves(
     check: Callable[[torch.Tensor, ProcessGroup], object] | None = None,
     to: str | None = None,
 ) -> T:
-    """Apply a verb to every leaf of ``x``, once all leaves are known to be fit for it.
+    """Return ``x`` with a verb applied to every leaf, after all leaves have been checked.
 
     Args:
         axis_name, mesh, axis_index_groups: as for ``psum``.
@@ -81,12 +81,12 @@ def on_leaves(
 
 
 def itself(number: Any) -> Any:
-    """Return the number itself, which travels in most verbs."""
+    """Return ``number``: the number that is sent for a Python number in most verbs."""
     return number
 
 
 def unsent(number: Any) -> None:
-    """Mark, as ``on_number``, a verb that sends nothing, so that numbers stay as they are."""
+    """Return None: as ``on_number`` this means that Python numbers stay as they are."""
 
 
 def _on_leaves(
@@ -131,7 +131,7 @@ def _on_leaves(
 def _sent(
     number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
-    """Return the 0-dim tensor as which a Python number travels, or None if nothing is sent."""
+    """Return a 0-dim tensor to send for a Python number, None to send nothing; or raise."""
     if on_number is unsent:
         return None
     group = axes.open_group()
@@ -148,7 +148,7 @@ def _sent(
 
 
 def _has_plain_text(key: Any) -> bool:
-    """Return whether the repr of a key is the same on every rank, unlike that of an object."""
+    """Return whether the repr of ``key`` is equal on every rank."""
     return all(map(_has_plain_text, key)) if isinstance(key, tuple) else isinstance(key, _KEYS)
 
 
@@ -235,7 +235,7 @@ def axis_size(axis_name: AxisName, *, mesh: DeviceMesh | None = None) -> int:
 def get_axes(
     verb: str, axis_name: AxisName, mesh: DeviceMesh | None, *, argument: str = "axis_name"
 ) -> DeviceMesh:
-    """Return the mesh of just the axes that a call of ``verb`` names, in their order, or raise."""
+    """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
     given, mesh = mesh, mesh or find_current_mesh()
@@ -275,7 +275,7 @@ def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) 
 
 
 def refuse_groups(verb: str, axis_index_groups: Any) -> None:
-    """Raise unless ``axis_index_groups`` is None, since parts of an axis are axes here."""
+    """Raise unless ``axis_index_groups`` is None."""
     if axis_index_groups is not None:
         raise KindError(
             f"{verb} takes no axis_index_groups",

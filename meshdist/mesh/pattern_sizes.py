@@ -176,11 +176,7 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def sized_side(self, needs_parts: bool) -> SizedSide:
-        """Return the side with all sizes; raise if a size is unknown or does not fit.
-
-        Args:
-            needs_parts: whether sizes inside of every group must be known.
-        """
+        """Return the side with all sizes; ``needs_parts`` demands sizes inside of all groups."""
         shape: list[int] = []
         names: list[str] = []
         part_sizes: list[int] = []
@@ -223,12 +219,7 @@ class Sizing:
         )
 
     def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
-        """Return the whole size of ``dim``; store a part's size that follows; or raise.
-
-        Args:
-            place: the number of the dim.
-            shards: the number of parts into which axes cut it.
-        """
+        """Return the whole size of dim number ``place``; store a part's size that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:
@@ -257,12 +248,7 @@ class Sizing:
         return whole
 
     def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
-        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
-
-        Args:
-            unknown: the parts of the dim whose size is not known.
-            known: the product of the known sizes.
-        """
+        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard."""
         first = dim.names[0]
         if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
             axes = self.layout.axis_indices(dim.axes)

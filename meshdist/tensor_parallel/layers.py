@@ -189,13 +189,13 @@ class VocabParallelEmbedding(SplitLayer, nn.Embedding):
 
 
 def moved(x: torch.Tensor, pattern: str, mesh: DeviceMesh, **sizes: Any) -> torch.Tensor:
-    """Return the shard that the right side of a pattern gives this rank."""
+    """Return this rank's shard after a reshard by ``pattern`` on ``mesh``."""
     result: torch.Tensor = reshard(x, pattern, mesh, **sizes)
     return result
 
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Return the first index, and that behind the last, of this rank's part of a cut dim."""
+    """Return (start, stop) of this rank's part of a dim of ``size``."""
     bounds, place = balanced_boundaries(size, (mesh.size(),)), mesh.get_local_rank()
     return bounds[place], bounds[place + 1]
 
@@ -203,7 +203,7 @@ def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
 def local_index(
     index: torch.Tensor, start: int, stop: int, size: int, what: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of indices in this rank's part, 0 where another has it, and where not.
+    """Return (places in this rank's part, 0 for other ranks' indices; mask of these).
 
     Raises:
         ArgumentError: on the CPU, an index outside of the whole; a device's own check finds it.
@@ -222,14 +222,14 @@ def local_index(
 
 
 def scattered_sequence(y: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's part, along the dim before the last, of the sum of all ranks' ``y``."""
+    """Return this rank's part, along dim -2, of the sum of all ranks' ``y``."""
     check_length(y, mesh)
     tp = mesh.axis_names[0]
     return moved(y, f"... s f {{U:{tp}}} -> ... s@{tp} f", mesh)
 
 
 def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless the dim before the last can be cut into equal parts over the axis."""
+    """Raise unless dim -2 of ``y`` can be cut into equal parts along the axis."""
     length, parts = y.shape[-2] if y.dim() > 1 else 0, mesh.size()
     if not length or length % parts:
         raise ShapeError(
@@ -242,7 +242,7 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the whole sequence of which ``x`` is this rank's part, reduced over the axis."""
+    """Return the whole sequence, gathered from all ranks' parts ``x``."""
     # The projections q, k and v of one activation share one gather, which is kept while the
     # activation lives. A leaf, which is no activation, is gathered anew.
     if (x.is_leaf and x.requires_grad) or are_transforms_active():
@@ -256,13 +256,13 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _KeptGathers:
-    """The gathered sequences of activations that are alive."""
+    """The gathered sequences of living activations."""
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def get(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """Return the whole sequence of ``x``, gathered at its first use."""
+        """Return the whole sequence of ``x``, gathered once for several uses."""
         # Also kept apart: what is recomputed in a backward, without gradient, or with types.
         key = x._version, current_task(), torch.is_grad_enabled(), find_context() is None
         found = self._kept.get(x)
@@ -273,14 +273,14 @@ class _KeptGathers:
 
 
 def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Tell wrappers that uses of a parameter sum its gradient over the axis, as they may too."""
+    """Mark that uses of ``parameter`` sum its gradient along the axis, for wrappers."""
     before = parameter.__dict__.get(SUMMED_BY_USES, "").split(",")
     axes = dict.fromkeys([*filter(None, before), mesh.axis_names[0]])
     parameter.__dict__[SUMMED_BY_USES] = ",".join(axes)
 
 
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a whole parameter for uses that differ along the axis: its gradient is their sum."""
+    """Return ``parameter`` so that gradients of its uses are summed along the axis."""
     tp = mesh.axis_names[0]
     # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
     # reduced over the axis. With mixed precision modules run on copies of what is marked.
@@ -299,17 +299,17 @@ def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Ten
 
 @dataclass(frozen=True)
 class UseHook:
-    """A hook on a module of another class, with the word of the plan that asked for it."""
+    """A hook on a module that keeps its class, with the plan's word for the module."""
 
     word: str
     mesh: DeviceMesh
 
 
 class EnterReduced(UseHook):
-    """Before a forward: let a module see its parameters as those whose gradients are summed."""
+    """A hook before a forward that shows the module parameters with summed gradients."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Put them where Python looks first; ``named_parameters`` stays as it is."""
+        """Set attributes that hide the module's parameters by their summed variants."""
         for name, parameter in module.named_parameters(recurse=False):
             used = with_summed_gradient(parameter, self.mesh)
             if used is not parameter:
@@ -317,28 +317,28 @@ class EnterReduced(UseHook):
 
 
 class LeaveReduced(UseHook):
-    """Behind a forward: take away what ``EnterReduced`` has put there."""
+    """A hook behind a forward that undoes ``EnterReduced``."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Let the module have its parameters again."""
+        """Delete the attributes that hide the module's parameters."""
         for name, _ in module.named_parameters(recurse=False):
             module.__dict__.pop(name, None)
 
 
 class CutSequence(UseHook):
-    """Behind a forward: keep this rank's part of the sequence of an output that is whole."""
+    """A hook behind a forward that keeps this rank's part of a whole sequence."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the part."""
+        """Return this rank's part of ``output`` along its dim -2."""
         check_length(output, self.mesh)
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s d -> ... s@{tp} d", self.mesh)
 
 
 class GatherSequence(UseHook):
-    """Behind a forward: gather the sequence of an output of which this rank has its part."""
+    """A hook behind a forward that gathers a sequence from all ranks' parts."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Return the whole, equal on all ranks."""
+        """Return the whole sequence, equal on all ranks, of the part ``output``."""
         tp = self.mesh.axis_names[0]
         return moved(output, f"... s@{tp} d -> ... s d", self.mesh)

@@ -106,7 +106,7 @@ def cross_entropy(
 def _own_classes(
     logits: torch.Tensor, axes: DeviceMesh, num_classes: int | None
 ) -> tuple[int, int, int]:
-    """Return this rank's first class, that behind its last, and the number of all classes."""
+    """Return (start, stop) of this rank's classes, and the number of all; or raise."""
     group = resolve_group(axes)
     mine = logits.shape[-1] if logits.dim() else 0
     size = mine * group.size() if num_classes is None else num_classes

@@ -53,7 +53,7 @@ _MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|li
 
 @dataclass(frozen=True)
 class Assignment:
-    """A module, its name in the model, and its word."""
+    """A module, its name in the model, and the plan's word for it."""
 
     name: str
     module: nn.Module
@@ -64,7 +64,7 @@ class Assignment:
 
 
 def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
-    """Return the modules that a plan names with their words; raise where it cannot be meant."""
+    """Return the modules that a plan names, with their words; raise if it does not fit."""
     words = words_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, str, Assignment]] = {}
@@ -103,7 +103,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _generic(name: str) -> str:
-    """Return a name with "*" in place of the numbers of layers."""
+    """Return ``name`` with "*" in place of numbers between dots."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -118,7 +118,7 @@ def _fail_unfit(pattern: str, word: str, names: list[str]) -> None:
 
 
 def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int) -> None:
-    """Raise unless the module of a plan can be what its word says."""
+    """Raise unless the module can be split as the plan's word says."""
     name, module, word = each.name, each.module, WORDS[each.word]
     where = f"{name!r}: {each.word!r}"
     if isinstance(module, SplitLayer) or _uses_of(module):
@@ -157,7 +157,7 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
-    """Raise unless the module is exactly of torch's class, with plain parameters and options."""
+    """Raise unless the module is exactly of class ``takes``, with plain parameters."""
     module, wanted = each.module, f"a torch.nn.{takes.__name__}, and no subclass"
     found = fix = None
     if nn.utils.parametrize.is_parametrized(module):
@@ -199,7 +199,7 @@ def _check_size(each: Assignment, size: int, axis: str, parts: int) -> None:
 def _check_around(
     each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int
 ) -> None:
-    """Raise where the module around a layer reads its weights, or needs whole heads of it."""
+    """Raise if the parent module reads the layer's weights, or needs whole heads."""
     path, _, leaf = each.name.rpartition(".")
     around = modules.get(path)
     if isinstance(around, _READ_BY_PARENTS) and torch.backends.mha.get_fastpath_enabled():
@@ -229,7 +229,7 @@ def _check_around(
 
 
 def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
-    """Raise where a parameter that several modules share would lie in several ways."""
+    """Raise if modules share a parameter and would cut it in different ways."""
     lies = {id(each.module): _lies(each, axis) for each in assigned}
     seen: dict[int, tuple[str, str]] = {}
     for path, module in modules.items():
@@ -250,7 +250,7 @@ def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], ax
 
 
 def _lies(each: Assignment, axis: str) -> dict[str, str]:
-    """Return how each cut or reduced parameter of a module lies, as text."""
+    """Return, by parameter, a text of how it is cut or reduced."""
     if each.word == "reduced":
         return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
     return {leaf: _dim_text(spec) for leaf, spec in _specs(each, axis).items()}
@@ -262,7 +262,7 @@ def _dim_text(spec: str) -> str:
 
 
 def _specs(each: Assignment, axis: str) -> dict[str, str]:
-    """Return the specs of a module's parameters by its word."""
+    """Return, by parameter, the spec that the plan's word gives it."""
     becomes = WORDS[each.word].becomes
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:
@@ -351,7 +351,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norms that a plan leaves out which cuts the sequence: they see a part of it."""
+    """Warn of norms that a plan leaves out although it cuts the sequence."""
     if not any("sequence" in each.word for each in assigned):
         return
     named = {id(each.module) for each in assigned}
@@ -396,7 +396,7 @@ def _axis_of(mesh: object) -> str:
 
 
 def _change(each: Assignment, mesh: DeviceMesh) -> None:
-    """Make a module, whose parameters are cut, that of its word."""
+    """Change a module's class, or hook it, as the plan's word says; cut its parameters."""
     module, word = each.module, each.word
     becomes, specs = WORDS[word].becomes, _specs(each, mesh.axis_names[0])
     if becomes is not None:
@@ -466,7 +466,7 @@ def explain(
 
 
 def _done(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
-    """Yield what ``parallelize`` has done to each module, and over which axis."""
+    """Yield (axis and size, assignment) for each parallelized module of ``module``."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
         for use in uses[:1]:

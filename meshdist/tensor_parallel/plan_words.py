@@ -24,7 +24,7 @@ from .layers import (
 
 @dataclass(frozen=True)
 class Word:
-    """The work of a word of a plan on a module.
+    """The meaning of a word of a plan for a module.
 
     Args:
         takes: the class of module that it is for, exactly; None for modules of any class.
@@ -120,7 +120,7 @@ _REFUSED = {
 
 
 def words_of(plan: object) -> dict[str, str]:
-    """Return the patterns of a plan with our words, or raise."""
+    """Return a plan as {pattern: word of ours}; raise for anything else."""
     if not isinstance(plan, Mapping) or not plan:
         raise KindError(
             "parallelize takes a plan: patterns of module names, with words",
@@ -134,7 +134,7 @@ def words_of(plan: object) -> dict[str, str]:
 
 
 def word_of(pattern: object, word: object) -> str:
-    """Return our word for an entry of a plan; raise for a word that is unknown or refused."""
+    """Return our word for a plan's word; raise for an unknown or refused word."""
     where = f"{pattern!r}: {word!r}"
     if not isinstance(pattern, str):
         raise KindError("parallelize: the keys of a plan are patterns of names", found=where)
@@ -158,7 +158,7 @@ def word_of(pattern: object, word: object) -> str:
 
 
 def _of_torch(pattern: str, style: Any) -> KindError:
-    """Return the error for a style of torch's, with the word that says the same."""
+    """Return the error for a ParallelStyle of torch's, which names our word for it."""
     name = style.__name__ if isinstance(style, type) else type(style).__name__
     is_cut_in, is_cut_out, is_whole_in, is_whole_out = (
         any(getattr(layout, "is_" + kind, bool)() for layout in _layouts(style, which))

@@ -152,7 +152,7 @@ def annotate(
 
 
 def _refuse_late(tensor: torch.Tensor, text: str) -> None:
-    """Raise where a wrapper's parameter is marked reduced over axes that the wrapper knows not."""
+    """Raise if ``text`` marks a wrapper's parameter reduced over axes unknown to the wrapper."""
     owned = tensor.__dict__.get(REDUCED_BY_OWNER)
     late = [] if not owned else [x for x in axes_of_kind(text, "R") if x not in owned.split(",")]
     if late:

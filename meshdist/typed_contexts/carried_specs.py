@@ -35,7 +35,7 @@ def mark_spec(tensor: torch.Tensor, spec: PartitionSpec) -> torch.Tensor:
 
 
 def find_spec(tensor: torch.Tensor) -> PartitionSpec | None:
-    """Return the valid spec that ``mark_spec`` attached, with an entry for each dim, or None."""
+    """Return the spec that ``mark_spec`` attached; None without, or if it no longer fits."""
     text = tensor.__dict__.get(SPEC_ATTRIBUTE)
     return None if text is None else read_spec(text, tuple(tensor.shape), type_of(tensor))
 
@@ -93,7 +93,7 @@ def checked_spec(
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout that has the axes of a given spec: the sharding's, or the mesh's."""
+    """Return the layout with the axes of ``spec``: a sharding's or the mesh's; None without."""
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(
@@ -109,7 +109,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Return the texts of the type that follows from ``spec``, and of the spec itself."""
+    """Return two texts: the type that follows from ``spec``, and the spec for this shape."""
     kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)
@@ -117,7 +117,7 @@ def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
 
 @lru_cache(maxsize=4096)
 def read_spec(text: str, shape: tuple[int, ...], types: str) -> PartitionSpec | None:
-    """Return the spec of two texts of ``spec_texts``, or None if it is not one of such a tensor."""
+    """Return the spec of two texts of ``spec_texts``; None if shape or type do not fit."""
     words = [word.partition("@") for word in text.split(", ")] if text else []
     entries = [tuple(axes.strip("()").split(",")) if axes else () for _, _, axes in words]
     cut = tuple(sorted(axis for axes in entries for axis in axes))

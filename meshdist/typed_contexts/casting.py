@@ -93,7 +93,7 @@ class LeafSlot:
         self.num_unused = 0  # backwards in a row, on all ranks
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether ``leaf``, of which this slot was made, can still be cast in a bucket."""
+        """Return whether ``leaf``, which this slot is for, can still be cast in a bucket."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -105,13 +105,13 @@ class LeafSlot:
 
 
 class LeafGroup:
-    """A bucket: the slots of leaves that are cast together, whose gradients are one message."""
+    """Slots of leaves that are cast together, whose gradients are reduced by one message."""
 
     def __init__(self) -> None:
         self.slots: list[LeafSlot] = []
 
     def note_use(self, slots: Sequence[LeafSlot], is_used: Sequence[bool]) -> None:
-        """Count a backward, and drop slots that long went unused; called alike on all ranks."""
+        """Count a backward for each slot, and drop slots unused for long; alike on all ranks."""
         for slot, used in zip(slots, is_used, strict=True):
             slot.num_unused = 0 if used else slot.num_unused + 1
             if slot.num_unused >= UNUSED_BACKWARDS and slot in self.slots:
@@ -119,14 +119,14 @@ class LeafGroup:
 
 
 class LeafGroups:
-    """The buckets of all leaves that were cast over the axes of one mesh."""
+    """The buckets of leaves that are cast over axes of a mesh."""
 
     def __init__(self) -> None:
         self._bucket_of: dict[tuple[int, str], tuple[LeafGroup, LeafSlot, _Leaf]] = {}
         self._alone: dict[int, _Leaf] = {}
 
     def find_bucket(self, leaf: torch.Tensor, missing: str) -> LeafGroup | None:
-        """Return the bucket to cast together with ``leaf``, or None if the leaf is cast alone."""
+        """Return the bucket to cast with ``leaf``, None if the leaf is cast alone."""
         found = self._bucket_of.get((id(leaf), missing))
         if found is None:
             return None
@@ -135,7 +135,7 @@ class LeafGroups:
         return bucket if is_there and slot.fits(leaf) else None
 
     def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
-        """Return a slot for a leaf that is cast alone now, and may share a bucket later."""
+        """Return a slot for a leaf that is cast alone now, and may join a bucket later."""
         # torch would call a leaf's hooks with None where no rank has used it.
         is_alone = (
             id(leaf) in self._alone
@@ -153,7 +153,7 @@ class LeafGroups:
             alone[key] = weakref.ref(leaf, lambda _: alone.pop(key, None))
 
     def learn(self, cast: Iterable[LeafSlot]) -> None:
-        """Fill new buckets with leaves that were cast alone, in their order."""
+        """Put leaves that were cast alone into new buckets, in the order of casts."""
         open_buckets: dict[tuple[object, ...], tuple[LeafGroup, int]] = {}
         for slot in cast:
             if slot.is_alone:
@@ -175,12 +175,12 @@ class LeafGroups:
 
 
 def _nature(leaf: torch.Tensor) -> tuple[object, ...]:
-    """Return the properties that all members of a bucket share."""
+    """Return (dtype, device, layout, type) of a leaf, which all leaves of a bucket share."""
     return leaf.dtype, leaf.device, leaf.layout, type_of(leaf)
 
 
 class Casts:
-    """The casts of one context; ``count`` is the number of autograd nodes that they made."""
+    """The casts that one typed context has made; ``count`` is their number of autograd nodes."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.count = 0
@@ -198,7 +198,7 @@ class Casts:
         return len(self._kept)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
-        """Return an alias of ``x`` that also has the kinds of the type text ``missing``."""
+        """Return an alias of ``x`` with the types ``missing`` too, the same until ``x`` changes."""
         kept = self._kept.get(id(x))
         if kept is not None:
             found = kept.get(missing)
@@ -238,7 +238,7 @@ class Casts:
         return self._kept[id(leaf)][missing].alias
 
     def _member(self, slot: LeafSlot) -> torch.Tensor | None:
-        """Return the leaf to cast in a slot of a bucket, or None if the slot travels empty."""
+        """Return the leaf of a slot if it is to be cast with its bucket, else None."""
         leaf = slot.leaf()
         if leaf is None or not slot.fits(leaf):
             return None
@@ -246,7 +246,7 @@ class Casts:
         return None if kept is not None and kept.is_of(leaf) else leaf
 
     def _note(self, leaf: torch.Tensor, slot: LeafSlot) -> None:
-        """Append the slot of a leaf that was cast alone to the order of casts, once."""
+        """Append the slot of a leaf cast alone to the order of casts, unless it is there."""
         key = (id(leaf), slot.missing)
         before = self._noted.get(key)
         if before is None or before.leaf() is not leaf:
@@ -254,7 +254,7 @@ class Casts:
             self._order.append(slot)
 
     def find_leaf_over(self, axes: Container[str]) -> torch.Tensor | None:
-        """Return a leaf that was cast to varying over some of ``axes`` since the last backward."""
+        """Return a leaf cast to varying over any of ``axes`` since the last backward, or None."""
         for key, leaf in self._tensors.items():
             if isinstance(leaf, torch.Tensor):
                 for missing in self._kept[key]:
@@ -294,7 +294,7 @@ class Casts:
             del self._tensors[key], self._kept[key]
 
     def close(self) -> None:
-        """Drop all casts, and fill buckets with the leaves that were cast alone."""
+        """Drop all casts, and put leaves that were cast alone into buckets."""
         self._buckets.learn(self._order)
         self._order.clear()
         self._noted.clear()
@@ -303,7 +303,7 @@ class Casts:
 
 
 class _KeptCast:
-    """A cast that was made of a tensor, with the tensor's version at that time."""
+    """A cast of a tensor, and the tensor's version when it was made."""
 
     __slots__ = ("_was_at", "_was_leaf", "alias")
 
@@ -321,13 +321,13 @@ class _KeptCast:
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """Return a view of the memory of ``x`` that does not keep ``x`` itself alive."""
+    """Return a view of the memory of ``x`` without its history; ``x`` is not kept alive."""
     apart = x.detach()
     return apart.view_as(apart)
 
 
 class _Cast(Function):
-    """The cast of a single tensor: an alias whose backward is a psum."""
+    """The autograd function that casts a tensor: an alias, whose backward is a psum."""
 
     @staticmethod
     def forward(
@@ -358,7 +358,7 @@ class _Cast(Function):
 
 
 class _CastTogether(Function):
-    """The cast of a bucket's leaves, whose backward is a single flat psum."""
+    """The autograd function that casts a bucket's leaves; its backward is one flat psum."""
 
     @staticmethod
     def forward(

@@ -62,7 +62,7 @@ from .torch_functions import TorchFunction
 
 
 def keep_marks_in_parameters() -> None:
-    """Wrap the constructor of ``nn.Parameter``, which then copies the marks of its tensor."""
+    """Patch the constructor of ``nn.Parameter`` to copy the type marks of its tensor."""
     # torch makes a bare tensor of x in C++, which asks no mode and no hook. Kinds over the axes of
     # a wrapper stay behind: the new parameter is not the wrapper's.
     new = Parameter.__new__
@@ -97,7 +97,7 @@ def _check_lost(original: torch.Tensor) -> None:
 
 @dataclass
 class Backwards:
-    """The state that a mesh's contexts share about their backwards."""
+    """The state of backwards that all typed contexts of a mesh share."""
 
     running: ContextMode | None = None
     """The context whose backward runs."""
@@ -106,14 +106,14 @@ class Backwards:
 
 
 class TypedHook:
-    """A hook of the program on a tensor's gradient, run inside the context whose backward runs."""
+    """The program's hook on a gradient, run in the context whose backward runs."""
 
     def __init__(self, mesh: DeviceMesh, x: torch.Tensor, hook: Callable[..., Any]) -> None:
         self.mesh = mesh
         self._hook, self._of, self._type = hook, weakref.ref(x), type_of(x)
 
     def __call__(self, given: torch.Tensor) -> Any:
-        """Run the hook on a typed gradient; raise if it gives the gradient another type."""
+        """Run the hook on a typed gradient, return its result; raise if it changes the type."""
         mode, x = self.mesh.caches.of(Backwards).running, self._of()
         # A post-accumulate hook is given the leaf itself, which has its gradient.
         is_behind = x is not None and given is x
@@ -146,7 +146,7 @@ class TypedHook:
 
 
 def follow_hooks(mesh: DeviceMesh, x: torch.Tensor) -> None:
-    """Replace the program's hooks on a leaf by ``TypedHook``, which contexts of ``mesh`` follow."""
+    """Replace the program's gradient hooks on ``x`` by ``TypedHook``s for contexts of ``mesh``."""
     both: Any = (x._backward_hooks or {}, x._post_accumulate_grad_hooks or {})
     for hooks in both:
         for key, hook in hooks.items():
@@ -164,7 +164,7 @@ keep_marks_in_parameters()
 
 
 class ContextMode(TorchFunctionMode):
-    """The state of one typed context of one thread."""
+    """The state of a typed context, which is one thread's."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -187,18 +187,18 @@ class ContextMode(TorchFunctionMode):
         self.verbs: dict[Any, Any] = {}
 
     def note(self, result: Any, name: str, operands: Sequence[Any]) -> None:
-        """Note the operation that made ``result``; does nothing in a context without notes."""
+        """Note the operation that made ``result``, in contexts with notes; else do nothing."""
 
     def stop_notes(self) -> None:
-        """End the notes of the mesh's contexts; does nothing in a context without notes."""
+        """End the notes of the mesh's contexts; do nothing in a context without notes."""
 
     def note_next_time(self) -> bool:
-        """Return whether this context has notes; if not, let the mesh's next context have some."""
+        """Return whether this context has notes; if not, the mesh's next context will."""
         self.mesh.caches.of(Backwards).has_passed = False
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """Return the type of an operand; raise for a subclass, or a history that was not seen."""
+        """Return an operand's type; raise for a subclass, or an untyped result."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -209,7 +209,7 @@ class ContextMode(TorchFunctionMode):
         return text or INVARIANT
 
     def operand_type(self, x: torch.Tensor, verb: str) -> str:
-        """Return the type of a verb's operand; raise if a context cannot take it."""
+        """Return the type of a verb's operand; raise if the context cannot follow it."""
         text = self.type_of(x, verb)
         self.check_axes(x, kinds_in(text), verb)
         if are_transforms_active():
@@ -217,7 +217,7 @@ class ContextMode(TorchFunctionMode):
         return text
 
     def check_axes(self, tensor: torch.Tensor, kinds: Any, operation: str) -> None:
-        """Raise AxisTypeError if ``kinds``, a tensor's, name an axis that the mesh lacks."""
+        """Raise AxisTypeError if ``kinds`` of ``tensor`` name an axis that the mesh lacks."""
         for axis in kinds:
             if axis not in self.axes:
                 raise foreign_axis(axis, tensor, operation, self.mesh)
@@ -230,7 +230,7 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> JoinedType:
-        """Return the joined type of the operands and of the type ``added``, or raise."""
+        """Return the joined type of ``operands`` and ``added``; raise if they do not join."""
         name = operation.name
         texts: tuple[str, ...] = tuple([self.type_of(operand, name) for operand in operands])
         if are_transforms_active():
@@ -263,7 +263,7 @@ class ContextMode(TorchFunctionMode):
         return found
 
     def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise if a value that is not invariant takes part in a transform of torch.func."""
+        """Raise if an operand in a torch.func transform is not invariant."""
         for operand in operands:
             inner = operand
             while is_wrapped(inner) and not type_of(inner):
@@ -278,7 +278,7 @@ class ContextMode(TorchFunctionMode):
         text: str,
         operands: Sequence[torch.Tensor],
     ) -> None:
-        """Raise if a write changes the type of a target with a gradient, or with shared memory."""
+        """Raise if a write of type ``text`` changes a target with a gradient or shared memory."""
         before = self.type_of(target, operation.name)
         if self.widened(target, text) == before:
             return
@@ -305,14 +305,14 @@ class ContextMode(TorchFunctionMode):
         return made.text if isinstance(made, JoinedType) else text
 
     def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
-        """Return ``x`` cast to the kinds ``missing`` over axes, or itself without a gradient."""
+        """Return ``x`` cast to the types ``missing``; ``x`` itself if it needs no gradient."""
         if missing and x.requires_grad and torch.is_grad_enabled():
             return self.casts.cast(x, type_text(missing))
         return x
 
 
 def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the linearity of a function in this call: "" where it adds numbers or rounds."""
+    """Return the function's linearity in this call, "" if it adds numbers or rounds."""
     numbers = [value for value in args if isinstance(value, (int, float, complex))]
     if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
         return ""
@@ -336,7 +336,7 @@ def find_context(*, is_awake: bool = True) -> ContextMode | None:
 
 
 def show_method(name: str) -> None:
-    """Wrap a method of tensors that torch shows to no mode, so that contexts see its calls."""
+    """Patch a method that torch shows to no mode, so that typed contexts see its calls."""
     method = getattr(torch.Tensor, name)
 
     @wraps(method)

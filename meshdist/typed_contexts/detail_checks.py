@@ -24,7 +24,7 @@ def is_checked() -> bool:
 
 
 def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
-    """Raise GradientError unless all ranks hold the same operand of a cast."""
+    """Raise GradientError unless all ranks of ``group`` hold equal values of ``x``; collective."""
     check_invariant(
         x.detach(),
         group,
@@ -39,7 +39,7 @@ def check_cast(x: torch.Tensor, group: ProcessGroup, mesh: DeviceMesh) -> None:
 
 
 def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise GradientError unless a loss is equal along the axes over which it is invariant."""
+    """Raise GradientError unless ``loss`` is equal along its invariant axes; collective."""
     group = _invariant_group(type_of(loss), mesh)
     if group is not None:
         check_invariant(
@@ -56,7 +56,7 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise GradientError if a gradient differs along axes over which its type is invariant."""
+    """Raise GradientError unless ``grad`` is equal along axes invariant in ``text``; collective."""
     group = _invariant_group(text, mesh)
     if group is None:
         return
@@ -77,7 +77,7 @@ def check_gradient_of(
 
 
 def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int]) -> str:
-    """Return the axes that lead from the group's first member to ranks that differ, as text."""
+    """Return, as an argument's text, the axes along which ``far`` ranks differ from the first."""
     # Where ranks 2 and 3 of (dp=2, tp=2) differ from rank 0: 'dp', which alone leads to rank 2.
     first, *others = (mesh.layout.coordinate_of(rank) or () for rank in (group.ranks[0], *far))
     ways = [
@@ -89,7 +89,7 @@ def _differing_axes(mesh: DeviceMesh, group: ProcessGroup, far: Collection[int])
 
 
 def _invariant_group(text: str, mesh: DeviceMesh) -> ProcessGroup | None:
-    """Return the group along all axes over which a type is invariant, or None without such."""
+    """Return the group along the axes over which ``text`` is invariant; None if there are none."""
     kinds = kinds_in(text)
     axes = tuple(axis for axis in mesh.axis_names if axis not in kinds)
     return resolve_group(mesh[axes]) if axes else None

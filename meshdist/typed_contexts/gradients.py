@@ -34,7 +34,7 @@ def gradient_type_of(x: torch.Tensor) -> str:
 
 
 def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``Tensor.backward`` or ``torch.autograd.backward``; raise if a loss is unfit."""
+    """Run ``backward``, return its result; raise if a loss has an unfit type."""
     losses = _listed(args[0] if args else kwargs.get("tensors"))
     place = (1, "gradient") if call is torch.Tensor.backward else (1, "grad_tensors")
     args, kwargs = _checked_arguments(mode, "backward", losses, place, args, kwargs)
@@ -49,7 +49,7 @@ def run_backward(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs:
 
 
 def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``torch.autograd.grad``, and set the types of its results; raise if a loss is unfit."""
+    """Run ``torch.autograd.grad``, return its results typed; raise if a loss has an unfit type."""
     losses = _listed(argument((0, "outputs"), args, kwargs))
     inputs = _listed(argument((1, "inputs"), args, kwargs))
     place = (2, "grad_outputs")
@@ -66,7 +66,7 @@ def run_grad(mode: ContextMode, call: Callable[..., Any], args: Any, kwargs: Any
 
 @contextmanager
 def _noted(mode: ContextMode, losses: Sequence[Any]) -> Iterator[None]:
-    """Let a backward in the block run in the context, and note leaves that the world compares."""
+    """Make ``mode`` the running backward's context inside; note leaves for value comparison."""
     axes = () if mode.mesh.world.compared is None else mode.mesh.axis_names
     groups = [resolve_group(mode.mesh[axis]) for axis in axes]
 
@@ -94,7 +94,7 @@ def _listed(given: Any) -> list[Any]:
 def _checked_arguments(
     mode: ContextMode, verb: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return a backward's arguments with its gradients, at ``place``, cast; raise if unfit."""
+    """Return (args, kwargs) with the gradients at ``place`` cast; raise if a loss is unfit."""
     gradients = _check_losses(mode, verb, losses, argument(place, args, kwargs))
     mode.casts.refuse_leaves_in_uneven_loop(verb)
     position, name = place
@@ -104,7 +104,7 @@ def _checked_arguments(
 
 
 def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: Any) -> Any:
-    """Return the given gradients, cast to their losses' types; raise where a type is wrong."""
+    """Return ``given`` gradients cast to their losses' types; raise for an unfit loss."""
     is_listed = isinstance(given, (tuple, list))
     gradients = list(given) if is_listed else [given] * (1 if given is not None else len(losses))
     for place, loss in enumerate(losses):
@@ -139,7 +139,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
 def _cast_gradient(
     mode: ContextMode, verb: str, loss: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Return a gradient that the program gives, cast to the type of its loss's gradient."""
+    """Return ``gradient`` cast to the type that the loss's gradient has; else raise."""
     loss_kinds, kinds = kinds_in(type_of(loss)), kinds_in(mode.type_of(gradient, verb))
     missing = {}
     for axis in sorted({*loss_kinds, *kinds}):
@@ -161,7 +161,7 @@ def _cast_gradient(
 
 
 def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
-    """Return the type of ``grad``: its own, or that of the gradient of ``x``."""
+    """Return the type mark of ``grad``, or else the type that a gradient of ``x`` has."""
     # A gradient keeps a type of its own, unless a wrapper reduces it: a backward that the wrapper
     # skips makes a complete gradient incomplete, in the same tensor.
     own = None if REDUCED_BY_OWNER in x.__dict__ else grad.__dict__.get(ATTRIBUTE)
@@ -169,14 +169,14 @@ def find_type_of_grad(x: torch.Tensor, grad: torch.Tensor) -> str:
 
 
 def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``grad`` typed to fit ``x``."""
+    """Return ``grad``, or None, marked with its type or that of a gradient of ``x``."""
     if grad is not None:
         grad.__dict__[ATTRIBUTE] = find_type_of_grad(x, grad)
     return grad
 
 
 def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Raise unless ``grad`` has the type of ``x.grad``, or is complete where that is unreduced."""
+    """Raise unless ``grad`` is None, has the type of ``x.grad``, or is its complete sum."""
     if grad is None:
         return
     text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)

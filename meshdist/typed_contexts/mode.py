@@ -166,7 +166,7 @@ def untyped() -> Iterator[None]:
 
 
 class _TypedMode(ContextMode):
-    """The mode behind ``md.typed``: each function of torch is typed, cast and run."""
+    """The torch mode of ``md.typed``: types, casts and runs each function of torch."""
 
     @untraced
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,7 +235,7 @@ class _TypedMode(ContextMode):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Cast and run a call of plain operands whose join is known, or pass it to ``_checked``."""
+        """Return a call's typed result: by a known join, else by ``_checked``."""
         places: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:
@@ -291,7 +291,7 @@ class _TypedMode(ContextMode):
     def _checked(
         self, operation: TorchFunction, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Run any call, and let its refusal pass through an operator as no TypeError."""
+        """Return a call's typed result; its errors in operators are no TypeErrors."""
         try:
             return self._special(operation, func, args, kwargs)
         except MeshdistError as error:
@@ -309,7 +309,7 @@ class _TypedMode(ContextMode):
         kwargs: Mapping[str, Any],
         added: str = INVARIANT,
     ) -> Any:
-        """Join, cast, call and mark, for any operands; results have the type ``added``, too."""
+        """Return ``call``'s result, typed by its operands and ``added``; raise if unfit."""
         written = written_tensors(operation, args, kwargs)
         out = kwargs.get("out")
         operands = self._operands(operation, args, kwargs)
@@ -345,7 +345,7 @@ class _TypedMode(ContextMode):
         return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
-        """Set the type of a result and return it, as a view where the result is an operand."""
+        """Set the type of ``result`` and return it, as a view if it is an operand itself."""
         if isinstance(result, _Tensor):
             # An operand that is given back as it is keeps its own type.
             if type_of(result) != text and any(result is x for x in operands):
@@ -405,12 +405,12 @@ class _TypedMode(ContextMode):
         return self._run(operation, func, args, kwargs)
 
     def apply(self, function: type, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run ``call``, the ``apply`` of a custom Function, as any other operation."""
+        """Return the typed result of ``call``, which is ``function.apply``."""
         return self._run(TorchFunction(function.__name__), call, args, kwargs)
 
 
 class _NotingMode(_TypedMode):
-    """The mode until the mesh's first backward has begun, which notes results (``provenance``)."""
+    """The typed mode that notes operations for errors, until the mesh's first backward."""
 
     num_noted = 0
 
@@ -446,7 +446,7 @@ class _NotingMode(_TypedMode):
 
 
 def _type_with_items(text: str | None, items: Sequence[Any]) -> str | None:
-    """Return the type that all tensors of ``items`` share with ``text``, else ``_UNCOMMON``."""
+    """Return the type that ``text`` (None: any) and all items have, else ``_UNCOMMON``."""
     for item in items:
         item_type = type(item)
         if item_type is _Tensor or item_type is Parameter:
@@ -476,19 +476,19 @@ def _is_clipping() -> bool:
 def _ignores(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bool:
-    """Return whether a call has a tensor of which it reads no values, as ``x`` in ``y.to(x)``."""
+    """Return whether a call has a tensor whose values it does not read, as ``x`` in ``y.to(x)``."""
     return any(isinstance(argument(place, args, kwargs), _Tensor) for place in operation.ignores)
 
 
 def _mark_base(target: Any, text: str) -> None:
-    """Set the type of a leaf without a type, after a write through ``target``, a view of it."""
+    """Set the type of the tensor of which ``target`` is a view, if it has none."""
     base = target._base if isinstance(target, _Tensor) else None
     if base is not None and ATTRIBUTE not in base.__dict__:
         base.__dict__[ATTRIBUTE] = text
 
 
 def _swapped(tree: Any, swaps: Mapping[int, torch.Tensor]) -> Any:
-    """Return ``tree`` with its tensors replaced by those under their ``id`` in ``swaps``."""
+    """Return ``tree`` with tensors replaced by those in ``swaps``, found by ``id``."""
     if isinstance(tree, _Tensor):
         return swaps.get(id(tree), tree)
     if type(tree) in (tuple, list):

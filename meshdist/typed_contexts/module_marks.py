@@ -58,7 +58,7 @@ NOTED_MARKS = "_noted_marks"
 
 
 class MarkedTensors(dict[str, Any]):
-    """A module's parameters or buffers by name, to which it gives the marks that are noted."""
+    """A module's dict of parameters or buffers that marks tensors with the noted types."""
 
     # Pickles of modules name this class: where it moves, it must be found under this name, too.
 
@@ -81,7 +81,7 @@ class MarkedTensors(dict[str, Any]):
 
 
 def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
-    """Mark the tensors of ``module`` that patterns name, and note the marks in their owners."""
+    """Mark the tensors of ``module`` named by ``specs``, note the marks, return ``module``."""
     if not isinstance(specs, Mapping) or not all(isinstance(pattern, str) for pattern in specs):
         raise KindError(
             "annotate takes a mapping for a module, from names to specs",
@@ -111,7 +111,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
 
 
 def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return the notes of a module, which its dicts of tensors read from now on."""
+    """Return the dict of noted marks of a module, made if needed, which its tensors follow."""
     notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]
@@ -124,7 +124,7 @@ def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def restore_marks(module: M) -> M:
-    """Write the noted marks where they are lacking, as in copies of parametrizations."""
+    """Mark tensors that lack their noted marks; return ``module``; raise if shapes changed."""
     lost: list[tuple[torch.Tensor, PartitionSpec]] = []
     for name, (owner, leaf, tensor) in _places(module):
         noted = owner.__dict__.get(NOTED_MARKS, {}).get(leaf)
@@ -146,7 +146,7 @@ def restore_marks(module: M) -> M:
 
 
 def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torch.Tensor]]]:
-    """Yield each name of each parameter and buffer with its owner, its name there, and itself."""
+    """Yield (full name, (owning module, name there, tensor)) of parameters and buffers."""
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for tensors in (owner.named_parameters, owner.named_buffers):
@@ -161,7 +161,7 @@ def _places(module: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, torc
 
 
 def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the pattern that fits each name; raise for patterns that fit none, or one twice."""
+    """Return {name: its pattern}; raise for a pattern without names, or a name with two."""
     found: dict[str, str] = {}
     for pattern in specs:
         fitting = [name for name in names if fnmatchcase(name, pattern)]
@@ -189,7 +189,7 @@ def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
 def _checked(
     name: str, tensor: torch.Tensor, given: object, mesh: DeviceMesh | None
 ) -> PartitionSpec:
-    """Return the spec of the tensor ``name``; raise if it cannot fit, or a wrapper owns marks."""
+    """Return the spec for tensor ``name``; raise if it cannot fit, or a wrapper has the tensor."""
     if type(tensor) not in PLAIN_TENSORS:
         raise _about(of_a_subclass(tensor, "annotate"), name)
     if not tensor.__dict__.keys().isdisjoint((REDUCED_BY_OWNER, RANKS_OF_OWNER)):
@@ -213,7 +213,7 @@ def _checked(
 
 
 def _about(error: MeshdistError, name: str) -> MeshdistError:
-    """Return ``error`` with the tensor's name before all else that it says of the place."""
+    """Return ``error`` with the tensor's name in front of its place."""
     where = name if error.where is None else f"{name}\n{error.where}"
     told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
     told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})

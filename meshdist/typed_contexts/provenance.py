@@ -37,7 +37,7 @@ _NOTE = "meshdist: where types joined"
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand without a history, a parameter or a batch, that varies over ``axes``."""
+    """An operand without a history (a parameter or data) that varies over ``axes``."""
 
     tensor: weakref.ref[torch.Tensor]
     axes: tuple[str, ...]
@@ -70,7 +70,7 @@ class _MakingOperation:
         return f"{self.name} at {show_site(self.site)}"
 
     def leaves_over(self, axis: str) -> list[_Operand]:
-        """Return the leaves that vary over ``axis``."""
+        """Return the noted leaves that vary over ``axis``."""
         return [leaf for leaf in self.leaves if axis in leaf.axes]
 
 
@@ -112,7 +112,7 @@ def note_result(
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
-    """Return the operations through which ``loss`` came to vary over ``axis``, in their order."""
+    """Return the noted operations that made ``loss`` varying over ``axis``, in order."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: list[_MakingOperation] = []
@@ -133,7 +133,7 @@ def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
 def varying_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str, *, is_noted: bool
 ) -> AxisTypeError:
-    """Return the error of a backward from a varying loss, which names where it became varying."""
+    """Return the error of a backward from a varying loss, which names operations if noted."""
     # For axes that data brought the fix is a mean of the loss. For axes that parameters brought a
     # mean would train another model: there a psum is missing behind the last of them.
     found, fixes, means = [f"loss: {tensor_text(loss)}"], [], []

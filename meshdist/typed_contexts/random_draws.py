@@ -40,7 +40,7 @@ _NUMPY_WORD = 1 << 32
 
 @dataclass(frozen=True)
 class _Seeding:
-    """A note of a generator's seed, and of the axes of ``layout`` along which seeds differ."""
+    """A generator's seed, and the axes of ``layout`` along which ranks' seeds differ."""
 
     number: int
     axes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ def seed(
 
 
 def find_seeded_axes() -> tuple[str, ...] | None:
-    """Return the axes along which ``md.seed`` made torch's generator differ, None if it did not."""
+    """Return the axes along which ``md.seed`` seeded differently; None if not seeded by it."""
     seeding = seed_notes().get(torch.default_generator)
     if seeding is None or seeding.number != torch.initial_seed() % _WORD:
         return None
@@ -123,13 +123,13 @@ def find_seeded_axes() -> tuple[str, ...] | None:
 
 
 def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
-    """Note along which axes torch's generator differs, whose state a checkpoint has restored."""
+    """Note that the restored state of torch's generator differs along ``axes``."""
     number = torch.initial_seed() % _WORD
     seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
 
 
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """Return the mesh that has the axes, None without axes, and the axes in the mesh's order."""
+    """Return (mesh or None, its axes in order) of ``differ_over``; raise if they do not fit."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(
@@ -152,7 +152,7 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
 
 
 def _number_at(number: int, mesh: DeviceMesh, axes: Sequence[str]) -> int:
-    """Return the seed that just the ranks with this rank's coordinates along ``axes`` use."""
+    """Return a seed of ``number`` and this rank's coordinate along ``axes``."""
     coordinate = " ".join(f"{axis}={mesh.get_local_rank(axis)}" for axis in axes)
     digest = hashlib.sha256(f"{number} {coordinate}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
@@ -168,7 +168,7 @@ def type_of_draw(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str:
-    """Return the type of a draw; raise if it depends on a state that md.seed did not set."""
+    """Return the type of a random draw; raise if md.seed did not set the generator's state."""
     values = (*args, *kwargs.values())
     given = next((value for value in values if isinstance(value, torch.Generator)), None)
     noted = seed_notes().get(given or torch.default_generator)
@@ -199,7 +199,7 @@ _LOADERS = frozenset(
 
 
 def _is_of_a_loader() -> bool:
-    """Return whether a DataLoader or a sampler of torch draws."""
+    """Return whether the draw comes from torch's DataLoader or samplers."""
     # Its draws are indices; the batches get types where they enter, by md.annotate.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_between[frame.f_code.co_filename]:
@@ -242,7 +242,7 @@ def varying_axes(
 
 
 def _own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """Return torch's own generator on the device of a call that names no generator."""
+    """Return torch's default generator for the device of a call."""
     if not torch.cuda.is_initialized():
         return torch.default_generator
     device = kwargs.get("device")

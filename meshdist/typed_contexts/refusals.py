@@ -17,7 +17,7 @@ from ..mesh.device_mesh import DeviceMesh
 
 
 def type_of(tensor: torch.Tensor) -> str:
-    """Return the text of a tensor's type: "", which is invariant, where it has no mark."""
+    """Return the text of a tensor's type, "" (invariant) without a mark."""
     found: str = tensor.__dict__.get(ATTRIBUTE, "")
     return found
 
@@ -39,7 +39,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
 
 
 def where(mesh: DeviceMesh, axes: Sequence[str] = ()) -> str:
-    """Return text of this rank, of ``axes`` with their sizes, and of the line of the program."""
+    """Return a text of this rank, of ``axes`` with their sizes, and of the program's line."""
     rank, sizes = mesh.world.rank, mesh.axis_sizes
     place = f"rank {rank} ({mesh.layout.coordinate_text(rank)}) of {mesh_text(mesh)}"
     each = ", ".join(f"{axis!r} (size {sizes.get(axis, '?')})" for axis in axes)
@@ -55,7 +55,11 @@ def operands_text(operands: Sequence[torch.Tensor]) -> str:
 def refused_verb(
     verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
 ) -> AxisTypeError:
-    """Return the error of a functional verb over an axis where it takes no operand of this kind."""
+    """Return the error of ``verb`` over ``axis`` on ``x``, whose type it does not take.
+
+    Args:
+        taken: the letters of the types that the verb takes.
+    """
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
@@ -77,7 +81,7 @@ def refused_verb(
 def refused_sharding(
     verb: str, x: torch.Tensor, axis: str, wanted: str, mesh: DeviceMesh, spec: str
 ) -> AxisTypeError:
-    """Return the error of a value whose kind over an axis is not what a pattern or spec says."""
+    """Return the error of ``x`` whose type over ``axis`` is not ``wanted``, as ``spec`` says."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     fixes = {
         "V": f"write the axis where it cuts a dim, as in 'n@{axis}'; or make the value equal along "
@@ -128,14 +132,14 @@ def unmarked_shard(
 
 
 def name_of(tensor: torch.Tensor, default: str) -> str:
-    """Return the program's name for ``tensor``, in the functions that led here, or a default."""
+    """Return the variable's name for ``tensor`` in the calling program, or ``default``."""
     return names_of([tensor], program_frame(sys._getframe())).get(id(tensor), default)
 
 
 def foreign_mesh(
     verb: str, axes: Sequence[str], mesh: DeviceMesh, given: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of a verb over axes that the context's mesh does not have."""
+    """Return the error of ``verb`` over axes of ``given``, which the context's mesh lacks."""
     return AxisTypeError(
         f"{verb} over {shown(axes)} of a mesh that is no part of the context's",
         where=where(mesh),
@@ -146,7 +150,7 @@ def foreign_mesh(
 
 
 def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
-    """Return the fix for a verb on an invariant operand that is indeed equal on all ranks."""
+    """Return the fix for ``verb`` on a value that is equal on all ranks."""
     if verb == "psum":
         return (
             "to count a value that is equal on all ranks, multiply by "
@@ -163,7 +167,7 @@ def _fix_of_equal_values(verb: str, axis: str, argument: str) -> str:
 def refused_join(
     name: str, operands: Sequence[torch.Tensor], axis: str, operand: int, mesh: DeviceMesh
 ) -> AxisTypeError:
-    """Return the error of an operation that is not linear in an unreduced operand."""
+    """Return the error of ``name``, not linear in ``operand``, which is unreduced over ``axis``."""
     target = operands[0]
     if operand and name.endswith("_") and target.is_leaf and "U" not in type_of(target):
         return AxisTypeError(
@@ -188,7 +192,7 @@ def refused_join(
 def refused_loss(
     loss: torch.Tensor, axes: Sequence[str], mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """Return the error of a backward from a loss that is reduced over ``axes``."""
+    """Return the error of a backward from a loss whose type is reduced over ``axes``."""
     return AxisTypeError(
         f"{verb} of a loss that is reduced over {shown(axes)}",
         where=where(mesh, axes),
@@ -299,7 +303,7 @@ def refused_write(
 
 
 def own_norm(operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> AxisTypeError:
-    """Return the error of ``clip_grad_norm_`` on gradients of which some vary."""
+    """Return the error of torch's ``clip_grad_norm_`` on gradients that vary."""
     axes = sorted({axis for x in operands for axis in axes_of_kind(type_of(x), "V")})
     return AxisTypeError(
         f"clip_grad_norm_ of gradients that vary over {shown(axes)} finds another on each rank",
@@ -408,7 +412,7 @@ OPERATORS = frozenset(
 
 
 class _WithoutTypeError(type):
-    """The metaclass of error classes that do not inherit from TypeError, though a base does."""
+    """The metaclass of errors that are no TypeErrors although their base is."""
 
     def mro(cls) -> list[type]:
         return [base for base in super().mro() if base is not TypeError]
@@ -418,7 +422,7 @@ _variants: dict[type, type] = {}
 
 
 def as_no_type_error(error: MeshdistError) -> MeshdistError:
-    """Return ``error``, whose class is changed to a variant that is no TypeError."""
+    """Change the class of ``error`` to a variant that is no TypeError; return ``error``."""
     # `x + y` on tensors takes any TypeError for "these two cannot be added" and drops it: `+` then
     # raises a TypeError without our text, and `==` quietly gives False. A copy by pickle is of the
     # first class again.
@@ -439,7 +443,7 @@ def as_no_type_error(error: MeshdistError) -> MeshdistError:
 
 
 class _Remade:
-    """A callable for pickle, which makes an error of its class before ``as_no_type_error``."""
+    """A callable for pickle that makes an error of its original class."""
 
     def __init__(self, kind: type[MeshdistError], fields: dict[str, Any]) -> None:
         self._kind = kind

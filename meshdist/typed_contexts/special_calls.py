@@ -46,7 +46,7 @@ _UNTYPED = "read it in `with md.untyped():`, where it may differ"
 
 
 def warn_of_number(name: str, operands: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Warn, once a line of the program, if a number is read of operands that vary over an axis."""
+    """Warn, once per line of the program, of a number read from varying operands."""
     kinds = {axis: kind for x in operands for axis, kind in kinds_in(type_of(x)).items()}
     varying = sorted(axis for axis, kind in kinds.items() if kind == "V")
     if not varying:
@@ -78,7 +78,7 @@ def run_on_items(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run ``_foreach_*`` or ``_fused_*``, typing each place of its lists as an operation alone."""
+    """Return the result of a ``_foreach_*`` call, typed item by item of its lists."""
     given = [*args, *kwargs.values()]
     several = (value for value in given if isinstance(value, (list, tuple)) and value)
     lists = [items for items in several if all(isinstance(x, torch.Tensor) for x in items)]
@@ -147,7 +147,7 @@ _num_open = 0
 
 @contextmanager
 def calls_seen() -> Iterator[None]:
-    """Let contexts see calls of custom Functions, and of verbs in place, inside the block."""
+    """Let typed contexts see calls of custom Functions and of torch verbs inside."""
     global _num_open
     with _changing.current:
         _num_open += 1
@@ -171,7 +171,7 @@ def calls_seen() -> Iterator[None]:
 
 
 def _part_of(cls: Any, name: str) -> Any:
-    """Return an attribute of a custom Function, ``_seen_call`` in place of the core's ``apply``."""
+    """Return attribute ``name`` of a Function class; in a context a watched ``apply``."""
     # torch's core asks for `forward` with a mode enabled only where its own `apply` was called.
     found = type.__getattribute__(cls, name)
     if name not in ("apply", "forward") or not is_mode_enabled() or are_transforms_active():

@@ -202,7 +202,7 @@ _CALLS: dict[Any, Kind] = {
 
 
 class _Operations(dict[Any, TorchFunction]):
-    """A dict of functions' rules, which finds a rule at its first use."""
+    """A dict of rules by function, which makes a rule at its first lookup."""
 
     def __missing__(self, function: Any) -> TorchFunction:
         found = _find_operation(function)
@@ -237,7 +237,7 @@ def _find_operation(function: Any) -> TorchFunction:
 
 
 def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
-    """Return the rule for getting, setting or deleting an attribute of a tensor."""
+    """Return the rule for a descriptor's ``access``: "__get__", "__set__" or "__delete__"."""
     name = getattr(descriptor, "__name__", "") or getattr(
         getattr(descriptor, "fget", None), "__name__", "an attribute"
     )
@@ -248,7 +248,7 @@ def _find_attribute(descriptor: Any, access: str) -> TorchFunction:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Return whether a function is torch's, so that the tables hold for its name."""
+    """Return whether ``function`` is torch's own, so that rules by name hold for it."""
     namespace = getattr(function, "namespace", None) or getattr(function, "_qualified_op_name", "")
     if namespace:
         return str(namespace).partition("::")[0] in ("aten", "prims")
@@ -303,7 +303,7 @@ def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether this call, of a ``ROWS`` function, has a shape that depends on values."""
+    """Return whether the shape of this call's result depends on values."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1
     if operation.name != "__getitem__":
@@ -315,7 +315,7 @@ def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> 
 def written_tensors(
     operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> list[torch.Tensor]:
-    """Return the tensors that this call writes in place, with those given as ``out``."""
+    """Return the tensors that this call writes in place, ``out`` among them."""
     written: list[Any] = []
     if operation.writes and _are_on(_WRITES_IF.get(operation.name, ()), args, kwargs):
         written = [argument(place, args, kwargs) for place in operation.writes]

@@ -43,7 +43,7 @@ def watch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run ``call``, which runs a torch verb; in a context set the types of written tensors."""
+    """Return the result of ``call``, a torch verb; in a context type the written tensors."""
     mode = find_context()
     if mode is None:
         return call(*args, **kwargs)
@@ -60,7 +60,7 @@ _signature = cache(inspect.signature)
 
 
 def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
-    """Set the types of the tensors that a call of a torch verb, with these arguments, wrote."""
+    """Set the types of the tensors that a torch verb has written, by its arguments ``given``."""
     group = given.get("group")
     if row.writes == "p2p_op_list":
         operations = given["p2p_op_list"]
@@ -81,7 +81,7 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the joined type of tensors; unreduced kinds stay, since verbs only move summands."""
+    """Return the joined type of tensors; where operands cannot join, all their kinds together."""
     found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
@@ -92,7 +92,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
-    """Return the kinds by axis of a tensor that a verb over ``group`` makes ``kind`` there."""
+    """Return the types by axis after a verb over ``group`` made a tensor ``kind`` there."""
     # A group whose members are not just all ranks along some axes makes nothing invariant: the
     # tensor varies over each axis along which members differ.
     places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
@@ -111,7 +111,7 @@ def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, st
 
 
 def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
-    """Set, inside a context, the types of tensors that this package made equal on a group."""
+    """Type tensors as invariant over ``group``, in a typed context; else do nothing."""
     mode = find_context()
     if mode is not None:
         kinds = kinds_over(mode.mesh, group, "I")
@@ -120,7 +120,7 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """Return a verb over the axes of a mesh as its context knows it, or None outside of any."""
+    """Return the verb over ``axes`` in the open typed context, None without a context."""
     mode = find_context()
     if mode is None:
         return None
@@ -132,7 +132,7 @@ def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> Typed
 
 
 class TypedVerb:
-    """A functional verb inside a context, over axes of the context's mesh."""
+    """A lax verb in a typed context, over axes of the context's mesh."""
 
     def __init__(self, mode: ContextMode, verb: str, axes: DeviceMesh, to: str | None) -> None:
         self._mode = mode
@@ -143,7 +143,7 @@ class TypedVerb:
         self._results: dict[str, str] = {}  # the types of results by those of operands
 
     def result_type(self, x: torch.Tensor, argument: str = "x") -> str:
-        """Return the type of the verb's result for ``x``; raise if it does not take its kind."""
+        """Return the type of the verb's result for ``x``; raise if it refuses that of ``x``."""
         verb, to = self._verb, self._to
         text = self._mode.type_of(x, verb)
         if text in self._results and not are_transforms_active():
@@ -169,7 +169,7 @@ class TypedVerb:
         text: str,
         leaf: str = "x",
     ) -> Any:
-        """Return the result of the verb on ``x``, with its type, ``text``, which is known."""
+        """Return the verb's result on ``x``, marked with the type ``text``."""
         if self._verb == "pcast":
             result = self._cast(on_tensor, x, leaf)
         else:
@@ -180,7 +180,7 @@ class TypedVerb:
         return result
 
     def joined(self, x: Any, *others: Any) -> tuple[list[Any], str]:
-        """Return operands cast to their joined type, and that type; raise if ``x`` is unfit."""
+        """Return the operands cast to their joined type, and the type; raise for an unfit ``x``."""
         given = [x, *others]
         tensors = [operand for operand in given if isinstance(operand, torch.Tensor)]
         if isinstance(x, torch.Tensor):
@@ -192,7 +192,7 @@ class TypedVerb:
         ], found.text
 
     def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Return ``x`` cast over axes of each of its kinds in turn, since transposes differ."""
+        """Return ``x`` cast by the verb, over the axes of each of its types in turn."""
         kinds = kinds_in(self._mode.operand_type(x, self._verb))
         result = x
         for kind, word in KINDS.items():
@@ -204,7 +204,7 @@ class TypedVerb:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
-    """Return the axes of the context's mesh along which the ranks of ``axes`` lie, or raise."""
+    """Return the axes of the context's mesh with the ranks of ``axes``; raise without any."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks
@@ -218,7 +218,7 @@ def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, 
 
 
 def _axes_of_ranks(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the axes along which ``ranks`` are just this rank's group, or None without such."""
+    """Return the axes along which this rank's group is ``ranks``, None without any."""
     wanted = set(ranks)
     for count in range(mesh.ndim + 1):
         for names in combinations(mesh.axis_names, count):
