@@ -218,11 +218,7 @@ class OpenFiles:
 
 
 def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
-    """Return (folder, {file: bytes}, text of the manifest or None) of a checkpoint; or raise.
-
-    Args:
-        path: of a folder, or of a file of safetensors.
-    """
+    """Return (folder, {file: bytes}, manifest or None) of a folder or safetensors file."""
     if os.path.isfile(path) and path.endswith(SUFFIX):
         folder, file = os.path.split(path)
         return folder, {file: os.stat(path).st_size}, None

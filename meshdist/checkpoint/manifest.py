@@ -93,11 +93,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Return the manifest of a text; raise CheckpointError where it is none, or contradicts.
-
-        Args:
-            where: the path of the checkpoint, for messages.
-        """
+        """Return the manifest in a JSON text of path ``where``; raise if it is damaged."""
         try:
             found = json.loads(text, object_pairs_hook=_without_twins)
             if found["format"] != _FORMAT or found["version"] != _VERSION:
@@ -201,11 +197,7 @@ def headers_as_manifest(
     file_bytes: Mapping[str, int],
     where: str,
 ) -> Manifest:
-    """Return the manifest of files that have none: those of torch, Hugging Face or others.
-
-    Args:
-        headers: by file and array.
-    """
+    """Return a manifest for files that have none, of ``headers`` by file and array."""
     arrays: dict[str, SavedArray] = {}
     for file, header in headers.items():
         for name, (dtype, shape, offsets) in header.items():

@@ -251,11 +251,7 @@ def told_error(error: Exception, call: str) -> dict[str, Any]:
 def told_again(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
-    """Return the error of the first failure, by rank, which also names others that met the same.
-
-    Args:
-        ranks: all members.
-    """
+    """Return the first error of ``failures``, with all of ``ranks`` that had the same."""
     _, told = failures[0]
     fields = dict(told["fields"])
     if len(ranks) > 1:

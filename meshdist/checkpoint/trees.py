@@ -220,22 +220,14 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
 ) -> dict[str, StateArray]:
-    """Return the entries of a state's arrays; raise if an array cannot be saved, or loaded to.
-
-    Args:
-        writable: whether the arrays will be loaded to.
-    """
+    """Return entries of a state's arrays; raise if an array cannot be saved, or ``writable``."""
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 
 def facts_of(
     entries: Mapping[str, StateArray], members: Members, *, has_values: bool = False
 ) -> list[str]:
-    """Return a text per entry that must be equal on all members.
-
-    Args:
-        has_values: whether a checksum of replicated values is in the text.
-    """
+    """Return a text per entry, with checksums if ``has_values``, that all members must share."""
     # On simulated ranks and at DETAIL all elements are compared.
     is_thorough = members.world is not None and is_compared(members.world)
     facts = []

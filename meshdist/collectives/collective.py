@@ -158,8 +158,7 @@ class Collective(VerbCall):
         self.result, self.sizes = result, sizes
 
     def run(self, async_op: bool = False) -> Work | None:
-        """Run the call on its group's channel and wait for it; with ``async_op`` return its Work at
-        once."""
+        """Run the call and wait for it, return None; with ``async_op`` return its Work at once."""
         if async_op is not False:
             check_flag(async_op, self.verb)
         if len(self.written) > 1:

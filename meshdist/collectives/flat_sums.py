@@ -196,11 +196,7 @@ def sparse_psum(grad: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the coalesced sum of all members' sparse tensors; collective.
-
-    Args:
-        counts: the number of rows of each member.
-    """
+    """Return the coalesced sum of all members' sparse rows, ``counts`` of each; collective."""
     # Along their last dimension indices go, values along their first.
     indices = [mine.indices().new_empty(mine.sparse_dim(), count) for count in counts]
     values = [mine.values().new_empty(count, *mine.values().shape[1:]) for count in counts]

@@ -108,11 +108,7 @@ def _keys_of(group: ProcessGroup) -> str:
 
 
 def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
-    """Wait through the store until all ``ranks`` came; raise on all if a rank is late.
-
-    Args:
-        names_all: whether the error names all absent ranks, or the first alone.
-    """
+    """Wait through the store until all ``ranks`` came; raise on all ranks if a rank is late."""
     world = group.world
     registry = get_registry(world)
     known_aborts = set(registry.aborts)

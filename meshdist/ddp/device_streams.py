@@ -74,11 +74,7 @@ class TailReader:
 
 
 class DeferredReader(TailReader):
-    """Copies the numbers to pinned memory asynchronously, and waits when they are read.
-
-    Args:
-        accelerator: torch's module for the type of the device, such as ``torch.cuda``.
-    """
+    """Copies numbers to pinned memory, with ``accelerator``, a module such as ``torch.cuda``."""
 
     is_deferred = True
 

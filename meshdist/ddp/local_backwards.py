@@ -43,22 +43,14 @@ class LocalBackwards:
         self._has_warned_of_complete = False
 
     def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Expect the backward of a synchronised forward, and record the present gradients.
-
-        Args:
-            sees_outputs: whether the forward returned a tensor with a graph.
-        """
+        """Expect an averaged backward, if outputs have a graph; record the present gradients."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
             self.at_forward = [bucket.see() for bucket in buckets]
 
     def output_is_reached(self, ends: Callable[[], None]) -> None:
-        """Note that the current backward has reached an output made under ``no_sync``.
-
-        Args:
-            ends: called once as that backward ends.
-        """
+        """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""
         if self._local_task != current_task():
             self._local_task = current_task()
             self._is_local_running = at_end_of_task(ends)

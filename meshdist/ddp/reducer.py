@@ -311,8 +311,7 @@ class Reducer:
             self._state = state
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the averaged backward in whose course a gradient comes; None keeps the gradient
-        for later.
+        """Return the averaged backward of this gradient; None keeps the gradient for later.
 
         Args:
             hook: the hook that saw the gradient; called again if the autograd task reaches an

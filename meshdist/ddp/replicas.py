@@ -54,8 +54,7 @@ class ModelBuffers:
         return bool(self._places) and runs_before is is_before
 
     def synchronise(self, group: ProcessGroup, source: int = 0) -> list[Any]:
-        """Broadcast the buffers of group rank ``source`` and return []; or return the hook's
-        futures."""
+        """Broadcast buffers of group rank ``source``, return []; or return the hook's futures."""
         if self._hook is None:
             # Through ``.data``, whose version is its own: an earlier forward may have saved a
             # buffer for its backward, as batch norm does, which does not read it there.

@@ -16,11 +16,7 @@ _SHOWN_PARAMETERS = 20
 
 
 class Reports:
-    """Makes errors about the gradients of one model, for the caller to raise, and warns.
-
-    Args:
-        names: of the parameters.
-    """
+    """Makes errors about gradients of the parameters ``names``, to be raised, and warns."""
 
     def __init__(self, names: Sequence[str], group: ProcessGroup) -> None:
         self.names = list(names)

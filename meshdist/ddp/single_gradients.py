@@ -23,8 +23,7 @@ class _Single(Taking):
         filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:
-        """Record None in place of the gradient, so that this rank adds zeros; ``.grad`` stays as it
-        is."""
+        """Record None for the gradient, so that this rank adds zeros; leave ``.grad`` alone."""
         filling.read = [None]
 
     def give(

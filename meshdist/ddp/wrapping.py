@@ -181,11 +181,7 @@ def sparse_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def check_module(module: object, *, with_buffers: bool = True) -> frozenset[str]:
-    """Raise for a module that cannot be wrapped, and return the names to ignore.
-
-    Args:
-        with_buffers: whether buffers are made equal, too.
-    """
+    """Raise unless a module, with its buffers if asked, can be wrapped; return ignored names."""
     if not isinstance(module, nn.Module):
         raise KindError(
             f"module is of type {type(module).__name__}", expected="a torch.nn.Module to train"

@@ -131,8 +131,7 @@ def host_checksum(x: torch.Tensor) -> int:
 
 @torch.no_grad()
 def find_differing(tensors: Sequence[torch.Tensor], group: ProcessGroup) -> list[dict[int, float]]:
-    """Return, per tensor, ``{global rank: relative_distance to the first member}`` where they
-    differ.
+    """Return, per tensor, {global rank: relative distance to the first} of differing ranks.
 
     Args:
         tensors: without gradient; as many on all members, of equal shapes and dtypes.

@@ -48,11 +48,7 @@ class Waits:
         return any(is_done(answer) for answer in self._answers)
 
     def end_answers(self, *, ready_alone: bool = False) -> None:
-        """Wait for all answers in flight, or drop ended answers; raise their errors.
-
-        Args:
-            ready_alone: whether answers that have not ended stay in flight.
-        """
+        """Wait for the answers in flight, or (``ready_alone``) for ended answers; raise errors."""
         for answer in tuple(self._answers):
             if not ready_alone or is_done(answer):
                 self._answers.remove(answer)

@@ -367,11 +367,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise for a plain array, or for a number that each rank would add to its summand.
-
-    Args:
-        is_added: whether the operation adds ``x`` to unreduced operands.
-    """
+    """Raise for a plain array, or a number that ``is_added`` to each rank's summand."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(

@@ -249,11 +249,7 @@ class Resharding:
         self._marks: dict[str, str] = {}  # of each result, since all have one shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
-        """Return the request's result on this rank's ``x``, in new memory; differentiable.
-
-        Args:
-            check: whether replicas are compared before.
-        """
+        """Return the result on ``x`` in new memory, differentiable; ``check`` compares replicas."""
         request = self._request
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(

@@ -143,11 +143,7 @@ class _Rooted(LinearFunction):
 def _exchanges(
     placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
 ) -> tuple[Exchange, Exchange]:
-    """Return this rank's step that gathers the whole on the root, and the step's transpose.
-
-    Args:
-        here, there: this rank's coordinate, and the root's.
-    """
+    """Return the step of the rank at ``here`` that gathers at ``there``, and its transpose."""
     # The group has the ranks with the root's coordinates along the free axes. Ranks other than the
     # root gather, and scatter, an array without elements.
     axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))
@@ -180,11 +176,7 @@ def _exchanges(
 def _members(
     placement: Placement, axes: tuple[int, ...], there: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Return all coordinates that differ from ``there`` along ``axes`` at most, row-major.
-
-    Args:
-        there: the root's coordinate, along all axes of the mesh.
-    """
+    """Return all coordinates that equal ``there`` except along ``axes``, row-major."""
     found = [there]
     for axis in axes:
         found = [
@@ -295,11 +287,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """Return the tensor (None off the root) and the root's facts; raise its errors on all ranks.
-
-    Args:
-        place: the root's place among the ranks of the mesh.
-    """
+    """Return the tensor (None off the root) and the root's facts; raise its errors on all ranks."""
     told: list[Any] = [None]
     tensor = None
     if is_root:

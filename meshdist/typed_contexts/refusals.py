@@ -55,11 +55,7 @@ def operands_text(operands: Sequence[torch.Tensor]) -> str:
 def refused_verb(
     verb: str, x: torch.Tensor, axis: str, mesh: DeviceMesh, taken: Sequence[str], argument: str
 ) -> AxisTypeError:
-    """Return the error of ``verb`` over ``axis`` on ``x``, whose type it does not take.
-
-    Args:
-        taken: the letters of the types that the verb takes.
-    """
+    """Return the error of ``verb`` on ``x`` over an axis whose type letter is not in ``taken``."""
     kind = kinds_in(type_of(x)).get(axis, "I")
     words = " or ".join(map(KINDS.__getitem__, taken)) or "no value at all"
     fixes = {
