@@ -70,19 +70,18 @@ def docstring_of(node: ast.AST) -> ast.Expr | None:
     return None
 
 
-def num_statements(tree: ast.Module) -> int:
+def num_statements(nodes: list[ast.AST]) -> int:
     """How many statements there are, without docstrings."""
-    nodes = list(ast.walk(tree))
     num_docstrings = sum(docstring_of(node) is not None for node in nodes)
     return sum(isinstance(node, ast.stmt) for node in nodes) - num_docstrings
 
 
 def imported(
-    file: PurePosixPath, tree: ast.Module, modules: Mapping[str, PurePosixPath]
+    file: PurePosixPath, nodes: list[ast.AST], modules: Mapping[str, PurePosixPath]
 ) -> set[PurePosixPath]:
     """The files of the package that a file imports."""
     found: set[PurePosixPath | None] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             base = list(file.parts[: len(file.parts) - node.level]) if node.level else []
             module = ".".join([*base, *(node.module or "").split(".")]).rstrip(".")
@@ -93,10 +92,10 @@ def imported(
     return {one for one in found if one not in (None, file)}
 
 
-def num_verbs(text: str, tree: ast.Module) -> int:
+def num_verbs(text: str, nodes: list[ast.AST]) -> int:
     """How many verbs the code names, docstrings and comments aside."""
     lines = text.split("\n")
-    for node in ast.walk(tree):
+    for node in nodes:
         if (docstring := docstring_of(node)) is not None:
             for at in range(docstring.lineno - 1, docstring.end_lineno or docstring.lineno):
                 lines[at] = ""
@@ -104,9 +103,9 @@ def num_verbs(text: str, tree: ast.Module) -> int:
     return len(words & NAMES)
 
 
-def long_functions(file: PurePosixPath, tree: ast.Module) -> Iterator[str]:
+def long_functions(file: PurePosixPath, nodes: list[ast.AST]) -> Iterator[str]:
     """The functions of ours to choose with more than seven parameters besides ``self``, ``cls``."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             count = sum(one.arg not in ("self", "cls") for one in given)
@@ -116,20 +115,20 @@ def long_functions(file: PurePosixPath, tree: ast.Module) -> Iterator[str]:
 
 def count(sources: Sources) -> tuple[dict[str, int], list[str]]:
     """The numbers of some files, and their functions with many parameters."""
-    trees = {file: ast.parse(text) for file, text in sources.items()}
+    all_nodes = {file: list(ast.walk(ast.parse(text))) for file, text in sources.items()}
     modules = {
         ".".join(file.with_suffix("").parts).removesuffix(".__init__"): file for file in sources
     }
-    many = [text for file, tree in trees.items() for text in long_functions(file, tree)]
+    many = [text for file, nodes in all_nodes.items() for text in long_functions(file, nodes)]
     numbers = {
         "files": len(sources),
         "lines": sum(text.count("\n") for text in sources.values()),
-        "statements": sum(map(num_statements, trees.values())),
+        "statements": sum(map(num_statements, all_nodes.values())),
         "imports between files": sum(
-            len(imported(file, tree, modules)) for file, tree in trees.items()
+            len(imported(file, nodes, modules)) for file, nodes in all_nodes.items()
         ),
         "files that name six verbs": sum(
-            num_verbs(sources[file], tree) > MOST_VERBS for file, tree in trees.items()
+            num_verbs(sources[file], nodes) > MOST_VERBS for file, nodes in all_nodes.items()
         ),
         "except WireFailure": sum(len(FAILURE.findall(text)) for text in sources.values()),
         "functions of more than seven parameters, ours to choose": len(many),

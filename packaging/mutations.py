@@ -53,6 +53,8 @@ TEXTS = {"explain", "warn", "Warning", "Error", "Failure"}
 
 BLOCKS = {"body", "orelse", "finalbody", "handlers", "cases"}
 UNREAD = BLOCKS | {"annotation", "type_comment", "decorator_list", "pattern"}
+CHANGED = ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant | ast.IfExp | ast.comprehension
+CHANGED |= ast.Slice | ast.Call
 SKIPPED = ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Pass | ast.Assert
 
 
@@ -96,22 +98,20 @@ def head_of(node: ast.stmt) -> str:
     return ast.unparse(head).partition("\n")[0]
 
 
-def statements(body: Iterable[ast.AST], function: str = "") -> Iterator[tuple[str, ast.stmt]]:
-    """Yield each statement that does something, with the name of its function."""
+def statements(body: Iterable[ast.AST], function: str = "") -> Iterator[tuple[str, str, ast.stmt]]:
+    """Yield each statement that does something, with its function's name and its first line."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name not in NO_LAW:
                 yield from statements(node.body, f"{function}.{node.name}".lstrip("."))
         elif isinstance(node, ast.stmt):
-            texts = ast.unparse(node)
             is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            if (
-                is_text
-                or isinstance(node, SKIPPED)
-                or texts.startswith(("__all__", "if TYPE_CHEC"))
-            ):
+            if is_text or isinstance(node, SKIPPED):
                 continue
-            yield function, node
+            head = head_of(node)
+            if head.startswith(NO_LAWS):
+                continue
+            yield function, head, node
             for block in sorted(BLOCKS):
                 yield from statements(getattr(node, block, ()), function)
         else:
@@ -137,6 +137,8 @@ def negated(node: ast.expr) -> ast.expr:
 
 def changes_of_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST | None]]:
     """Yield kind, place and replacement of each change within an expression."""
+    if not isinstance(node, CHANGED):
+        return
     new = copy.copy(node)
     if isinstance(new, ast.Compare) and len(new.ops) == 1:
         new.ops = [EXCHANGED[type(new.ops[0])]()]
@@ -209,8 +211,7 @@ def sites(file: str, source: str) -> list[Site]:
         starts.append(starts[-1] + len(line))
     seen: Counter[tuple[str, str]] = Counter()
     found = []
-    for function, node in statements(ast.parse(source).body):
-        statement = head_of(node)
+    for function, statement, node in statements(ast.parse(source).body):
         number = seen[function, statement]
         seen[function, statement] += 1
         places: Counter[str] = Counter()

@@ -396,10 +396,17 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
-def imports_of(module: str, tree: ast.AST, modules: set[str], is_package: bool) -> list[Import]:
-    """Return the imports of the package's own modules in ``tree``, wherever they stand."""
+def nodes_of(text: str) -> list[ast.AST]:
+    """Return all nodes of a source, walked once for all rules: a walk takes longer than they do."""
+    return [*ast.walk(ast.parse(text))]
+
+
+def imports_of(
+    module: str, nodes: list[ast.AST], modules: set[str], is_package: bool
+) -> list[Import]:
+    """Return the imports of the package's own modules among ``nodes``."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == PACKAGE:
@@ -452,10 +459,10 @@ def direction_faults(module: str, imports: list[Import], plan: Mapping[str, Plac
     return faults
 
 
-def own_names(tree: ast.AST) -> set[str]:
+def own_names(nodes: list[ast.AST]) -> set[str]:
     """Return every name that a module defines or assigns, attributes and methods included."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -467,9 +474,9 @@ def own_names(tree: ast.AST) -> set[str]:
 
 
 def underscore_faults(
-    module: str, tree: ast.AST, imports: list[Import], owners: Mapping[str, set[str]]
+    module: str, nodes: list[ast.AST], imports: list[Import], owners: Mapping[str, set[str]]
 ) -> list[str]:
-    """Return one line for each underscore name of another module that ``tree`` touches.
+    """Return one line for each underscore name of another module that ``nodes`` touch.
 
     ``owners`` tells which modules define a private name. An attribute counts as another module's
     when it hangs on something imported from the package, or when others define the name, this
@@ -482,7 +489,7 @@ def underscore_faults(
     ]
     ours: set[str] = set()
     foreign: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             origin = getattr(node, "module", None) or ""
             for alias in node.names:
@@ -490,7 +497,7 @@ def underscore_faults(
                 root = origin if isinstance(node, ast.ImportFrom) else alias.name
                 is_ours = getattr(node, "level", 0) > 0 or root.split(".")[0] == PACKAGE
                 (ours if is_ours else foreign).add(bound)
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Attribute) or not is_private(node.attr):
             continue
         base: ast.AST = node.value
@@ -519,21 +526,21 @@ def find_faults(sources: Mapping[str, str], plan: Mapping[str, Place]) -> list[s
     """Return every breach of the plan in ``sources``, a mapping of module name to its text."""
     modules = set(sources)
     packages = {name.rpartition(".")[0] for name in modules}
-    trees = {module: ast.parse(text) for module, text in sources.items()}
+    all_nodes = {module: nodes_of(text) for module, text in sources.items()}
     owners: dict[str, set[str]] = {}
-    for module, tree in trees.items():
-        for name in own_names(tree):
+    for module, nodes in all_nodes.items():
+        for name in own_names(nodes):
             if is_private(name):
                 owners.setdefault(name, set()).add(module)
     faults, graph = [], {}
-    for module, tree in sorted(trees.items()):
+    for module, nodes in sorted(all_nodes.items()):
         if module not in plan:
             faults.append(f"{module} has no floor: give it a place in FLOORS")
             continue
-        imports = imports_of(module, tree, modules, module in packages)
+        imports = imports_of(module, nodes, modules, module in packages)
         graph[module] = {item.module for item in imports}
         faults += direction_faults(module, imports, plan)
-        faults += underscore_faults(module, tree, imports, owners)
+        faults += underscore_faults(module, nodes, imports, owners)
     return list(dict.fromkeys(faults + circle_faults(graph)))
 
 
@@ -567,8 +574,8 @@ def test_the_front_door_imports_nothing_of_the_package_before_it_is_asked() -> N
         tree = ast.parse(package_sources()[door])
         later = (ast.FunctionDef, ast.ClassDef)
         eager = [node for node in tree.body if not isinstance(node, later)]
-        module = ast.Module(body=eager, type_ignores=[])
-        imports = imports_of(door, module, set(package_sources()), is_package=door == PACKAGE)
+        nodes = [*ast.walk(ast.Module(body=eager, type_ignores=[]))]
+        imports = imports_of(door, nodes, set(package_sources()), is_package=door == PACKAGE)
         assert {item.module for item in imports} <= {f"{PACKAGE}.lazy_names"}
 
 
@@ -602,12 +609,12 @@ def inner_imports(path: Path, text: str) -> list[str]:
     folder = path.parent.parts[1:]
     own = ".".join((PACKAGE, *folder)) + "." if folder else f"{PACKAGE}."
     inner = set(package_sources()) - PURE - FRONT_DOOR - PRELOADED
-    tree = ast.parse(text)
+    nodes = nodes_of(text)
     reached = [
         (item.line, item.module)
-        for item in imports_of("tests", tree, set(package_sources()), is_package=False)
+        for item in imports_of("tests", nodes, set(package_sources()), is_package=False)
     ]
-    for node in ast.walk(tree):  # monkeypatch.setattr("meshdist.wires.registry.get_wire", ...)
+    for node in nodes:  # monkeypatch.setattr("meshdist.wires.registry.get_wire", ...)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
             target = node.args[0]
             if isinstance(target, ast.Constant):
