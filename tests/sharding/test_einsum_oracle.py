@@ -13,18 +13,17 @@ from .einsum_cases import AXES, check_in_turn, draw_case
 
 NUM_CASES = 20  # in a simulation: a mesh costs more than a case
 NUM_DRAWS = {
-    (2,): 23,
-    (3,): 14,
-    (4,): 14,
-    (2, 2): 22,
-    (2, 3): 8,
-    (4, 2): 5,
-    (2, 2, 2): 6,
-    (2, 1, 3): 6,
-    (2, 2, 4): 2,
+    (2,): 7,
+    (3,): 4,
+    (4,): 4,
+    (2, 2): 7,
+    (2, 3): 3,
+    (4, 2): 2,
+    (2, 2, 2): 2,
+    (2, 1, 3): 2,
+    (2, 2, 4): 1,
 }
 """How many simulations a mesh gets: a case costs as much as the mesh has ranks."""
-assert sum(NUM_DRAWS.values()) * NUM_CASES == 2000
 SEEDS = st.integers(0, 10**6)
 
 
