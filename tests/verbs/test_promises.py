@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -22,7 +23,7 @@ ASYNC = [name for name, verb in VERBS.items() if verb.takes_async]
 
 
 NARROW = (torch.float16, torch.bfloat16)
-COUNTS = (7, 1 << 17, (1 << 20) + 12_345)
+COUNTS = (7, 1 << 17, (1 << 19) + 12_345)
 """Small, of one host's slots, and so large that parts are exchanged."""
 
 
@@ -45,6 +46,7 @@ def narrow_sums() -> list[str]:
     rank, size = md.get_rank(), md.get_world_size()
     wrong = []
 
+    @cache  # for every op
     def part(dtype: torch.dtype, count: int, member: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(member)
         x = torch.randn(count, generator=generator).to(dtype)
