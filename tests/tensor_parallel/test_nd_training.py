@@ -151,11 +151,27 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=30)
+def check(case: Case) -> None:
+    whole, wanted = alone(case)  # once for all ranks
+
+    def program() -> tuple[float, float]:
+        return trained_together(case, "cpu", Trained(case), whole, wanted)
+
+    for found, of_norms in md.simulate(program, math.prod(case.shape)):
+        assert found < 1e-11 and of_norms < 1e-11
+
+
+@settings(max_examples=12)
 @given(cases())
 def test_steps_are_those_of_one_device(case: Case) -> None:
-    for found, of_norms in md.simulate(together, math.prod(case.shape), args=(case,)):
-        assert found < 1e-11 and of_norms < 1e-11
+    check(case)
+
+
+@pytest.mark.soak
+@settings(max_examples=300)
+@given(cases())
+def test_three_hundred(case: Case) -> None:
+    check(case)
 
 
 ON_WIRES = [
