@@ -245,8 +245,11 @@ class World:
                 self.closers.pop()()
             except Exception as failure:  # every closer runs, the first failure is raised
                 failures.append(failure)
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # else this frame would hold the failure, which holds this frame
 
     def __enter__(self) -> World:
         return self
