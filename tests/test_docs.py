@@ -122,7 +122,7 @@ def test_every_python_block_runs(page: str, pool: Pool, tmp_path: Path) -> None:
     script = script_of(read(page))
     path = tmp_path / f"{Path(page).stem}.py"
     path.write_text(script, encoding="utf-8")
-    (done,) = pool.start(path, is_strict=True, timeout_s=TIMEOUT_S)
+    (done,) = pool.start(path, is_strict=True, has_teardown=False, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, f"{page} (the line numbers are the page's)\n{done.stderr}"
 
 

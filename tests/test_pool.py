@@ -196,8 +196,9 @@ raise ValueError("unwell")
 """
 
 
-def test_programs_end_as_programs_do(pool: Pool) -> None:
-    first, second, third = pool.start(ENDING, places(3), "a", "b")
+@pytest.mark.parametrize("has_teardown", [True, False])
+def test_programs_end_as_programs_do(pool: Pool, has_teardown: bool) -> None:
+    first, second, third = pool.start(ENDING, places(3), "a", "b", has_teardown=has_teardown)
     assert [one.returncode for one in (first, second, third)] == [1, 7, -signal.SIGKILL]
     assert first.stdout == "__main__ program.py ['a', 'b'] 0\nat the end\n"
     assert first.stderr.startswith("Traceback (most recent call last):\n")
@@ -211,6 +212,26 @@ def test_a_program_alone_has_no_place_and_its_warnings_may_be_errors(pool: Pool)
         (done,) = pool.start(ENDING, [{"MINE": "x"}], "warns", is_strict=is_strict)
         assert done.stdout == "__main__ program.py ['warns'] None\nat the end\n"
         assert done.stderr.endswith(f"{error}\n")
+
+
+LAST = """
+import sys, threading, time
+class Here:
+    def __del__(self):
+        print("torn down")
+here = Here()
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread"))).start()
+sys.exit(None if "well" in sys.argv else "unwell")
+"""
+
+
+@pytest.mark.parametrize("has_teardown", [True, False])
+def test_the_teardown_alone_may_be_left_out(pool: Pool, has_teardown: bool) -> None:
+    last = "torn down\n" if has_teardown else ""
+    for words, code, error in ((("well",), 0, ""), ((), 1, "unwell\n")):
+        (done,) = pool.start(LAST, [{}], *words, has_teardown=has_teardown)
+        assert (done.returncode, done.stdout) == (code, f"a thread\n{last}")
+        assert done.stderr == error
 
 
 def test_a_program_that_does_not_end_is_an_error(pool: Pool) -> None:

@@ -20,7 +20,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.mark.parametrize("name", ["fsdp_in_einsum", "megatron_block", "sequence_parallel"])
 def test_they_check_themselves(pool: Pool, name: str) -> None:
-    ended = pool.start(EXAMPLES / f"{name}.py", places(4), "--check", is_strict=True)
+    ended = pool.start(
+        EXAMPLES / f"{name}.py", places(4), "--check", is_strict=True, has_teardown=False
+    )
     assert [one.returncode for one in ended] == [0] * 4, ended
     (said,) = [one.stdout for one in ended if one.stdout]
     assert said.startswith("dp=")

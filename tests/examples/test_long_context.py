@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "long_context.py"
 @pytest.mark.parametrize("more", [(), ("--no-causal",)])
 def test_it_checks_itself(pool: Pool, num_ranks: int, method: str, more: tuple[str, ...]) -> None:
     words = ("--method", method, "--check", *more)
-    ended = pool.start(SCRIPT, places(num_ranks), *words, is_strict=True)
+    ended = pool.start(SCRIPT, places(num_ranks), *words, is_strict=True, has_teardown=False)
     assert [one.returncode for one in ended] == [0] * num_ranks, ended
     (said,) = [one.stdout for one in ended if one.stdout]
     assert said.startswith(f"cp={num_ranks}, {method}: loss 3.7")
@@ -45,7 +45,7 @@ def test_it_checks_itself(pool: Pool, num_ranks: int, method: str, more: tuple[s
 def test_what_cannot_be_cut_is_refused(
     pool: Pool, words: tuple[str, ...], num_ranks: int, text: str
 ) -> None:
-    for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True):
+    for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True, has_teardown=False):
         assert (ended.returncode, ended.stderr.strip()) == (1, text)
 
 

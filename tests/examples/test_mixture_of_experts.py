@@ -32,7 +32,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "mixture_of_experts.
     ],
 )
 def test_it_checks_itself(pool: Pool, num_ranks: int, words: tuple[str, ...], said: str) -> None:
-    ended = pool.start(SCRIPT, places(num_ranks), "--check", *words, is_strict=True)
+    ended = pool.start(
+        SCRIPT, places(num_ranks), "--check", *words, is_strict=True, has_teardown=False
+    )
     assert [one.returncode for one in ended] == [0] * num_ranks, ended
     (text,) = [one.stdout for one in ended if one.stdout]
     first, losses, last = text.splitlines()
@@ -42,7 +44,7 @@ def test_it_checks_itself(pool: Pool, num_ranks: int, words: tuple[str, ...], sa
 
 
 def test_one_product_for_all_experts_is_used_where_torch_has_it(pool: Pool) -> None:
-    ended = pool.start(SCRIPT, places(2), is_strict=True)
+    ended = pool.start(SCRIPT, places(2), is_strict=True, has_teardown=False)
     assert [one.returncode for one in ended] == [0, 0], ended
     (text,) = [one.stdout for one in ended if one.stdout]
     how = "grouped_mm" if hasattr(torch.nn.functional, "grouped_mm") else "a product for each"
@@ -79,7 +81,7 @@ def test_both_ways_to_multiply_agree(
 def test_what_cannot_be_cut_is_refused(
     pool: Pool, words: tuple[str, ...], num_ranks: int, text: str
 ) -> None:
-    for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True):
+    for ended in pool.start(SCRIPT, places(num_ranks), *words, is_strict=True, has_teardown=False):
         assert (ended.returncode, ended.stderr.strip()) == (1, text)
 
 

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "reshard.py"
 
 
 def test_it_checks_itself(pool: Pool) -> None:
-    ended = pool.start(SCRIPT, places(4), "--check", is_strict=True)
+    ended = pool.start(SCRIPT, places(4), "--check", is_strict=True, has_teardown=False)
     assert [one.returncode for one in ended] == [0] * 4, ended
     (said,) = [one.stdout for one in ended if one.stdout]
     _, columns, *lines, last = said.splitlines()

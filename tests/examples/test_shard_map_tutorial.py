@@ -27,7 +27,7 @@ NAMES = [
 
 
 def test_it_checks_itself(pool: Pool) -> None:
-    ended = pool.start(SCRIPT, places(2), "--check", is_strict=True)
+    ended = pool.start(SCRIPT, places(2), "--check", is_strict=True, has_teardown=False)
     assert [one.returncode for one in ended] == [0, 0], ended
     (said,) = [one.stdout for one in ended if one.stdout]
     lines = re.findall(r"^(.+?) +difference (\S+)$", said, re.MULTILINE)
