@@ -19,14 +19,17 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// The methods, each named as its verb.
-#define MESHDIST_FAST_VERBS(X)                                                                      \
-  X(all_reduce) X(reduce) X(broadcast) X(all_gather_into_tensor) X(all_gather_single)               \
-  X(reduce_scatter_tensor) X(reduce_scatter_single) X(all_gather) X(gather) X(scatter)              \
-  X(all_to_all) X(all_to_all_single) X(barrier) X(send) X(recv)
+// The verbs, each with the method that does it.
+#define MESHDIST_FAST_VERBS(X)                                                         \
+  X(all_reduce, all_reduce) X(reduce, reduce) X(broadcast, broadcast)                  \
+  X(all_gather_into_tensor, gather_blocks) X(all_gather_single, gather_blocks)         \
+  X(reduce_scatter_tensor, scatter_blocks) X(reduce_scatter_single, scatter_blocks)    \
+  X(all_gather, all_gather) X(gather, gather) X(scatter, scatter)                      \
+  X(all_to_all, all_to_all) X(all_to_all_single, all_to_all_single)                    \
+  X(barrier, barrier) X(send, send) X(recv, recv)
 
 namespace names {
-#define MESHDIST_NAME_OF(verb) const Name verb{#verb};
+#define MESHDIST_NAME_OF(verb, method) const Name verb{#verb};
 MESHDIST_FAST_VERBS(MESHDIST_NAME_OF)
 const Name started{"_started"}, result{"_result"}, user{"_user"}, starting{"starting"};
 }  // namespace names
@@ -55,38 +58,29 @@ class FastPath {
     }
   }
 
-  // The title of a call is None where it has none.
-  bool all_reduce(nb::handle x, nb::handle op, nb::handle title) {
-    return run_in_place({Verb::all_reduce, {names::all_reduce.object, title_of(title)}}, x, op);
+  // Each is given the verb that a program has called; the title of a call is None where it has none.
+  bool all_reduce(nb::handle verb, nb::handle x, nb::handle op, nb::handle title) {
+    return run_in_place({Verb::all_reduce, {verb, title_of(title)}}, x, op);
   }
 
-  bool reduce(nb::handle x, nb::handle op, int root) {
-    return run_in_place({Verb::reduce, {names::reduce.object}}, x, op, root);
+  bool reduce(nb::handle verb, nb::handle x, nb::handle op, int root) {
+    return run_in_place({Verb::reduce, {verb}}, x, op, root);
   }
 
-  bool broadcast(nb::handle x, int root, nb::handle title) {
-    return run_in_place({Verb::broadcast, {names::broadcast.object, title_of(title)}}, x, {}, root);
+  bool broadcast(nb::handle verb, nb::handle x, int root, nb::handle title) {
+    return run_in_place({Verb::broadcast, {verb, title_of(title)}}, x, {}, root);
   }
 
-  bool all_gather_into_tensor(nb::handle out, nb::handle in, nb::handle title) {
-    return run_blocks({Verb::all_gather, {names::all_gather_into_tensor.object, title_of(title)}}, out, in);
+  bool gather_blocks(nb::handle verb, nb::handle out, nb::handle in, nb::handle title) {
+    return run_blocks({Verb::all_gather, {verb, title_of(title)}}, out, in);
   }
 
-  bool all_gather_single(nb::handle out, nb::handle in) {
-    return run_blocks({Verb::all_gather, {names::all_gather_single.object}}, out, in);
+  bool scatter_blocks(nb::handle verb, nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
+    return run_blocks({Verb::reduce_scatter, {verb, title_of(title)}}, out, in, op);
   }
 
-  bool reduce_scatter_tensor(nb::handle out, nb::handle in, nb::handle op, nb::handle title) {
-    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_tensor.object, title_of(title)}}, out, in,
-                      op);
-  }
-
-  bool reduce_scatter_single(nb::handle out, nb::handle in, nb::handle op) {
-    return run_blocks({Verb::reduce_scatter, {names::reduce_scatter_single.object}}, out, in, op);
-  }
-
-  bool all_gather(nb::handle outs, nb::handle x) {
-    Collective call{Verb::all_gather_v, {names::all_gather.object}};
+  bool all_gather(nb::handle verb, nb::handle outs, nb::handle x) {
+    Collective call{Verb::all_gather_v, {verb}};
     Plain plain;
     if (!is_ready(true) || !entry_.read(x, plain) ||
         !read_apart(outs, plain, call.outs, call.written, true)) {
@@ -97,17 +91,17 @@ class FastPath {
     return run(call, plain, plain, true);
   }
 
-  bool gather(nb::handle x, nb::handle outs, int root) {
-    return run_at_root({Verb::gather, {names::gather.object}}, x, outs, root);
+  bool gather(nb::handle verb, nb::handle x, nb::handle outs, int root) {
+    return run_at_root({Verb::gather, {verb}}, x, outs, root);
   }
 
-  bool scatter(nb::handle x, nb::handle ins, int root) {
-    return run_at_root({Verb::scatter, {names::scatter.object}}, x, ins, root);
+  bool scatter(nb::handle verb, nb::handle x, nb::handle ins, int root) {
+    return run_at_root({Verb::scatter, {verb}}, x, ins, root);
   }
 
-  bool all_to_all_single(nb::handle out, nb::handle in, nb::handle out_sizes, nb::handle in_sizes,
-                         nb::handle title) {
-    Collective call{Verb::all_to_all, {names::all_to_all_single.object, title_of(title)}};
+  bool all_to_all_single(nb::handle verb, nb::handle out, nb::handle in, nb::handle out_sizes,
+                         nb::handle in_sizes, nb::handle title) {
+    Collective call{Verb::all_to_all, {verb, title_of(title)}};
     Plain output, input;
     const std::uint64_t size = entry_.size();
     if (!is_ready(true) || !entry_.read(out, output) || !entry_.read(in, input) || !output.is_like(input) ||
@@ -140,8 +134,8 @@ class FastPath {
     return exchange(call, input);
   }
 
-  bool all_to_all(nb::handle outs, nb::handle ins, nb::handle title) {
-    Collective call{Verb::all_to_all, {names::all_to_all.object, title_of(title)}};
+  bool all_to_all(nb::handle verb, nb::handle outs, nb::handle ins, nb::handle title) {
+    Collective call{Verb::all_to_all, {verb, title_of(title)}};
     Plain first;
     if (!is_ready(true) || !entry_.read_list(ins, first, call.ins, call.read, &call.in_counts) ||
         !entry_.read_list(outs, first, call.outs, call.written, &call.out_counts) ||
@@ -158,18 +152,18 @@ class FastPath {
   // What the call that was done returns: a Work where it was started, of a receive the sender's global rank.
   nb::object take_found() { return std::exchange(found_, nb::none()); }
 
-  bool barrier() {
-    Collective call{Verb::barrier, {names::barrier.object}};
+  bool barrier(nb::handle verb) {
+    Collective call{Verb::barrier, {verb}};
     return is_ready() && run(call, {}, {});
   }
 
-  bool send(nb::handle x, nb::handle peer, nb::handle tag) {
-    Message message{names::send.object, peer, tag, true};
+  bool send(nb::handle verb, nb::handle x, nb::handle peer, nb::handle tag) {
+    Message message{verb, peer, tag, true};
     return run(x, message);
   }
 
-  bool recv(nb::handle x, nb::handle peer, nb::handle tag) {
-    Message message{names::recv.object, peer, tag};
+  bool recv(nb::handle verb, nb::handle x, nb::handle peer, nb::handle tag) {
+    Message message{verb, peer, tag};
     if (!run(x, message)) return false;
     found_ = entry_.rank_of(message.member);
     return true;
@@ -367,11 +361,11 @@ To argument(PyObject* const* given, Py_ssize_t count, std::size_t place) {
   }
 }
 
-// A method as Python has it: None where the call is done, its Work where it is started, else False.
-template <auto kMethod>
+// A verb as Python has it: None where the call is done, its Work where it is started, else False.
+template <const Name* kVerb, auto kMethod>
 struct Entrance;
-template <class... Taken, bool (FastPath::*kMethod)(Taken...)>
-struct Entrance<kMethod> {
+template <const Name* kVerb, class... Taken, bool (FastPath::*kMethod)(nb::handle, Taken...)>
+struct Entrance<kVerb, kMethod> {
   static PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return call_with(self, given, count, std::index_sequence_for<Taken...>());
   }
@@ -386,13 +380,13 @@ struct Entrance<kMethod> {
         throw nb::python_error();
       }
       FastPath& path = *nb::inst_ptr<FastPath>(self);
-      if (!(path.*kMethod)(argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
+      if (!(path.*kMethod)(kVerb->object, argument<Taken>(given, count, kPlaces)...)) return nb::bool_(false);
       return path.take_found();
     });
   }
 };
 
-#define MESHDIST_METHOD(verb) fast_method(#verb, Entrance<&FastPath::verb>::call),
+#define MESHDIST_METHOD(verb, method) fast_method(#verb, Entrance<&names::verb, &FastPath::method>::call),
 PyMethodDef methods[] = {MESHDIST_FAST_VERBS(MESHDIST_METHOD)};
 
 PyObject* fast_path_type = nullptr;  // kept as long as the process lives

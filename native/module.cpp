@@ -64,8 +64,10 @@ auto with_job(Run run) {
   return [run](PyCommunicator& self, unsigned verb, Count count, unsigned dtype, unsigned op, int root,
                Address out, Address in, const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint,
                const Layouts& layouts, More... more) {
-    return run(self, self.job(verb, count, dtype, op, root, out, in, outs, ins, fingerprint, layouts),
-               std::move(more)...);
+    Job job = self.job(verb, count, dtype, op, root, out, in);
+    job.call.header.fingerprint = fingerprint;
+    self.fill_in(job, outs, ins, layouts);
+    return run(self, std::move(job), std::move(more)...);
   };
 }
 

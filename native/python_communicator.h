@@ -276,18 +276,16 @@ class PyCommunicator : public Communicator {
     job.in = pointer(in);
     return job;
   }
-  Job job(unsigned verb, Count count, unsigned dtype, unsigned op, int root, Address out, Address in,
-          const Buffers& outs, const Buffers& ins, std::uint32_t fingerprint, const Layouts& layouts) const {
-    Job it = job(verb, count, dtype, op, root, out, in);
-    it.call.header.fingerprint = fingerprint;
-    if (!fits(outs, kOutputs[verb], root) || !fits(ins, kInputs[verb], root)) {
+  // Complete `it` with what not every call has.
+  void fill_in(Job& it, const Buffers& outs, const Buffers& ins, const Layouts& layouts) const {
+    const auto verb = static_cast<unsigned>(it.verb());
+    if (!fits(outs, kOutputs[verb], it.root()) || !fits(ins, kInputs[verb], it.root())) {
       throw std::invalid_argument("the verb takes another number of buffers");
     }
     for (auto [address, elements] : outs) it.outs.push_back({pointer(address), elements});
     for (auto [address, elements] : ins) it.ins.push_back({pointer(address), elements});
     if (it.verb() == Verb::all_reduce_list) sign(it);
     lay(it, layouts);
-    return it;
   }
 
   int run(Job& job, double timeout) {

@@ -310,27 +310,22 @@ void Transfers::post(const TransferPtr& receive) {
   for (unsigned j = 0; j < end_->size; ++j) {
     if (j != end_->rank && (receive->peer < 0 || receive->peer == static_cast<int>(j))) drain(j);
   }
-  Peer* best = nullptr;
+  const auto fits_tag = [&](const Early& one) { return one.packet.tag == receive->tag; };
   std::list<Early>::iterator found;
-  unsigned from = 0;
+  unsigned from = end_->size;
   for (unsigned j = 0; j < end_->size; ++j) {
     if (receive->peer >= 0 && receive->peer != static_cast<int>(j)) continue;
-    for (auto one = peers_[j].early.begin(); one != peers_[j].early.end(); ++one) {
-      if (one->packet.tag != receive->tag) continue;
-      if (best == nullptr || one->order < found->order) {
-        best = &peers_[j];
-        found = one;
-        from = j;
-      }
-      break;
-    }
+    const auto first = std::find_if(peers_[j].early.begin(), peers_[j].early.end(), fits_tag);
+    if (first == peers_[j].early.end() || (from < end_->size && found->order < first->order)) continue;
+    found = first;
+    from = j;
   }
-  if (best == nullptr) {
+  if (from == end_->size) {
     posted_.push_back(receive);
     return;
   }
   Early early = std::move(*found);
-  best->early.erase(found);
+  peers_[from].early.erase(found);
   if (early.own != nullptr) {
     pass_to_self(early.own, receive, early.packet);
   } else {
