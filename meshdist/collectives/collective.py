@@ -178,11 +178,12 @@ class Collective(VerbCall):
         """Raise where two of the arrays that the verb writes have memory in common."""
         # Of ``[x] * 3`` the last result alone would be left. Arrays with gaps, such as columns of
         # one matrix, may lie among each other: of them the first elements are compared.
-        spans = sorted(
+        spans = [
             (data.data_ptr(), data.nbytes if data.is_contiguous() else data.element_size(), place)
             for place, (_, data, _) in enumerate(self.written)
             if data.numel()
-        )
+        ]
+        spans.sort()
         for (start, size, place), (begin, _, other) in pairwise(spans):
             if begin < start + size:
                 raise ArgumentError(

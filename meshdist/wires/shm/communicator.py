@@ -332,10 +332,9 @@ def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int
     if form is _NONE:
         return _NOWHERE
     if form is _PARTS:
-        whole = tensors[0]
-        item = whole.itemsize
-        starts = accumulate([size * item for size in sizes], initial=whole.data_ptr())
-        return 0, 0, [(start, size * scale) for start, size in zip(starts, sizes, strict=False)]
+        start, item = tensors[0].data_ptr(), tensors[0].itemsize
+        places = zip(accumulate(sizes, initial=0), sizes, strict=False)
+        return 0, 0, [(start + before * item, size * scale) for before, size in places]
     return 0, 0, [(tensor.data_ptr(), tensor.numel() * scale) for tensor in tensors]
 
 
