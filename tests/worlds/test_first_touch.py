@@ -29,7 +29,7 @@ def said(pool: Pool, text: str, size: int = 2, **more: str) -> list[list[Any]]:
     """What each of ``size`` launched processes said, one list a line."""
     found = []
     environments = [{**place, **more} for place in places(size)] if size else [{}]
-    for done in pool.start(OPENING + text, environments, is_strict=True):
+    for done in pool.start(OPENING + text, environments, is_strict=True, has_teardown=False):
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         found.append([json.loads(line) for line in done.stdout.splitlines()])
     return found
