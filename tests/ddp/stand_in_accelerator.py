@@ -85,6 +85,9 @@ class EnqueuedWork:
         self.accelerator.enqueued.append(self.work.wait)
         return True
 
+    def _may_be_dropped(self) -> None:
+        self.work._may_be_dropped()
+
 
 @contextmanager
 def in_place_of_the_cpu() -> Iterator[Callable[[], Accelerator]]:

@@ -94,6 +94,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 told.append("wait")
                 return work.wait()
 
+            def _may_be_dropped(self) -> None:
+                work._may_be_dropped()
+
         return Telling()
 
     monkeypatch.setattr(flat_sums, "all_reduce", telling)
@@ -276,6 +279,9 @@ def test_after_a_failed_reduction_every_forward_says_so(monkeypatch: pytest.Monk
     class Failing:
         def wait(self) -> bool:
             raise BackendError("all_reduce on the world failed on wire 'none'")
+
+        def _may_be_dropped(self) -> None:
+            pass
 
     def program() -> str:
         module = Chain([0], [])

@@ -249,7 +249,7 @@ def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
     """Gather inside each host, exchange between hosts, and spread inside."""
     outputs, (tensor,), places = prepared.outputs, prepared.inputs, stages.places
     whole, order, is_in_place = outputs[0].view(-1), places.by_host, False
-    if prepared.way == "all_gather":
+    if len(outputs) == 1:  # the whole, in one tensor
         outputs = parts(whole, [tensor.numel()] * stages.size)
         is_in_place = list(order) == sorted(order)
     if not is_in_place:

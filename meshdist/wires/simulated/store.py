@@ -143,10 +143,10 @@ class SimulatedStore(Store):
     def _wait_for(self, keys: Sequence[str], call: str) -> None:
         self._wait(lambda: self._has(keys), call)
 
-    def _wait(self, is_ready: Callable[[], bool], call: str) -> None:
-        """Wait until ``is_ready()``, while other ranks run; raise on a thread that is no rank."""
+    def _wait(self, is_ready: Callable[[], bool], call: str) -> bool:
+        """Wait until ``is_ready()``; return True; raise on a thread that is no rank."""
         if is_ready():
-            return
+            return True
         rank = find_rank_here()
         if rank is None:
             raise WorldError(
@@ -156,6 +156,7 @@ class SimulatedStore(Store):
                 fix="set the key first, or ask with store.check",
             )
         rank.wait(CallWait(call, call_site(), is_ready))
+        return True
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
