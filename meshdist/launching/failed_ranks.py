@@ -32,6 +32,7 @@ _OF_ANOTHER = re.compile(
     | \bwas\ interrupted\ by\b
     | \bcould\ not\ open\ a\ debugger\b
     | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
+    | \bfound:\ +rank\ \d+\ (has\ ended|ended\ by)\b
     | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b
     | Connection\ (closed|reset)\ by\ peer          # Gloo
     | remote\ process\ exited                       # NCCL
