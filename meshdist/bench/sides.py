@@ -172,7 +172,11 @@ class MpiSide(Library):
         self.barrier, self.close = self._world.Barrier, lambda: None  # MPI ends with the process
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None for bfloat16 and verbs that MPI lacks."""
+        """Return a function that does ``verb`` once; None for bfloat16 and verbs that MPI lacks.
+
+        Args:
+            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
+        """
         import numpy as np
 
         world, is_root = self._world, self.rank == 0

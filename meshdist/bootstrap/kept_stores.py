@@ -61,7 +61,7 @@ def keep_store(address: Hashable, make: Callable[[], Store]) -> Store:
 
 
 def let_go(address: Hashable) -> None:
-    """End a use of the store of ``address``; the last closes it once other processes left."""
+    """End a use of ``address``; the last closes its store, or a thread does once others left."""
     key = (os.getpid(), address)
     with _keeping:
         kept = _kept.get(key)

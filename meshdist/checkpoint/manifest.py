@@ -197,7 +197,7 @@ def headers_as_manifest(
     file_bytes: Mapping[str, int],
     where: str,
 ) -> Manifest:
-    """Return a manifest for files that have none, of ``headers`` by file and array."""
+    """Return the manifest of ``headers`` by file and array; raise if these conflict."""
     arrays: dict[str, SavedArray] = {}
     for file, header in headers.items():
         for name, (dtype, shape, offsets) in header.items():

@@ -33,7 +33,7 @@ def items_of(
     dtype: torch.dtype | None = None,
     alone: Collection[int] = (),
 ) -> list[Item]:
-    """Return (bytes, kind) of each parameter; equal kinds may share a bucket, ``alone`` never."""
+    """Return (bytes as ``dtype``, kind) of each; equal kinds share a bucket, ``alone`` never."""
     return [
         (
             p.numel() * (dtype or p.dtype).itemsize,

@@ -15,7 +15,7 @@ from .device_streams import reader_for
 
 
 class Ending(IntEnum):
-    """The way in which a rank's backward ended, and the place of its flag in the tail."""
+    """The way in which a rank's backward ended, and the index of its flag in ``Tail``'s numbers."""
 
     WHOLE = 0
     PARTIAL = 1

@@ -107,7 +107,7 @@ def _check_axis(pattern: Pattern, axis: str, layout: Layout | None, start: int) 
 
 
 def _fix_of_dims(side: PatternSide, ndim: int) -> str | None:
-    """Return the fix of a side that has another number of dims than ``ndim``; None without."""
+    """Return the fix of a side whose number of dims is not ``ndim``; None if it has ``...``."""
     if any(dim.is_rest for dim in side.dims):
         return None
     name = " ".join(side.names)

@@ -399,7 +399,7 @@ def unshard_request(
 def move_request(
     verb: str, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> ReshardRequest:
-    """Return the request to move an array of known shape from one sharding to another."""
+    """Return the request to move an array of the whole ``shape`` from one sharding to another."""
     mesh, other = source.mesh, target.mesh
     plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
     whole = mesh

@@ -291,7 +291,7 @@ class _TypedMode(ContextMode):
     def _checked(
         self, operation: TorchFunction, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Return a call's typed result; its errors in operators are no TypeErrors."""
+        """Return ``func``'s typed result; if ``operation`` is an operator, raise no TypeError."""
         try:
             return self._special(operation, func, args, kwargs)
         except MeshdistError as error:

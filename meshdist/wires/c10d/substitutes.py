@@ -91,7 +91,7 @@ def read_as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` flat, as bytes if torch's classes cannot move its dtype."""
+    """Return a contiguous tensor's memory, flat; as bytes if c10d cannot move its dtype."""
     if tensor.dtype not in _MOVED:
         return read_as(tensor, torch.uint8)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
