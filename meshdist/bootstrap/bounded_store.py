@@ -74,7 +74,7 @@ def within(deadline: Deadline) -> Iterator[None]:
 
 @contextmanager
 def looking(look: Callable[[], object] | None) -> Iterator[None]:
-    """Let waits of this thread for keys call ``look`` now and then, which may raise."""
+    """Let this thread's waits for keys call ``look``, which may raise, or nothing if None."""
     token = _look.set(look)
     try:
         yield

@@ -289,7 +289,7 @@ class Attempt:
         )
 
     def _fail(self, keys: Store, generation: int, failure: dict[str, Any], size: int) -> None:
-        """Close the generation with ``failure``, then raise the outcome's error, if it failed."""
+        """Close an open generation with ``failure``; raise the error that closed it, if any did."""
         self._resolve(keys, failure)
         self._pass_over(generation)
         self._raise(_state(keys, size))

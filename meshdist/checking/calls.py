@@ -222,7 +222,7 @@ class Note(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """The call and its place with the group, and with the number of a collective."""
+        """The call, its group, its place in the program, and the number if it is a collective."""
         if self.is_message:  # the two ends of a message need not agree on a number
             return f"{self.called} on {self.group.name} at {self.where}"
         return f"call {self.sequence} on {self.group.name}: {self.called} at {self.where}"

@@ -43,7 +43,7 @@ def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:
     """Return the checked call of a verb, not yet run.
 
     Args:
-        given: its arguments in the order of its row; a root is a place in the group.
+        given: its arguments, as its row of the table of verbs has them; a root is a place.
         title: the name of what the call is a part of.
     """
     recipe = _RECIPES[verb]

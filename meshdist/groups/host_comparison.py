@@ -170,7 +170,7 @@ class HostComparison:
 
     Args:
         is_leader: whether this member compares for its host.
-        wake: makes the signal thread call ``look`` at once.
+        wake: makes the signal thread call this object's ``look`` at once.
     """
 
     world: World
