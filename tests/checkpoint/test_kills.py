@@ -5,6 +5,7 @@ The next save removes what was left over, and nothing of a job that lives.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ from tests.pool import Failure, Pool
 from .file_operations import Act, Operation, watched
 
 SIZE = 3
+HANGS_S = 60  # a forked process that takes longer shows its stacks on stderr, and ends with 1
 
 
 def state_of(step: int, size: int) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def in_child(body: Callable[[], None], act: Act) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
         try:
             with watched(act):
                 body()
@@ -308,9 +311,9 @@ def test_a_forked_child_keeps_no_lock_of_a_killed_job(pool: Pool, tmp_path: Path
             checkpoints.save({"step": 1}, 1)
             worker = os.fork()
             if worker == 0:
+                os.write(write, str(os.getpid()).encode())  # it has closed its copy by now
                 time.sleep(60.0)
                 os._exit(0)
-            os.write(write, str(worker).encode())
             os.kill(os.getpid(), signal.SIGKILL)
         worker = int(os.read(read, 20))
         os.waitpid(job, 0)

