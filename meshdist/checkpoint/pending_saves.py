@@ -47,7 +47,7 @@ class PendingSave:
         self._has_ended.wait()
         if self._error is not None:
             self.was_raised = True
-            # A copy: the frames of its callers would hold this object, which would hold them.
+            # A copy: else this object would hold the error, whose frames hold this object.
             raise without_frames(self._error)
 
     def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:

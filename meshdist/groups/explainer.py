@@ -77,7 +77,7 @@ class OtherMembers(ABC):
     # What is not abstract does nothing here: a kind overrides what its members can do.
 
     compare_misfits = True
-    """Return whether a sender raises, too, where its message does not fit what receives it."""
+    """Whether a sender raises, too, where its message does not fit what receives it."""
 
     @property
     def is_closed(self) -> bool:

@@ -183,7 +183,7 @@ class HostComparison:
         self.explain: Callable[..., MeshdistError]
         """Makes the error that all members raise; that of a group which uses the communicator."""
         self.is_told = False
-        """Return whether the program has seen an error of the communicator."""
+        """Whether the program has seen an error of the communicator."""
         self.is_explained = threading.Event()
         self.last = 0
         """The number of the last call."""

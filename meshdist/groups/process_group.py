@@ -106,9 +106,9 @@ class ProcessGroup(VerbMethods):
         self.fast_path_on_device: FastPath | None = None
         """That of plain calls on a device's tensors, which are enqueued there."""
         self.is_on_stream = False
-        """Return whether a wire is open whose verbs are enqueued on a device."""
+        """Whether a wire is open whose verbs are enqueued on a device."""
         self.has_devices = True
-        """Return whether all members have chosen their devices, as far as that is known."""
+        """Whether all members have chosen their devices, as far as that is known."""
 
     def __del__(self) -> None:
         """Stay with the registry, which needs it as long as a member uses what it has open.
@@ -181,8 +181,8 @@ class ProcessGroup(VerbMethods):
                 agree now.
             slot: under which each of them made its offer.
         """
-        may_open = self._num_forks == forks[0]  # else this is a forked child
-        if may_open and (channel := self._channels.get(device_type)) is not None:
+        is_own_process = self._num_forks == forks[0]  # else this is a forked child
+        if is_own_process and (channel := self._channels.get(device_type)) is not None:
             return channel
         return self._open_channel(device_type, agreement, slot)
 

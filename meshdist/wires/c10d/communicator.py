@@ -120,9 +120,9 @@ class C10dCommunicator(Communicator):
     lacking: ClassVar[frozenset[str]] = frozenset()
     """Verbs that the class lacks, or that are better built from its others."""
     gathers_uneven: ClassVar[bool] = False
-    """Return whether its all-gather takes tensors of several sizes."""
+    """Whether its all-gather takes tensors of several sizes."""
     spoils_others: ClassVar[bool] = False
-    """Return whether its reduce writes over the tensors of members that get no result."""
+    """Whether its reduce writes over the tensors of members that get no result."""
     most_gathered_bytes: ClassVar[int] = 0
     """Narrow floats of all members that are gathered as a whole to be reduced."""
     operation_kind: ClassVar[type[Any] | None] = None

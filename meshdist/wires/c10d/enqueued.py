@@ -69,7 +69,7 @@ _OF_LISTS = frozenset({"all_gather_list", "reduce_scatter_list"})
 is_capturing: Callable[[], bool] = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-"""Return whether a CUDA graph captures what goes to the current stream."""
+"""Whether a CUDA graph captures what goes to the current stream."""
 
 
 class DeviceResult:
