@@ -42,7 +42,7 @@ Call = Callable[[], Any]
 
 
 class Library(ABC):
-    """A library with its world of ranks."""
+    """A library that the bench measures, with this rank's place in the world that it has opened."""
 
     rank: int
     size: int

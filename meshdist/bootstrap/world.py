@@ -272,7 +272,7 @@ _used_contexts: list[ContextVar[World | None]] = []
 
 
 def places_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
-    """Return the live lists of the ContextVar of worlds, if in use, and of this process's group."""
+    """Return two lists, updated in place: the worlds' ContextVar, if used; the process's group."""
     return _used_contexts, _group_of_process
 
 

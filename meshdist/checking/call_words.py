@@ -133,7 +133,7 @@ class CallWords:
         return word
 
     def _left_over(self) -> int:
-        """Return the number of words left in the half that is written."""
+        """Return how many words are free in the half of the room that is being filled."""
         return _FIRST + (self._turn % 2 + 1) * _HALF - self._end
 
     # -- of the others ----------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class CallWords:
 
 
 def num_bytes() -> int:
-    """Return the most bytes that a statement may have."""
+    """Return the most bytes that the description of a call may have in call words."""
     return 8 * (_HALF - 1)
 
 

@@ -308,7 +308,7 @@ def from_fields(
 
 
 def is_list(data: Data) -> bool:
-    """Return whether ``data`` is of a list of tensors."""
+    """Return whether ``data`` describes a list of tensors, not a single tensor or none."""
     return data is not None and not (data and isinstance(data[0], torch.Size))
 
 

@@ -60,7 +60,7 @@ class OpenArrays:
             target[index_of(within(common, box))].copy_(part)
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return the part ``box`` of an array, on the CPU; raise if the files do not fit."""
+        """Return the part ``box`` of an array, on the CPU; raise if files break the manifest."""
         self.check(name, box)
         part = torch.empty(shape_of(box), dtype=self.manifest.arrays[name].torch_dtype)
         self.fill(part, name, box)

@@ -83,7 +83,11 @@ class Staging:
                 pending.wait()
 
     def start(self, job: SaveJob, world: World | None) -> PendingSave:
-        """Copy this rank's arrays, wait for the save before, start a thread; return the save."""
+        """Copy this rank's arrays, wait for the previous save, return a save that a thread makes.
+
+        Args:
+            world: None in a process without a world; simulated ranks have saved on return.
+        """
         # All ranks are here, so that they have read how the save before the last has ended.
         while len(self._messages) > 1:
             self._messages.pop(0).forget()

@@ -124,7 +124,7 @@ class Backward:
 
     Args:
         task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
-        at_forward: of each bucket, the gradients without a hook as they were behind the forward.
+        at_forward: for each bucket, the gradients of parameters without a hook, after the forward.
         has_graph: whether its gradients could be differentiated again.
     """
 

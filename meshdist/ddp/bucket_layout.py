@@ -183,7 +183,7 @@ class ReductionTerms(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketLayout:
-    """The buckets in memory, for a backward at a time; a new layout is made on any change.
+    """The division of gradients into buckets, with their memory; any change makes a new layout.
 
     Args:
         trailing: the parameters whose gradient some rank may lack.

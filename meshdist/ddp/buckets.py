@@ -256,7 +256,7 @@ class Filling:
     # -- taking in --------------------------------------------------------------------------------
 
     def take_early(self) -> bool:
-        """Take all gradients if all have come, and return True; else return False."""
+        """Copy all gradients into the bucket if all have come; return whether they had."""
         self.must_wait = bool(self.find_missing())
         if self.must_wait:
             return False

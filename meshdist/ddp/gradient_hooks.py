@@ -54,7 +54,7 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
 
 
 class GradientTaker(Protocol):
-    """The members of a reducer that gradient hooks use."""
+    """Interface of a reducer by which gradient hooks find the backward of their gradient."""
 
     @property
     def backward(self) -> Backward | None:

@@ -219,7 +219,7 @@ class DataLogger:
         )
 
     def iteration_begins(self, layout: BucketLayout) -> None:
-        """Set the fields of the iteration sampled last; sample the new iteration if it is due."""
+        """Log the times of the iteration timed last; time the new iteration if it is due."""
         before, self._timing = self._timing, None
         if before is not None and not is_capturing(self._device):
             self._tell(before, layout.buckets)

@@ -86,7 +86,7 @@ class Reports:
         )
 
     def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
-        """Return the error for unexpected gradients; ``held`` has the lines by rank."""
+        """Return the error for unexpected gradients; ``held`` has lines that name them, by rank."""
         return self._error(
             "gradients came that were not expected: those of this step are dropped",
             expected="the gradients that the backwards before had, each as often",
@@ -207,7 +207,11 @@ class Reports:
         )
 
     def lacking_in_context(self, *, knows_context: bool) -> GradientError:
-        """Return the error for a distributed backward that may lack gradients, or a context."""
+        """Return the error for a distributed autograd backward, which DDP cannot average.
+
+        Args:
+            knows_context: whether the forward ran in the autograd context, so options are at fault.
+        """
         if knows_context:
             expected = "a gradient of every parameter in its context, on every rank"
             found = "find_unused_parameters=True or static_graph=True"

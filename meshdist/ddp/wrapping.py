@@ -320,7 +320,11 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return the indices of delayed parameters, and of the awaited parameter or None; or raise."""
+    """Return the indices of ``delayed`` and ``behind`` in ``parameters``; raise if not both fit.
+
+    Args:
+        delayed: pairs (name, parameter), reduced once ``behind`` has its gradient; None without it.
+    """
     if delayed is None and behind is None:
         return frozenset(), None
     if delayed is None or behind is None:

@@ -228,6 +228,9 @@ class JoinedType:
 def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusal:
     """Return the joined type of an operation's operands, axis by axis, or the refusal of a join.
 
+    Args:
+        linearity: the operands in which it is linear, such as "add" or "first"; "" for none.
+
     Example:
         >>> join_types(["V:dp", "", "R:tp"])
         JoinedType(text='V:dp R:tp', missing=('R:tp', 'V:dp R:tp', 'V:dp'))

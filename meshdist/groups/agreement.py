@@ -99,7 +99,7 @@ class Agreement:
     opened: list[Any] = field(default_factory=list)
 
     def label_for(self, ranks: Sequence[int], slot: str) -> str:
-        """Return the label shared under ``slot``, else a new label for a group of ``ranks``."""
+        """Return a communicator's label: that shared under ``slot``, else a new label."""
         # All of them may still have a communicator of these ranks open: then they share it.
         return self.shared.get(slot) or f"group/{digest_of_ranks(ranks)}/{slot}/{self.name}"
 
@@ -456,7 +456,7 @@ class _PendingAgreement:
         return [value.decode() for key in keys if (value := self._peek(key)) is not None]
 
     def _read_about(self, name: str, digest: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return the definition with ``digest`` in the agreement ``name``, and its members."""
+        """Return the definition with ``digest``, read from the store, and its ranks; or raise."""
 
         def parse(value: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
             definition, runs = value

@@ -102,7 +102,7 @@ class JoinedOptimizer(ReplicaHook):
         self._handle.remove()
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Step this rank's share with the gradients of ranks with data; collective."""
+        """Send gradients to ranks without data, then step the optimizer here; collective."""
         self._share(at_work)
         self._has_joined = True
         self._optimizer.step()

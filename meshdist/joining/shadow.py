@@ -313,7 +313,7 @@ class Shadow(CallGuard):
         self._say(place, Statement(has_joined=True, is_late=self._is_late))
 
     def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
-        """Answer a call; without any, wait for a call or until ``awaited`` is due."""
+        """Answer a call of a member; if there is none, wait for a call or for ``awaited``."""
         self._waits.end_answers(ready_alone=True)
         due = self._find_due()
         try:
@@ -380,14 +380,14 @@ class Shadow(CallGuard):
         return None
 
     def _is_ahead(self, place: JoinedCommunicator) -> bool:
-        """Return whether a member of ``place`` is in a later context."""
+        """Return whether a member of ``place`` is in a context that this rank has yet to enter."""
         if not (place.uses_words or place.is_ahead):
             labels = [each.label for each in self._places.values()]
             place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)
         return place.is_ahead
 
     def _is_at_work(self) -> bool:
-        """Return whether a statement is under way, or a member waits for an answer."""
+        """Return whether this rank waits for statements, or a member waits for its answer."""
         return any(
             place.begun is not None
             or (
@@ -397,7 +397,7 @@ class Shadow(CallGuard):
         )
 
     def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
-        """End waits on broken groups; return False if none is, or if a wait must raise."""
+        """End waits on broken groups; return False, and end none, if the error must be raised."""
         # Members that go on make no calls on a broken group. A call of this rank that waits there
         # must raise, and so must any wait on the main group.
         broken = [
@@ -446,7 +446,7 @@ class Shadow(CallGuard):
             awaited.read()  # raises, since members with data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """Return the error of a member whose leaving made a call fail, else ``error``."""
+        """Return the error of a member that left by an exception, if any did, else ``error``."""
         place = self._places.get(channel.opened)
         if place is None or not isinstance(error, (AgreementError, BackendError)):
             return error

@@ -220,7 +220,7 @@ class JoinedCommunicator:
         return not self.is_settled or (self.uses_words and self.is_awaited())
 
     def find_left(self) -> int | None:
-        """Return a member that has left the context, by its shared words, or None."""
+        """Return the place of a member that shared words show to have left, or None."""
         return self.words.find_left() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:

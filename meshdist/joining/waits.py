@@ -108,7 +108,7 @@ class Waits:
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
     def end_for_cause(self, place: JoinedCommunicator) -> JoinError | None:
-        """End the group if a member left by an exception, and return its error; else None."""
+        """Break the group if a member has left it by an exception; return the error, or None."""
         left = self._whereabouts.find_left(place.label)
         if left is None:
             return None

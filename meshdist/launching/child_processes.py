@@ -156,7 +156,7 @@ class Launch:
         self._note_exit(rank, code)
 
     def _await_dying(self) -> None:
-        """Wait for children that are nearly gone, and note their ends first."""
+        """Wait briefly for children about to end, and note their exits before all others."""
         dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
         grace = Grace(_ANSWER_S)
         for rank in dying:

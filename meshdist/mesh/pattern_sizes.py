@@ -248,7 +248,12 @@ class Sizing:
         return whole
 
     def _from_local(self, local: int, dim: Dim, shards: int, unknown: list[str], known: int) -> int:
-        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard."""
+        """Return the whole size of ``dim`` by ``local``, the size of this rank's shard.
+
+        Args:
+            unknown: the names of parts of unknown size.
+            known: the product of all other parts' sizes.
+        """
         first = dim.names[0]
         if shards > 1 and len(unknown) == 1 and first in self.sizes and self.coordinate is not None:
             axes = self.layout.axis_indices(dim.axes)
@@ -376,7 +381,7 @@ def regroup(
     """Return the placements of an array on both sides of a pattern's "->".
 
     Args:
-        local_shape: as in ``size_side``, like all others: of the left side.
+        rank, local_shape, shape, sizes: as in ``size_side``, all of the left side.
 
     Example:
         >>> mesh = Layout.from_shape((2,), ("tp",))

@@ -63,7 +63,7 @@ class Change:
 
     @cached_property
     def padded(self) -> tuple[int, ...]:
-        """The axes that cut the source, and over which the target is unreduced: zeros fill up."""
+        """The axes that cut the source, unreduced in the target: zeros surround each shard."""
         return tuple(axis for axis in self.target.unreduced if axis in self.source.cut_axes)
 
     @cached_property
@@ -225,7 +225,7 @@ def _is_even_beyond(split: DimSplit, num_axes: int) -> bool:
 def overlap_table(
     source: DimSplit, target: DimSplit, ndim: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the number of elements in both cells, at each mesh coordinate; a dim per axis."""
+    """Return how many elements both cells share, at each coordinate of a mesh of ``ndim`` axes."""
     (start, stop), (low, high) = _cell_tables(source, ndim), _cell_tables(target, ndim)
     overlaps: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(stop, high)
     overlaps = overlaps - np.maximum(start, low)

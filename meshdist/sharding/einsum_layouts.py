@@ -362,7 +362,7 @@ class LayoutChooser:
         return tuple(dims)
 
     def axes_of(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, ...]:
-        """Return the axes that divide dim ``name``, ordered as a side that they all cut."""
+        """Return the axes whose choice is ``name``, in the order of a side that all of them cut."""
         mine = [axis for axis, choice in enumerate(choices) if choice == name]
         for names, side in self.sides if len(mine) > 1 else ():
             if name in names:

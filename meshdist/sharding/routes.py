@@ -196,7 +196,7 @@ def route_between(
 def _without_zeros(
     source: Placement, target: Placement
 ) -> tuple[Placement, Placement, tuple[int, ...]]:
-    """Return source and target without the axes that newly hold zeros, and those axes."""
+    """Return both without axes where all coordinates but 0 get zeros, and these axes."""
     source, target = bare(source), bare(target)
     # Where a free axis becomes unreduced, coordinate 0 takes the route, and the others get zeros.
     # For the ranks at coordinate 0 such an axis has size 1.

@@ -466,7 +466,7 @@ def explain(
 
 
 def _done(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
-    """Yield (axis and size, assignment) for each parallelized module of ``module``."""
+    """Yield ("tp=2", assignment) for each parallelized module: its axis and size, its layer."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)
         for use in uses[:1]:

@@ -235,7 +235,7 @@ class _TypedMode(ContextMode):
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
     ) -> Any:
-        """Return a call's typed result: by a known join, else by ``_checked``."""
+        """Return a call's typed result: at once if its operands' types are known to join."""
         places: list[Any] = list(range(len(args)))
         values = [*args, *kwargs.values()] if kwargs else args
         if kwargs:

@@ -58,7 +58,7 @@ NOTED_MARKS = "_noted_marks"
 
 
 class MarkedTensors(dict[str, Any]):
-    """A module's dict of parameters or buffers that marks tensors with the noted types."""
+    """A module's dict of parameters or buffers that types each tensor set, by its ``notes``."""
 
     # Pickles of modules name this class: where it moves, it must be found under this name, too.
 

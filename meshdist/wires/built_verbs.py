@@ -360,7 +360,7 @@ def all_gather_list(wire: BuildingCommunicator, prepared: PreparedCall) -> Opera
 
 
 def reduce_scatter(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
-    """Start a reduce-scatter as that of a list, of the input's equal blocks."""
+    """Start ``reduce_scatter_list`` on the input, cut into an equal block for each member."""
     parts = blocks(prepared.inputs[0], wire.size)
     return wire.start(prepared.by("reduce_scatter_list", parts, prepared.outputs, prepared.op))
 

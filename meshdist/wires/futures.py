@@ -34,7 +34,7 @@ _here = threading.local()
 
 
 class Deferral:
-    """Futures that ``settle`` completes, and their callbacks, in the order of the calls."""
+    """Queue of a context's futures; ``settle`` waits for each and so runs callbacks in order."""
 
     # On NCCL a future is complete as soon as its verb is enqueued: there callbacks run at once, on
     # the thread that starts the verbs, which is one order as well.
@@ -194,7 +194,7 @@ class WorkFuture(torch.futures.Future):  # type: ignore[type-arg]
         callback()
 
     def _run_callbacks(self) -> None:
-        """Run all callbacks, then raise the first exception that may leave a callback."""
+        """Run all callbacks, then raise the first exception that any raised, such as Ctrl-C."""
         with self._guard:
             callbacks, self._callbacks = self._callbacks or [], None
         ended: BaseException | None = None

@@ -260,7 +260,7 @@ def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _channels(numel: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices of channels of ``size`` and of elements, piece by piece."""
+    """Yield slices (of channels, of elements) piece by piece; a channel has ``size`` elements."""
     whole = numel - numel % size
     step = max(_QUANTIZED_PIECE // size, 1) * size
     for start in range(0, whole, step):

@@ -339,7 +339,7 @@ def _op(prepared: PreparedCall) -> ReduceKind:
 
 
 def _summable(tensor: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return ``tensor`` flat; of narrow floats a wider copy, to be rounded at the end."""
+    """Return ``tensor`` flat; narrow floats as a wider copy, unless ``op`` is MIN or MAX."""
     facts = DTYPES[tensor.dtype]
     is_exact = facts.is_whole or facts.wide is None or op in (ReduceOp.MIN, ReduceOp.MAX)
     return tensor.view(-1) if is_exact else tensor.view(-1).to(facts.wide)

@@ -102,7 +102,7 @@ class Arrivals:
             return self.leave(error)
 
     def wait_for_all(self, timeout: timedelta) -> Turnout:
-        """Wait for the others, for a native caller that has already shown its own arrival."""
+        """Wait for the others' arrival, after this member's; return whether all wait there."""
         # Where a signal's handler raises before the first line runs, the caller must ``leave``.
         try:
             return self._wait_for_all(self.mine[_WINDOW], timeout)
@@ -136,7 +136,7 @@ class Arrivals:
             self.mine[_INSIDE] = 0
 
     def find_stay(self) -> tuple[int, float] | None:
-        """Return number and timeout in seconds of this member's blocking collective, or None."""
+        """Return (number, timeout in s) of the collective that blocks this member, or None."""
         number, limit_ms = self.mine[_WINDOW], self.mine[_INSIDE]
         return (number, limit_ms / 1000) if limit_ms else None
 

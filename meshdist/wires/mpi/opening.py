@@ -94,7 +94,11 @@ def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
 
 @contextmanager
 def limited(opening: Opening, find_cards: FindCards) -> Iterator[None]:
-    """End the process if MPI's calls in the context, which open a group, take too long."""
+    """End the process if MPI's calls in the context, which open a group, take too long.
+
+    Args:
+        find_cards: returns each member's process card, None if it has not come, for the error.
+    """
     timer = Timer(opening.timeout, partial(_end_opening, opening, find_cards))
     try:
         yield
