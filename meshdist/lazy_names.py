@@ -67,7 +67,7 @@ class LazyNames:
 
 
 def refuse_absent(name: str, *_path_and_target: object) -> None:
-    """Raise an ImportError with a hint for a name that the package lacks; else return."""
+    """Raise ImportError with a hint if the package lacks ``name``; as a finder, find nothing."""
     # `from meshdist import FSDP` puts aside what __getattr__ raises, and tries the import of
     # meshdist.FSDP. Of that it puts a ModuleNotFoundError aside, so a finder has to raise.
     module, _, last = name.rpartition(".")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Form(Enum):
-    """The shape of what a member gives to, or gets from, a communicator's verb."""
+    """Form of a verb's inputs or outputs on a member: a tensor, a tensor per member, or none."""
 
     NONE = "none"
     ONE = "one tensor"

@@ -42,7 +42,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def table_text(cells: Sequence[Cell], labels: Sequence[str]) -> list[list[str]]:
-    """Return rows of text: verb, size, each median, and the others' time over the first's."""
+    """Return rows of text: verb, size, each label's median, and ratios to the first label's."""
     rows = [["verb", "size", *labels, *(f"{other} / {labels[0]}" for other in labels[1:])]]
     for cell in cells:
         ratios = [cell.ratio(other, labels[0]) for other in labels[1:]]

@@ -60,7 +60,7 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
 
 
 def _remove_empty(folder: str) -> None:
-    """Remove the directory if it is empty, as the last rank finds it."""
+    """Remove the directory if it is empty, which only the last rank to leave finds."""
     with suppress(OSError):
         os.rmdir(folder)
 

@@ -122,7 +122,7 @@ def _store_of_agent(address: str, port: int, timeout: timedelta) -> Store:
 
 
 def _listener_at(address: str, port: int) -> Any:
-    """Return a socket that listens at a loopback or numeric address; None for a host's name."""
+    """Return a socket that listens at a loopback or numeric address of this host; else None."""
     # A host's name may mean loopback to itself and another interface to other hosts.
     is_safe = is_loopback(address) or find_number(address) is not None
     return bind_listener(address, port) if is_safe else None

@@ -50,7 +50,7 @@ class Caches:
         return found
 
     def keep(self, kind: type[T], key: Hashable, value: T) -> T:
-        """Keep an object, and return it."""
+        """Store ``value`` by ``kind`` and ``key``, emptying a full cache; return ``value``."""
         kept = self.kept[kind]
         if len(kept) >= _MOST_KEPT:
             kept.clear()

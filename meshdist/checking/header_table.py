@@ -289,7 +289,7 @@ class HeaderTable:
         return found[0] if found else None
 
     def note(self, peer: int, tag: int, header: int, *, is_send: bool) -> int | None:
-        """Note ``header``, a message's fingerprint; return its number if the peer's differs."""
+        """Note a message's fingerprint ``header``; return its number if the peer's differs."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()

@@ -67,7 +67,7 @@ class SharedWords:
         self.address = WordsAddress(os.getpid(), file, self._words[_NONCE])
 
     def reserve(self, key: int, num_words: int) -> memoryview:
-        """Return new words, all zero, that others find under ``key``.
+        """Return ``num_words`` or more new words, all zero, that others find under ``key``.
 
         Raises:
             MemoryError: there is no room left.

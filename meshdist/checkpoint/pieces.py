@@ -37,7 +37,8 @@ class Holding(NamedTuple):
     """Part of an array that this rank has, and the replicas that hold the same part.
 
     Args:
-        replicas: which ranks these are, equal for arrays whose replicas are the same ranks.
+        replicas: a key, equal for arrays whose replicas are the same ranks.
+        replica: this rank's number among them.
     """
 
     box: Box

@@ -115,7 +115,11 @@ class SaveJob:
         return {"bytes": size, "pieces": pieces}
 
     def _commit(self, of_all: list[Any]) -> list[tuple[int, dict[str, Any]]]:
-        """Commit the folder unless a rank failed, else drop it; return (rank, error) pairs."""
+        """Commit the folder unless a rank failed, else drop it; return (rank, error) pairs.
+
+        Args:
+            of_all: (the file that it wrote, its error or None), for each rank.
+        """
         folder, ranks = self.folder, self.members.ranks
         assert folder is not None
         failures = [(rank, each) for rank, (_, each) in zip(ranks, of_all, strict=True) if each]

@@ -152,7 +152,7 @@ _ANY_LENGTH = -1
 
 
 class Rounds(Collective):
-    """The collectives of one verb on objects, each noted under the verb's name."""
+    """A call of a verb on Python objects, carried by several collectives on sizes and bytes."""
 
     device: torch.device
 
@@ -226,7 +226,12 @@ class Rounds(Collective):
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> Work | None:
-        """Start this rank's part, None as its object, in a round that others called."""
+        """Start this rank's part, None as its object, in a round that others called.
+
+        Args:
+            sizes: (sent, taken) per member, as a calling member stated; () if a round states none.
+            sent, taken: the bytes that this rank sends to, and takes from, each member.
+        """
         none = Parcel({"object": None})
         if not sizes:
             ((shape, dtype),) = call.parts

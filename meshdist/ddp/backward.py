@@ -65,7 +65,7 @@ class AtWork(NamedTuple):
 
     Args:
         source: the member whose buffers and order of buckets the others take.
-        share: a factor of the averages over all members.
+        share: multiplies averages over all members: 1, or their number divided by ``num``.
         num: how many members have data.
     """
 

@@ -54,7 +54,7 @@ def streams_for(device: torch.device) -> Callable[[], GradientStreams] | None:
 
 
 class TailReader:
-    """Keeps the reduced numbers behind a backward's gradients until the host reads them."""
+    """Holder of the numbers averaged after a backward's gradients, until the host reads them."""
 
     is_deferred = False
     """Whether reading right after ``note`` would make the CPU wait for the device."""
@@ -105,7 +105,7 @@ class DeferredReader(TailReader):
 
 
 def reader_for(device: torch.device, count: int, dtype: torch.dtype = torch.float32) -> TailReader:
-    """Return the reader for ``count`` numbers that lie on ``device``, on the host in ``dtype``."""
+    """Return a reader that brings ``count`` numbers from ``device`` to the host, as ``dtype``."""
     accelerator = None if device.type == "cpu" else torch.get_device_module(device)
     if not hasattr(
         accelerator, "current_stream"

@@ -44,7 +44,7 @@ class History:
         self.order = self.order or list(order)
 
     def note_first(self, index: int, count: int) -> None:
-        """Note that a gradient came for the ``count``-th time in a backward that is watched."""
+        """Note that gradient ``index`` came for the ``count``-th time in a watched backward."""
         self.order.append(index)
         if count > 1:
             self.by_count.add(index)

@@ -32,7 +32,7 @@ def marked_optimizers(
 
 
 def refuse_late_marks(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raise where torch has noted optimizers on parameters after the first forward."""
+    """Raise if torch has marked parameters for in-backward optimizers after the first forward."""
     if hasattr(parameters[0], _MARK) or hasattr(parameters[-1], _MARK):
         raise GradientError(
             "an optimizer in the backward was noted on parameters after the first forward",

@@ -60,7 +60,7 @@ class LocalBackwards:
         return current_task() == self._local_task or self._is_local_running()
 
     def keep(self, early: Early, reports: Reports) -> None:
-        """Keep a gradient until its backward reaches an output, or ends without."""
+        """Keep a gradient that came early until its backward reaches an output, or ends without."""
         self.has_sums = True
         task = current_task()
         if task != self._early_task:

@@ -142,7 +142,7 @@ def _is_within(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
 
 
 def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
-    """Return the error that names local gradients, or ranks that lack a gradient; collective."""
+    """Return a norm's error, on local gradients or gradients that ranks lack; collective."""
     group = mesh.open_group()
     mine = [
         (name_of(place, x), axes, x.grad is not None, local_ranks(x.grad))

@@ -102,7 +102,7 @@ class Parting:
                 self.refuse_late_parameters()
 
     def refuse_late_parameters(self) -> None:
-        """Raise where the module trains parameters that were not wrapped; nothing is sent."""
+        """Raise GradientError if the module trains parameters added after it was wrapped."""
         if all(id(parameter) in self._wrapped for parameter in self._module.parameters()):
             return
         trained = trainable_parameters(self._module, ignored_names(self._module))

@@ -160,7 +160,7 @@ class CastParameters:
 
 
 def _renew_flat_weights(changed: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Set the lists of weights anew in recurrent modules, whose parameters have changed."""
+    """Rebuild the flat weight lists of recurrent modules whose parameters have changed."""
     for owner in {child for child, _, _ in changed if isinstance(child, nn.RNNBase)}:
         names = owner._flat_weights_names
         owner._flat_weights = [getattr(owner, name, None) for name in names]

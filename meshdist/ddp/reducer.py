@@ -431,7 +431,7 @@ class Reducer:
         self.sending.tell(Moment.AVERAGED, backward)
 
     def _reduce(self, backward: Backward, verdict: Verdict) -> None:
-        """Reduce all buckets; keep the verdict for reading unless a graph is captured."""
+        """Reduce all buckets; keep ``verdict`` to be read later, unless a graph is captured."""
         backward.reduce(verdict, has_local_sums=self._local.has_sums)
         if verdict.note_tail():
             self._verdict = verdict

@@ -40,7 +40,7 @@ class ModelBuffers:
         return {name: buffer for name, buffer in found if buffer is not None}
 
     def set_hook(self, state: object, hook: Callable[..., Any], *, is_before: bool) -> None:
-        """Call ``hook(state, named_buffers)`` in place of the broadcast; raise if it is none."""
+        """Run a hook in place of broadcasts, before or after forwards; raise if not callable."""
         if not callable(hook):
             raise KindError(
                 f"the buffers' hook is of type {type(hook).__name__}",

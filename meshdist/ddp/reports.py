@@ -29,7 +29,7 @@ class Reports:
 
         Args:
             sees_outputs: whether the last forward returned a tensor with a graph.
-            num_local: how many such backwards came in a row; 0 where a forward awaits its own.
+            num_local: how many such backwards came in a row; 0 if a forward awaits its backward.
         """
         summary = "a backward reached parameters of a DistributedDataParallel"
         if num_local:
@@ -276,7 +276,7 @@ class Reports:
 
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
-    """Return the first lines of each rank that has any, grouped by equal lines."""
+    """Return the first lines of each rank, joined by ``separator``; equal lines name all ranks."""
     return grouped_text(
         (rank, first_texts(mine, separator, _SHOWN_PARAMETERS))
         for rank, mine in lines.items()

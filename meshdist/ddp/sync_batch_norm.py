@@ -322,7 +322,11 @@ class _Normalization(torch.autograd.Function):
 
 
 def _is_exchanged(flags: list[float] | None, group: ProcessGroup) -> bool:
-    """Return whether a rank's input needs a gradient; raise if some ranks have no backward."""
+    """Return whether any rank's input needs a gradient; raise if some ranks have no backward.
+
+    Args:
+        flags: how many ranks need it, and have no backward; None if unknown, which gives True.
+    """
     if flags is None:  # unknown on every rank, while a graph is captured
         return True
     num_needing, num_without = flags
@@ -363,7 +367,7 @@ def _local_statistics(
 
 
 def _combined(sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and sums of squared distances of all batches, of reduced ``sums``."""
+    """Return count, means and sums of squared distances of all ranks, from their summed values."""
     count = sums[_NUM_FLAGS]
     first, second, squares = sums[_NUM_FLAGS + 1 :].chunk(3)
     mean = first / count.clamp(min=1)

@@ -39,7 +39,7 @@ OWNER = "DDP"
 
 
 class TypedOwner:
-    """The types of one wrapper's parameters, marked at once: over ``axes``, or with the ranks.
+    """Marker of the types of a wrapper's parameters: with ``axes``, or with the group's ranks.
 
     Args:
         further: the axes beside the wrapper's over which it reduces gradients, by parameter.
@@ -134,7 +134,7 @@ class TypedOwner:
 
 
 def of_a_shard(name: str, tensor: torch.Tensor, axis: str, where: str) -> AxisTypeError:
-    """Return the error for ``tensor``, whose type is no replica's along ``axis``, for a wrapper."""
+    """Return a wrapper's error for ``tensor``, which by its type is not equal along ``axis``."""
     kind = KINDS[kinds_in(type_of(tensor))[axis]]
     return AxisTypeError(
         f"{name} is {kind} over {axis!r}, over which {OWNER} keeps it equal",

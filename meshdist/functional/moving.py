@@ -85,7 +85,7 @@ def ragged_all_to_all(
 def _check_here(
     operand: torch.Tensor, output: torch.Tensor, lists: Sequence[list[int]], group: ProcessGroup
 ) -> None:
-    """Raise unless the four ``lists``, operand and output of this member fit one another."""
+    """Raise unless operand, output and the four ``lists`` of offsets and sizes fit together."""
     where = f"rank {group.world.rank}, {group.name}"
     shown = f"operand {describe(operand)}; output {describe(output)}"
     if not operand.dim() or not output.dim() or operand.shape[1:] != output.shape[1:]:
@@ -262,7 +262,7 @@ def blocks_to_exchange(
 
 
 def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[torch.Tensor, int]:
-    """Return the blocks that ``pswapaxes`` sends, and the dim to join along; or raise."""
+    """Return the blocks of ``x`` that ``pswapaxes`` sends, and the dim that was cut; or raise."""
     dim = get_dim(axis, x.dim(), "axis", "pswapaxes")
     return cut(x, dim, group, "pswapaxes", "axis", tiled=False), dim
 

@@ -231,7 +231,7 @@ class _Extreme(Function):
 
 
 def _share(ctx: Any) -> torch.Tensor:
-    """Return 1 / n where this rank is among the n ranks that attain the extreme, else 0."""
+    """Return, per element, 1 / n if this rank is among n ranks that hold the extreme, else 0."""
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
     x, extreme = (tensor.detach() for tensor in saved)
     attains = (x == extreme) | (x.isnan() & extreme.isnan())

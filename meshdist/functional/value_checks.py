@@ -58,7 +58,7 @@ def check_invariant(
 
     Args:
         x: equal in shape and dtype on all members, without gradient.
-        what: the words for ``x`` in the error.
+        what: names ``x`` in the error; ``where`` and ``expected`` are fields of the error.
         fix: may be made of the ranks that differ from the group's first member.
     """
     if are_transforms_active():  # there are no plain numbers in a transform of torch.func

@@ -223,7 +223,7 @@ class _PendingAgreement:
         self._suspicion, self._suspects_since = "", 0.0
 
     def come(self, offer_keys: Iterable[str], lack: str) -> None:
-        """Store ``lack``; count ``offer_keys`` and this rank; the last rank writes the outcome."""
+        """Store any ``lack``, count ``offer_keys`` and this rank; the last writes the outcome."""
         store, name, below = self._store, self.name, f"{self.name}/{self._digest}"
         if lack:
             store.set(f"{name}/lack/{self._rank}", lack)
@@ -384,7 +384,7 @@ class _PendingAgreement:
         return None
 
     def _find_joined_before(self) -> list[int]:
-        """Return the members that have no data left in a join context and have not come."""
+        """Return the members that ran out of data before they came to this agreement."""
         # These first: one may come and then join meanwhile.
         joined = self.guard.find_joined(self.members) if self.guard else ()
         return self._find_missing(self._all, joined) if joined else []
@@ -449,7 +449,7 @@ class _PendingAgreement:
         return parse_value(key, self._peek(key) or b"0", int)
 
     def _digests(self, name: str, digest: str) -> list[str]:
-        """Return the digests of all definitions brought to agreement ``name``, or ``[digest]``."""
+        """Return the digests stored for agreement ``name`` if several, else ``[digest]``."""
         keys = [f"{name}/digest/{k + 1}" for k in range(self._read(f"{name}/digests"))]
         if len(keys) < 2:
             return [digest]

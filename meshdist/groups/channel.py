@@ -330,7 +330,7 @@ class Channel:
             raise self._failed(prepared, failed) from None
 
     def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
-        """Return the error to raise for ``error``, by which a call did not start or end."""
+        """Return the error to raise for a failed call: ``error``, or an explained WireFailure."""
         if isinstance(error, WireFailure):
             error.limit = prepared.timeout
             return self.explain(error, prepared.number)

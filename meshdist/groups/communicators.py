@@ -216,7 +216,7 @@ class Registry:
         return found
 
     def drop(self, group: Any) -> bool:
-        """End a dropped group's use of communicators; return True if it is kept as a last user."""
+        """End a dropped group's use of communicators; return whether any keeps it as last user."""
         with self._lock:
             opened = {channel.opened for channel in group.channels}
             for communicator in opened:
@@ -303,7 +303,7 @@ class Registry:
             raise error
 
     def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare last calls, close communicators, and return an error not yet raised, or None."""
+        """Compare last calls, close ``opened``; return the comparison's error if not raised yet."""
         error = self._compare_last(opened)  # others may ask for their calls
         for each in opened:
             self._by_label.pop(each.label, None)

@@ -78,7 +78,7 @@ class HeaderTables:
     """Maker of header tables and call words, the shared memory by which members compare calls.
 
     Args:
-        words: those of this process, where it has some before ``make_words``.
+        words: this process's shared words; None until ``make_words`` makes some.
     """
 
     def __init__(self, world: World, words: SharedWords | None = None) -> None:
@@ -114,7 +114,7 @@ class HeaderTables:
         return None
 
     def signs_of_life(self) -> SignsOfLife:
-        """Return the signs of life by which this host's lowest living rank is known."""
+        """Return the heartbeats in shared words of this rank and of its host's lower ranks."""
         hosts, me, key = self._world.hosts, self._world.rank, _key_of("signs of life")
         lower = [rank for rank in range(me) if hosts[rank] == hosts[me]]
         regions = Regions(lambda member: self._find_region(lower[member], key))
@@ -221,7 +221,7 @@ class HostComparison:
             self.is_explained.set()
 
     def look(self) -> None:
-        """Write this first member's digests to the store, or compare with the digests there."""
+        """Store digests of the calls as first member of the group, or compare with those stored."""
         number, store, key = self.last, self.world.store, f"{self.label}/calls"
         self.wake_at = number - number % _EVERY + _EVERY
         if self.world.rank == self.ranks[0]:
@@ -399,7 +399,7 @@ def key_of_all(key: str) -> str:
 
 
 def reason_of(disagreement: dict[str, str]) -> str:
-    """Return summary and finding of an AgreementError as the text with which to refuse verbs."""
+    """Return summary and finding of an AgreementError as text: why later verbs are refused."""
     return f"{disagreement['summary']}: {disagreement['found']}"
 
 

@@ -163,7 +163,7 @@ class Matching:
         receive.deferred.started = started
 
     def _check(self) -> None:
-        """Fail all receives if a member died; start receives whose senders cannot be noted."""
+        """Fail all waiting receives if a member died; start those whose sender stays unknown."""
         lost = self.header_table.find_lost()
         if lost is not None:
             self._end_all(lambda: MemberLost("has ended", lost))

@@ -46,7 +46,7 @@ _DONE = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Presence:
-    """Counts, in the store, of the ranks that have come to a point of the program."""
+    """Counts in the store of the ranks that have come to points of the program, each with a key."""
 
     world: World
     endings: Endings

@@ -44,7 +44,7 @@ def answer(
 
 
 def neutral(op: ReduceKind | None, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return ``count`` elements that change no result of ``op``; zeros where it is None.
+    """Return ``count`` elements that change no result of ``op``; zeros if ``op`` is None.
 
     Example:
         >>> neutral(ReduceOp.MAX, torch.int8, 2).tolist(), neutral(ReduceOp.BAND, torch.bool, 1)

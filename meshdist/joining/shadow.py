@@ -139,7 +139,7 @@ class Shadow(CallGuard):
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Leave the context and guard no more channels; tell members the ``error``, if any."""
+        """Leave the context, guard no more channels, and store any ``error`` for the members."""
         registry = get_registry(self.group.world)
         registry.guard = None
         self._watch.remove()
@@ -370,7 +370,7 @@ class Shadow(CallGuard):
         return not is_seen and self._reaches(place) and place.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
-        """Return a communicator whose call this rank can answer, or must begin, else None."""
+        """Return a communicator with a call to answer, or that waits for this rank, else None."""
         for place in tuple(self._places.values()):
             if place.begun is not None:
                 if not place.is_held() and place.is_due():

@@ -166,7 +166,7 @@ class Waits:
                 self._end(place, f"rank {self._world.rank} has left its join context")
 
     def _end(self, place: JoinedCommunicator, reason: str) -> None:
-        """Abort the group of ``place`` for all its members."""
+        """Abort the group of ``place`` on all members with ``reason``, unless it is broken."""
         if not place.channel.is_broken():
             message = {"reason": reason, "group": place.channel.group.name}
             get_registry(self._world).abort([place.label], message)

@@ -190,7 +190,7 @@ class Launch:
         """End all children that still run, and then all that they have started.
 
         Args:
-            signals: sent in turn, with so many seconds to wait after each; SIGKILL always follows.
+            signals: (signal, seconds to wait after it), sent in turn; SIGKILL always follows.
         """
         self._is_stopped = True
         for number, patience_s in signals:
@@ -239,7 +239,7 @@ class Guard:
             self._process.stdin.write(f"{pid}\n".encode())
 
     def dismiss(self) -> None:
-        """End the guard alone; the family must have ended before."""
+        """End the guard process; the launch's other processes must have ended before."""
         assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()

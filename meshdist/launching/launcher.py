@@ -228,7 +228,7 @@ class _LocalRanks:
     def start(
         self, local_rank: int, environment: Mapping[str, str], listener: socket.socket | None
     ) -> None:
-        """Start a rank, which inherits ``listener``, closed here; after a signal start none."""
+        """Start a rank that inherits ``listener``, and close it here; after a signal start none."""
         if self._signals.received:
             return
         rank = int(environment["RANK"])

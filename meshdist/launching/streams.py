@@ -110,7 +110,7 @@ class Output:
                 )
 
     def destination(self, kind: str, *, rank: int, local_rank: int) -> Destination:
-        """Open the destination of the stream ``kind``, "stdout" or "stderr", of one rank."""
+        """Return the destination of a rank's "stdout" or "stderr" (``kind``), its file open."""
         redirects, tee = (
             (choice if isinstance(choice, int) else choice.get(local_rank, 0)) & _BITS[kind] > 0
             for choice in (self.redirects, self.tee)
@@ -262,7 +262,7 @@ class Stream:
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
-        """Read from the pipe, and pass the data on to console and file; return False at the end."""
+        """Read from the pipe, and show and store the data; return False at its end, else True."""
         try:
             data = os.read(self.pipe.fileno(), 1 << 16)
         except BlockingIOError:

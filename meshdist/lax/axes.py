@@ -131,7 +131,7 @@ def _on_leaves(
 def _sent(
     number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
-    """Return a 0-dim tensor to send for a Python number, None to send nothing; or raise."""
+    """Return ``on_number(number)``, which ranks send, as a 0-dim tensor; None for ``unsent``."""
     if on_number is unsent:
         return None
     group = axes.open_group()

@@ -51,7 +51,7 @@ _REPR_RANKS = 64
 
 
 class _RankMap(tuple[int, ...]):
-    """The global rank at each place, shared by a layout and the layouts derived from it."""
+    """The global rank at each place of a layout, shared by the layouts derived from it."""
 
     @cached_property
     def positions(self) -> dict[int, int]:

@@ -157,7 +157,7 @@ def find_thread_lack(num_needed: int, num_processes: int = 1) -> str:
 
 
 def find_version(distribution: str) -> str | None:
-    """Return the version of a package, by the name under which it is installed; None without it."""
+    """Return the version of the installed package ``distribution``, None if it is not there."""
     from importlib import metadata  # slow to import, and seldom needed
 
     try:

@@ -120,7 +120,7 @@ def _open_checked(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Open a group by torch's function; raise if a simulated rank names a backend of processes."""
+    """Open a group by torch's ``open_group``; raise if a simulated rank names a process backend."""
     # A rank that waits in such a backend would stop all others: Gloo waits as it opens.
     if hasattr(_here, "record"):
         wanted = _torchs.BackendConfig(backend).get_device_backend_map().values()

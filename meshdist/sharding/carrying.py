@@ -246,7 +246,7 @@ class _VerbAction:
 
 
 class _ExchangeAction:
-    """A callable that exchanges boxes; this rank's own box is copied or added."""
+    """Callable that exchanges boxes with members, copied or summed into a new array."""
 
     def __init__(
         self, step: Exchange, shape: tuple[int, ...], group: ProcessGroup, title: str

@@ -156,7 +156,7 @@ def _pad(change: Change, coordinate: tuple[int, ...]) -> Pad:
 
 
 class _Overlap(NamedTuple):
-    """The part of an interval in a cell, and what the cell adds to a peer's place."""
+    """The part of an interval that a peer's cell holds, and the peer's place by that cell."""
 
     place: int  # of the peer, along axes that cut the source
     replica: int  # of the peer, along axes that divide boxes

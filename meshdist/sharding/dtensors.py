@@ -137,7 +137,7 @@ def from_placements(
 
 
 def as_torch_holds_it(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
-    """Return ``sharding`` with the sizes of shards and the order of axes that torch has."""
+    """Return ``sharding`` with torch's shard sizes, and its order of axes in uneven dims."""
     orders = []  # of the axes: torch holds a dim that does not divide in the mesh's order alone
     for split in sharding.placement(shape).dims:
         divides = split.size % split.num_cells == 0

@@ -62,7 +62,7 @@ class EinsumPlan:
         return "\n".join(lines)
 
     def _axis_text(self, axis: int) -> str:
-        """Return a line on what ``axis`` divides, and what is summed over it each way."""
+        """Return a line on what ``axis`` divides, and on sums over it in forward and backward."""
         work, choice = self.layout.work, self.layout.choices[axis]
         name = (self.result.layout.names or ())[axis] if self.result.layout.names else str(axis)
         if choice is None:

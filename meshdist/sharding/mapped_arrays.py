@@ -219,7 +219,7 @@ def get_result(
     """Return a result with its sharding, all shards being of one size, or raise.
 
     Args:
-        given: as for ``find_argument``.
+        given: the mesh that the program names; None where the mesh is that in force.
         is_typed: whether a tensor must be of the kinds that its spec says, and is cast to them.
     """
     if spec is None or spec is Infer:

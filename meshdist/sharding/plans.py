@@ -104,7 +104,7 @@ class Plan:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The axes of each group that the steps need, in the order of first use."""
+        """The axes, by number, of each group that the steps need, in the order of first use."""
         axes = (step.axes for step in self.steps if isinstance(step, GroupStep))
         return tuple(dict.fromkeys(axes))
 

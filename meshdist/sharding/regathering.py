@@ -40,7 +40,7 @@ class GatheredOperand:
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 
     def unpack(self, form: Any) -> torch.Tensor:
-        """Return the saved view: the first call gathers, the last drops; raise if written to."""
+        """Return the view that ``pack`` saved, gathering once; raise if the shard was changed."""
         if self._shard._version != self._was_at:
             raise GradientError(
                 "einsum: an operand was written to before the backward, which gathers it again",

@@ -144,7 +144,11 @@ def _plan_of_einsum(
     rank: int | None,
     sizes: _Sizes,
 ) -> EinsumPlan:
-    """Return one rank's plan of an einsum whose sizes are given by name."""
+    """Return one rank's plan of an einsum whose sizes are given by name.
+
+    Args:
+        given: the mesh that the program names; None if it is in force, which errors then say.
+    """
     check_sizes(text, sizes)
     layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
     marks = ((),) * len(parse(text).operands)

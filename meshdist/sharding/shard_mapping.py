@@ -217,7 +217,7 @@ class _Mapping:
             return self._wrapped(mesh, result, is_even=is_even)
 
     def _check_mesh(self, mesh: DeviceMesh) -> None:
-        """Raise if f is mapped over ``mesh`` already, or if the mesh has unfit axes."""
+        """Raise if ``mesh`` lacks names, f runs mapped over it, or ``axis_names`` omits some."""
         if mesh.mesh_dim_names is None:
             raise MeshError(
                 f"shard_map of {self.name} needs a mesh with axis names",

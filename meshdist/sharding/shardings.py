@@ -89,7 +89,7 @@ def mesh_text(mesh: DeviceMesh) -> str:
 
 
 def checked_sharding(sharding: object, call: str) -> NamedSharding:
-    """Return a NamedSharding that holds this rank, from a spec by the mesh in force; or raise."""
+    """Return a NamedSharding that holds this rank; a spec takes the mesh in force; or raise."""
     if isinstance(sharding, PartitionSpec):
         naming = "NamedSharding(mesh, spec)"
         try:

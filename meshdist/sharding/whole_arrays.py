@@ -103,7 +103,7 @@ class RootedGather:
 
 
 def _scattered(source: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Return a sharding in which the unreduced axes cut the dim of the largest cells."""
+    """Return ``source`` with its unreduced axes cutting the dim that has the largest cells."""
     if not shape:  # nothing that could be cut
         return NamedSharding(source.mesh, P())
     axes = source.layout.axis_indices(tuple(source.spec.unreduced))
@@ -287,7 +287,7 @@ def _put_from_root(x: Any, target: NamedSharding, root: object) -> ShardedArray:
 def _share_facts(
     x: Any, target: NamedSharding, place: int, *, is_root: bool
 ) -> tuple[torch.Tensor | None, _Facts]:
-    """Return the tensor (None off the root) and the root's facts; raise its errors on all ranks."""
+    """Return (root's tensor, else None; facts of it); raise the root's errors on all ranks."""
     told: list[Any] = [None]
     tensor = None
     if is_root:

@@ -199,7 +199,7 @@ def _check_size(each: Assignment, size: int, axis: str, parts: int) -> None:
 def _check_around(
     each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts: int
 ) -> None:
-    """Raise if the parent module reads the layer's weights, or needs whole heads."""
+    """Raise if the parent module may read the layer's weights, or if ``parts`` would cut a head."""
     path, _, leaf = each.name.rpartition(".")
     around = modules.get(path)
     if isinstance(around, _READ_BY_PARENTS) and torch.backends.mha.get_fastpath_enabled():

@@ -142,7 +142,7 @@ def _joined_under_mpi() -> Rendezvous:
 
 
 def _keys_of_group(store: Store, rank: int, connection: BoundedStore) -> tuple[Store, Store]:
-    """Return two stores of keys for a group alone: over ``store``, and over ``connection``."""
+    """Return two stores of the new group's own keys: on ``store``, and on ``connection``."""
     # An earlier world of the same store may have had a group of this name.
     generation = connection.ask(lambda _: store.add(f"opened by {rank}", 1))
     torchs = PrefixStore(f"opened {generation}", store)

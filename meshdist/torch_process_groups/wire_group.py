@@ -324,7 +324,7 @@ class WireGroup(_TorchsGroup):  # type: ignore[misc]
     # -- other devices ---------------------------------------------------------------------------
 
     def _other(self, kind: str) -> Any:
-        """Return torch's own group of the same members for a device type, made at first use."""
+        """Return torch's own group of the same members for device type ``kind``, made once."""
         # Of a text such as ``cpu:shm,cuda:nccl`` torch gives the whole group to a backend that is a
         # process group itself, and drops the other half. So that half is opened here.
         if kind in self._others:

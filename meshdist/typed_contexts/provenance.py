@@ -112,7 +112,7 @@ def note_result(
 
 
 def _find_joins(loss: torch.Tensor, axis: str) -> list[_MakingOperation]:
-    """Return the noted operations that made ``loss`` varying over ``axis``, in order."""
+    """Return the noted operations by which ``loss`` came to vary over ``axis``, in call order."""
     open_nodes: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
     found: list[_MakingOperation] = []

@@ -148,7 +148,7 @@ class Communicator(ABC):
         return nullcontext()  # where starting a message never waits
 
     def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        """Wait until ``condition()``; raise WireTimeout after ``timeout``, or some WireFailure."""
+        """Wait until ``condition()`` is true; raise WireTimeout if late, or a wire's failure."""
         if not wait_until(condition, Deadline(timeout)):
             raise WireTimeout.after(timeout)
 

@@ -76,7 +76,7 @@ class Mailbox:
         self._is_aborted = True
 
     def has_sent(self, tag: int) -> bool:
-        """Return whether a message under ``tag`` waits to be received."""
+        """Return whether a message of this rank to itself under ``tag`` waits to be received."""
         return bool(self._waiting.get((True, tag)))
 
     def _start(self, transfer: SelfTransfer, tag: int) -> SelfTransfer:

@@ -191,5 +191,5 @@ def is_torchelastic_launched() -> bool:
 
 
 def is_outsider(group: object) -> bool:
-    """Return whether ``group`` is what ``new_group`` gives to ranks that are no members."""
+    """Return whether ``group`` is the value that ``new_group`` returns to ranks outside of it."""
     return isinstance(group, int) and group == NON_GROUP_MEMBER

@@ -271,7 +271,7 @@ class _Team:
         self._launch.attend(reader, answer.read)
 
     def results(self, timeout: timedelta | None) -> list[Any]:
-        """Wait for all ranks and return their results; raise at the first failure."""
+        """Wait for all ranks and return their results by rank; raise at a failure or a timeout."""
         deadline = Deadline(timeout)
         try:
             while self._launch.running and not self._launch.failed and self._find_mute() is None:

@@ -432,7 +432,7 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: PreparedCall) -> bool:
-        """Return whether c10d shall return a work for the call."""
+        """Return whether c10d is asked for a work of the call; always, but in subclasses."""
         return True
 
     def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:

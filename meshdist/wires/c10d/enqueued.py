@@ -439,7 +439,7 @@ def _tells_errors(group: Any) -> bool:
 
 
 def _abort_groups(groups: Sequence[Any]) -> None:
-    """Abort process groups in parallel threads, inside a single group of NCCL's calls."""
+    """Abort process groups in parallel threads, as a single group of NCCL calls; log failures."""
     first = groups[0]
     has_groups = hasattr(first, "_group_start")
     if has_groups:

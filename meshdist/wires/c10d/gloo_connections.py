@@ -104,7 +104,7 @@ def _listeners() -> dict[int, int]:
 
 
 def connects_late() -> bool:
-    """Return whether TORCH_GLOO_LAZY_INIT makes groups connect on demand."""
+    """Return whether TORCH_GLOO_LAZY_INIT makes Gloo groups connect on demand."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in _YES
 
 

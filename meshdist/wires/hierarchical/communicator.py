@@ -89,7 +89,7 @@ class HierarchicalCommunicator(Communicator):
         return super().support(verb, device_type, dtype, op)
 
     def _stages(self, prepared: PreparedCall) -> Operation:
-        """Run a call if the caller waits and no call is queued, else queue it; return it."""
+        """Run a call if the caller waits and none is queued, else queue it; return what runs."""
         if prepared.op is not None and not _reduces(prepared):
             return BUILT.get(prepared.way, all_reduce_by_gathering)(self, prepared)
         perform = partial(self._perform, prepared)
@@ -216,7 +216,7 @@ class HierarchicalWire(Wire):
 def _among(
     opening: Opening, part: str, members: tuple[int, ...], *, is_one_host: bool = False
 ) -> Opening:
-    """Return ``opening`` with ``members`` alone, and with its keys below ``part``."""
+    """Return ``opening`` for ``members`` alone, with store keys below ``part``."""
     return opening.below(
         part,
         ranks=tuple(opening.ranks[k] for k in members),

@@ -79,7 +79,7 @@ class HostPlaces:
         raise ValueError(f"there is no member {member}")
 
     def pile(self, owner: int) -> tuple[tuple[int, ...], ...]:
-        """Return for each host the members for which its member ``owner`` exchanges data.
+        """Return, for each host, the members whose data its member number ``owner`` exchanges.
 
         Example:
             >>> HostPlaces.of((0, 0, 0, 1, 1), 0).pile(0)
@@ -123,7 +123,7 @@ class Stages:
             self._do(self._inside, PreparedCall("", way, inputs, outputs, **more))
 
     def across(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """Do the verb ``way`` among the members at this member's place of each host."""
+        """Do the verb ``way`` among the members that have this member's number on their host."""
         assert self._across is not None
         self._do(self._across, PreparedCall("", way, inputs, outputs, **more))
 
@@ -153,7 +153,7 @@ class Stages:
         self.across("all_gather_list", [results[host]], results)
 
     def spread(self, whole: torch.Tensor, num_parts: int) -> None:
-        """Give each member here all of ``whole``, whose parts the first ``num_parts`` hold."""
+        """Give all of ``whole`` to this host's members; the first ``num_parts`` hold its parts."""
         if num_parts == 1:
             self.inside("broadcast", [whole], [whole], root=0)
         else:

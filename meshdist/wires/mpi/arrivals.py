@@ -141,7 +141,7 @@ class Arrivals:
         return (number, limit_ms / 1000) if limit_ms else None
 
     def end(self) -> None:
-        """Raise, after MPI's call, the error that interrupted the wait before it."""
+        """Raise, once, the error that interrupted the last wait for arrivals, if any did."""
         interruption, self._interruption = self._interruption, None
         if interruption is not None:
             raise interruption

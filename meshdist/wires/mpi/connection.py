@@ -202,7 +202,7 @@ class MpiConnection:
             raise WireTimeout.after(timeout)
 
     def leave(self) -> None:
-        """Announce to the others that this member takes no further part."""
+        """Store for the others that this member takes no further part; a forked child does not."""
         if self.is_forked:  # it has no part in the group
             return
         with suppress(RuntimeError):  # the store is lost, as the others will see

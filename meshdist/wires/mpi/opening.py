@@ -170,7 +170,7 @@ class _Region:
             self._shared_words.release(self._key)
 
     def release_after_all(self) -> None:
-        """Free the region once every member has closed the group: any may read it before."""
+        """Free the region if every member has closed the group; else list it, to free it later."""
         keys = [left_key(member) for member in range(len(self._opening.ranks))]
         try:
             is_over = self._opening.store.check(keys)
@@ -188,7 +188,7 @@ _closed: set[_Region] = set()
 
 
 def open_link(opening: Opening) -> tuple[MpiConnection, Arrivals | None]:
-    """Open a group among its members alone; Arrivals are None if members share no memory."""
+    """Open a group on MPI by its members' calls alone; Arrivals is None without shared memory."""
     mine: dict[str, Any] = {"card": my_card().to_json()}
     region = _Region(opening)
     try:
@@ -302,7 +302,7 @@ def _check(opening: Opening, members: Sequence[dict[str, Any]]) -> None:
 def _words_of_others(
     opening: Opening, members: Sequence[dict[str, Any]]
 ) -> list[memoryview] | None:
-    """Return the words that the other members write as they arrive; None where any is not seen."""
+    """Return the other members' arrival words; None if this process cannot see a member's."""
     found = []
     for place, member in enumerate(members):
         if place == opening.rank:

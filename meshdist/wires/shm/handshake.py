@@ -34,7 +34,7 @@ _GRACE_S = 1.0  # the others wait longer than the first member, which knows the 
 
 @dataclass(frozen=True)
 class Shared:
-    """Open files of a member, its own to close: memory, and a pidfd per member, -1 for itself."""
+    """A member's open descriptors, which it closes: of memory, and each process (-1: its own)."""
 
     memory: int
     processes: tuple[int, ...]

@@ -95,7 +95,7 @@ class Rank:
             self.complete_watched()
 
     def poll(self, awaited: Waiting) -> None:
-        """Let other ranks run, after a poll in vain; after many such, wait for ``awaited``."""
+        """Let other ranks run after a vain poll; after many, wait until ``awaited`` is ready."""
         if self._is_polling:
             return
         self.num_vain_polls += 1
@@ -111,7 +111,7 @@ class Rank:
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
-        """Call the watched functions that are due; no other rank runs while this rank polls."""
+        """Call and drop each watched ``complete`` whose ``poll()`` is true; polls run no rank."""
         if not self._watched or self._is_polling:
             return
         due: list[Callable[[], None]] = []
@@ -348,7 +348,7 @@ class Scheduler(Generic[T]):
 
 
 def _let_pending_exceptions_out() -> None:
-    """Let an exception that was sent to this thread be raised here, before anything changes."""
+    """Do nothing, so that an exception sent to this thread is raised here, before any change."""
 
 
 def _with_rank(error: BaseException, rank: int, size: int) -> BaseException:
