@@ -53,7 +53,11 @@ class Library(ABC):
 
     @abstractmethod
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once; None if the library has no such verb."""
+        """Return a function that does ``verb`` once; None if the library has no such verb.
+
+        Args:
+            num_bytes: of the whole array, of which each rank has a part where the verb has parts.
+        """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
         """Return the numbers of elements of a buffer, of each rank's part, and of all parts."""
@@ -139,7 +143,7 @@ class SharedSide(TorchSide):
         self._made: dict[tuple[int, Any], Any] = {}
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does an all_reduce once; None for other verbs."""
+        """Return a function that all-reduces ``num_bytes`` once; None for other verbs."""
         return super().call(verb, num_bytes, dtype) if verb == "all_reduce" else None
 
     def _ones(self, count: int, dtype: Any) -> Any:
@@ -152,7 +156,7 @@ class CopySide(TorchSide):
     """The limit that memory sets an all_reduce: every rank copies as much and exchanges nothing."""
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that copies once in place of an all_reduce; None for other verbs."""
+        """Return a function that copies ``num_bytes`` once in place of an all_reduce; else None."""
         if verb != "all_reduce":
             return None
         count, kind = self.counts(num_bytes, dtype)[0], getattr(self._torch, dtype)

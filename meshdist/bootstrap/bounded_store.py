@@ -278,7 +278,7 @@ class BoundedStore(Store):
         return self.ask(cloned)
 
     def set_bare(self, key: str) -> tuple[str, int] | None:
-        """Set ``key`` at the root of a TCPStore; return its host and port, else None."""
+        """Set ``key`` without a prefix in a TCPStore, return its host and port; None elsewhere."""
         if self._address is not None:
             self.ask(lambda raw: root_of(raw).set(key, ""))
         return self._address

@@ -53,5 +53,5 @@ _ENGINES = (
 
 
 def find_engine(environment: Mapping[str, str]) -> Engine | None:
-    """Return the engine whose worker this process is, None for a process of no engine."""
+    """Return the engine (such as Ray) whose worker this process is, None without any."""
     return next((engine for engine in _ENGINES if engine.is_here(environment)), None)

@@ -84,7 +84,7 @@ class HeadCount:
         return next((part.block_of(rank) for part in self.parts if rank in part.ranks), self)
 
     def names(self) -> Iterator[str]:
-        """Yield the names of this number and of all numbers of its ``parts``."""
+        """Yield the store names of this head count's number and of the numbers of all ``parts``."""
         yield self.name
         for part in self.parts:
             yield from part.names()

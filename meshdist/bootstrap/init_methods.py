@@ -315,6 +315,8 @@ def _meet_at(
 
     Args:
         stays: whether the store stays open when the world has ended: no other address will come.
+        origin: how the ranks came here, for messages.
+        known: more facts of the attempt, as ``_meet_in`` takes them.
     """
     store = keep_store(address, make)
     try:

@@ -147,7 +147,7 @@ class CallWords:
         )
 
     def find_all(self) -> list[bytes] | None:
-        """Return all members' statements under this member's last number, None if some lack."""
+        """Return all members' statements of this member's last number; None until all have come."""
         found = []
         for member in range(1 + len(self._views)):
             view = self._views.get(member, self._mine)

@@ -135,10 +135,10 @@ class HeaderTable:
         return WINDOW + _UNEVEN_WINDOW * (1 + 2 * size) + size * _MESSAGE_WORDS + 1
 
     def for_core(self, words: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """Return the native object that does ``enter`` once all words are found.
+        """Return a native object that does ``enter`` itself once all members' words are found.
 
         Args:
-            words, make: the native classes of words, and of that object.
+            words, make: the native classes of a member's words, and of that object.
         """
         return make(
             self,
@@ -261,10 +261,11 @@ class HeaderTable:
     def wait_for_the_slowest(
         self, sequence: int, is_uneven: bool, timeout: timedelta, check: Callable[[], object]
     ) -> int | None:
-        """Wait until ``find_behind`` is None; return the member behind at the timeout.
+        """Wait until call ``sequence`` overwrites no needed words; return a late member or None.
 
         Args:
             check: called now and then; it may raise to end the wait.
+            is_uneven: whether members may differ in sizes, of which few calls are kept.
         """
         if self.find_behind(sequence, is_uneven) is None:  # by far the most frequent
             return None

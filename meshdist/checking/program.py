@@ -222,7 +222,7 @@ def run_unnested(verb: str, function: Callable[P, R], *args: P.args, **kwargs: P
 
 
 def never_nested(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap ``function`` so that each call goes by ``run_unnested``, as verb of its name."""
+    """Wrap ``function`` as a verb of its name, which raises if it is called inside a verb."""
     verb = function.__name__
 
     @one_frame

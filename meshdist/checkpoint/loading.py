@@ -148,7 +148,7 @@ class _ArrayReader:
         """The boxes that this rank reads."""
 
     def _find_shared(self) -> dict[str, NamedSharding]:
-        """Return, by name, the finer shardings in which replicas read large arrays."""
+        """Return, by name, shardings that split the reading of large arrays among replicas."""
         # Simulated ranks read as those of several hosts do, so that one process tries their plans.
         world, ranks = self._members.world, tuple(self._members.ranks)
         if world is None or not (world.is_simulated or world.spans_hosts(ranks)):

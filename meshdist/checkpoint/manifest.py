@@ -165,6 +165,7 @@ def manifest_text(
     """Return the text of a manifest, which ``Manifest.from_json`` reads.
 
     Args:
+        leaves: what is no array, by name, as JSON values.
         tree: nested dicts, by the keys of which names are made; a leaf is 0, an array 1.
         arrays: dtype and shape by name.
         files: by name, as they stand in the text.

@@ -180,7 +180,7 @@ def checked_path(call: str, path: Any) -> str:
 def agreed_entries(
     members: Members, read: Callable[[], tuple[dict[str, StateArray], list[str]]]
 ) -> dict[str, StateArray]:
-    """Return the entries that all members have alike, with the sizes of wholes; collective.
+    """Return this member's entries, checked to equal all others', with whole sizes; collective.
 
     Args:
         read: returns this member's, and texts of all that must be equal on all members.

@@ -106,7 +106,7 @@ class StateArray:
         return whole if self.whose != "each" else ((self.row, self.row + 1), *whole[1:])
 
     def fact(self, name: str) -> str:
-        """Return a text of the array that must be equal on all ranks."""
+        """Return a text of array ``name``: dtype, sizes and spec, to be equal on all ranks."""
         if self.sharding is None:
             return f"{name}: {self.dtype}{list(self.shape)}"
         if not self.sizes_are_known:

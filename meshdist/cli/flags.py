@@ -43,7 +43,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, short: bool) -> Non
 
 
 def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the command up to the program, and the program's arguments; or raise LaunchError."""
+    """Return (command that starts the program, the program's arguments); or raise LaunchError."""
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not words:
         raise LaunchError(

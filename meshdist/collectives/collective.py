@@ -102,6 +102,7 @@ class Collective(VerbCall):
 
         Args:
             role: names the root, where it alone gives a list, of arrays as large as ``like``.
+            likes_name: of ``like``, for messages.
         """
         tensors = []
         entries = self.check_list(given, argument, len(self.group.ranks), role=role)
@@ -206,7 +207,7 @@ class Collective(VerbCall):
     def check_same_dtype(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors have the same dtype."""
+        """Raise unless both tensors, called ``names`` in the error, have the same dtype."""
         if output.dtype != tensor.dtype:
             dtypes = (dtype_name(output.dtype), dtype_name(tensor.dtype))
             raise DtypeError(
@@ -220,7 +221,7 @@ class Collective(VerbCall):
     def check_same_device(
         self, output: torch.Tensor, tensor: torch.Tensor, names: tuple[str, str]
     ) -> None:
-        """Raise unless both tensors lie on the same device."""
+        """Raise unless both tensors, called ``names`` in the error, lie on the same device."""
         if output.device != tensor.device:
             raise ArgumentError(
                 f"{self.verb} has arguments on different devices",

@@ -131,7 +131,7 @@ def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
 def raise_unpicklable(
     failed: Sequence[tuple[int, torch.Tensor]], verb: str, cause: Exception | None = None
 ) -> NoReturn:
-    """Raise the error of ranks that failed to pickle (``failed``, with their reasons)."""
+    """Raise the error of ranks that failed to pickle: ``failed`` has (rank, reason as JSON)."""
     reasons = [(rank, json.loads(bytes(text.cpu().numpy()))) for rank, text in failed]
     raise PicklingError(
         f"{verb}: an object of {ranks_text([rank for rank, _ in failed])} cannot be pickled",

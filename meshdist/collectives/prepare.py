@@ -246,7 +246,7 @@ def check_devices(call: Collective, tensors: Sequence[torch.Tensor], argument: s
 def _sizes(
     call: Collective, tensor: torch.Tensor, rows: Sequence[int] | None, role: str
 ) -> list[int]:
-    """Return the elements of ``tensor`` per member, by ``rows`` or in equal parts; or raise."""
+    """Return ``tensor``'s elements per member, by ``rows`` or equal; raise, naming it ``role``."""
     name, size = call.verb, call.group.size()
     if rows is None and tensor.dim() and not tensor.shape[0] % size:
         return [tensor.numel() // size] * size  # the common case

@@ -190,7 +190,7 @@ def _add_up(
 def _sums(
     leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], group: ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """Return the sum of each gradient over all members, None where no member has it."""
+    """Return, for each leaf, the sum of all members' gradients, None if no member has any."""
     own = [0] * len(leaves)
     for place, grad in enumerate(grads):
         if grad is not None:

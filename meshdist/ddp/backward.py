@@ -89,7 +89,7 @@ class Sending:
         self.observers: dict[Moment, list[Callable[[Any], None]]] = {}
 
     def observe(self, calls: Mapping[Moment, Callable[[Any], None]]) -> None:
-        """Register a function for each moment, called after the functions registered before."""
+        """Register a function by moment, to call with ``tell``'s subject after those before it."""
         for moment, call in calls.items():
             self.observers.setdefault(moment, []).append(call)
 
@@ -219,7 +219,7 @@ class Backward:
         return came
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
-        """Return error lines of gradients that came after their bucket went, or despite options."""
+        """Return error lines of gradients too late for their bucket, or that options exclude."""
         history, late = self.sending.history, self._late
         options, reports = self.layout.terms.options, self.layout.terms.reports
         for filling in self.fillings[: len(self.works)]:
@@ -265,7 +265,11 @@ class Backward:
         sending.tell(Moment.SENDING_ENDS, self)
 
     def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
-        """Return for each parameter if this rank adds a new gradient; None if all or none came."""
+        """Return for each parameter if this rank adds a new gradient; None if all or none came.
+
+        Args:
+            has_local_sums: whether ``.grad`` holds sums of backwards that were not averaged.
+        """
         if verdict.ending is Ending.WHOLE or not verdict.came:
             return None
         has = list(verdict.came)

@@ -167,7 +167,7 @@ class Bucket:
         *,
         is_trailing: bool,
     ) -> Bucket:
-        """Return a bucket of one gradient, without memory of its own."""
+        """Return a bucket of one gradient, without own memory, sent last if ``is_trailing``."""
         like = parameter.detach()
         none = like.new_empty(0)
         return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
@@ -237,7 +237,7 @@ class Filling:
         return [slot for slot in slots if slot not in new]
 
     def find_missing_at_end(self) -> list[int]:
-        """Return the slots without a gradient at the end; drop its own slots from ``local``."""
+        """Return slots that got no gradient; drop from ``local`` those this backward filled."""
         missing = self.find_missing()
         if not self.local:
             return missing

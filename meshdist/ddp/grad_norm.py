@@ -161,7 +161,7 @@ def clip_grad_norm_(
 def _summed(
     share: torch.Tensor, held: Sequence[Held], mesh: DeviceMesh, title: str, order: float
 ) -> torch.Tensor:
-    """Return the sum or maximum of ranks' shares; raise (on devices: NaN) if they are unfit."""
+    """Return shares' sum (``order`` inf: maximum); raise, on devices NaN, for unfit gradients."""
     is_local, lacking = flags_of(held, mesh)
     # Of the largest value nothing is missing where a holder lacks the gradient.
     flags = [is_local] if math.isinf(order) else [is_local, lacking]
@@ -279,7 +279,7 @@ def _gradients_of(
 
 
 def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
-    """Return the type letter by axis, of the type ``text`` or of a DTensor's placements."""
+    """Return the letter by axis of the type ``text``, or of a DTensor, parameter ``place``."""
     if not hasattr(tensor, "placements"):
         return kinds_in(text)
     kinds: dict[str, str] = {}
@@ -316,7 +316,11 @@ def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | Non
 def _axes_cut(
     kinds: Mapping[str, str], mesh: DeviceMesh, of_call: DeviceMesh | None
 ) -> frozenset[str]:
-    """Return the axes larger than 1 that ``kinds`` calls "V"; raise for an unknown axis."""
+    """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks.
+
+    Args:
+        of_call: the mesh that the program's call names; None if it takes the mesh in force.
+    """
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")

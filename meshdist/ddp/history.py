@@ -38,7 +38,7 @@ class History:
         self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
 
     def note_absence(self, order: Iterable[int]) -> None:
-        """Note a step without a backward: the next sends at its end, in a known order."""
+        """Let the next backward send all buckets at its end, by ``order`` if none was learned."""
         self.expected = [_NEVER] * self._num
         self.by_count.update(range(self._num))
         self.order = self.order or list(order)

@@ -46,7 +46,7 @@ class Increments:
         self._nodes.clear()
 
     def outputs_reached(self) -> None:
-        """Multiply gradients that came before the current backward reached a wrapped output."""
+        """Multiply by ``factors`` gradients that came before this backward reached an output."""
         if self._early and self._task == current_task():  # seldom, so that others pay nothing
             self._multiply_early()
 

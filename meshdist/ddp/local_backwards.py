@@ -79,13 +79,13 @@ class LocalBackwards:
         return early
 
     def warn(self, reports: Reports, num_local: int = 0) -> None:
-        """Warn, once, that a backward stayed local although an averaged backward is expected."""
+        """Warn, once, of ``num_local`` local backwards in a row, 0 if a forward awaits its own."""
         if not self._has_warned:
             self._has_warned = True
             reports.warn_of_local(sees_outputs=self.sees_outputs, num_local=num_local)
 
     def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
-        """Warn, once, where a backward came through a result that all ranks have made."""
+        """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
         noted, ranks, place = group.world.complete
         if noted == task and place and not self._has_warned_of_complete:
             self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1

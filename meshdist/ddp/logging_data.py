@@ -107,7 +107,7 @@ class Timing:
         return {**found, "backward_compute_comm_overlap_time": overlap}
 
     def moments(self) -> dict[str, int]:
-        """Return the beginning and end of each part, in nanoseconds of the host's clock."""
+        """Return the host time of each mark but the forward's end, in nanoseconds, by its name."""
         # Torch has no end of the forward.
         return {name: at.ns for name, at in self._marks.items() if name != _FORWARD_END}
 

@@ -122,7 +122,7 @@ def _weight(text: bytes) -> int:
 
 
 def _place(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, int, int]:
-    """Return (part that ``axes`` cut, number of a rank among its holders, their count)."""
+    """Return (coordinates on ``axes``, ``rank``'s index among ranks with the same, their count)."""
     part, number, count = [], 0, 1
     coordinate = mesh.layout.coordinate_of(rank) or ()
     for (axis, size), place in zip(mesh.axis_sizes.items(), coordinate, strict=True):

@@ -211,7 +211,11 @@ class Reducer:
 
     @tells_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Complete the last backward, raise its errors, and lay buckets anew if they changed."""
+        """Complete the last backward, raise its errors, and lay buckets anew if they changed.
+
+        Args:
+            is_synchronised: whether its gradients will be averaged, not so in ``no_sync``.
+        """
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._state is Phase.CLOSED:
             return
@@ -311,7 +315,7 @@ class Reducer:
             self._state = state
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the averaged backward of this gradient; None keeps the gradient for later.
+        """Return the running averaged backward; if None, the gradient ``index`` is kept for later.
 
         Args:
             hook: the hook that saw the gradient; called again if the autograd task reaches an
@@ -325,7 +329,7 @@ class Reducer:
             return backward
 
     def _find_running(self) -> Backward | None:
-        """Return the running averaged backward or None; begin it if any backward counts now."""
+        """Return the running averaged backward, begun now if any gradient may begin it, or None."""
         # Re-entrant checkpoints run tasks inside of the backward's. The gradient of any other
         # task counts once that task reaches an output.
         if self.backward is not None and self.backward.is_running():
@@ -341,7 +345,7 @@ class Reducer:
             return self._find_running() is not None or self._local.is_running()
 
     def _enter(self, context_id: int | None = None) -> None:
-        """Begin an averaged backward, if it has not begun; raise if it overlaps another."""
+        """Begin an averaged backward (``context_id``: of RPC) unless begun; raise on overlap."""
         self._refuse_traced()
         task, sending = current_task(), self.sending
         with sending.lock:  # outputs on several devices come here on a thread each

@@ -212,7 +212,7 @@ def _find_reader() -> dict[str, Any] | None:
 def _size_and_place(
     num_replicas: int | DeviceMesh | ProcessGroup | None, rank: int | None
 ) -> tuple[int, int]:
-    """Return the number of shares and this rank's place; raise if it is not on the mesh."""
+    """Return the number of shares (None: the world's) and this rank's index; raise off the mesh."""
     if isinstance(num_replicas, (DeviceMesh, ProcessGroup)):
         if rank is not None:
             raise ArgumentError(

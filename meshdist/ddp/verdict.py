@@ -54,7 +54,7 @@ class Verdict:
 
     Args:
         ending: on this rank; None if it has no data.
-        num_at_work: how many ranks have data; the others have no part in the map.
+        num_at_work: how many ranks have data; the others add nothing to the map of used parameters.
         came: for each parameter, whether its gradient came here.
         lacking: the parameters that have had none since the forward, and must.
         unexpected: a line for each gradient that should not have come.

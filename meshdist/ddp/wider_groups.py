@@ -124,11 +124,12 @@ def open_wider_groups(
     group: ProcessGroup,
     axes: DeviceMesh | None,
 ) -> WiderGroups:
-    """Return the groups of a wrapper over ``group``; opens those of several axes, collectively.
+    """Return the groups over which a wrapper over ``group`` reduces; opens them, collectively.
 
     Args:
         further: as ``further_axes`` returns them.
         names: of all parameters that are trained.
+        axes: the wrapper's submesh; None for a group without, which has no further groups.
     """
     if axes is None or not further:
         return WiderGroups(group)

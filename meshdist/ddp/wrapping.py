@@ -359,7 +359,7 @@ def find_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[torch.device] | None, torch.device | None]:
-    """Check ``device_ids`` against the module, and return it and ``output_device`` as devices."""
+    """Return ``device_ids`` and ``output_device``, checked, as devices; None, None without ids."""
     if isinstance(device_ids, (ProcessGroup, DeviceMesh, str)):
         raise KindError(
             "the second argument of DistributedDataParallel is device_ids",

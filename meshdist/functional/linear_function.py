@@ -27,14 +27,14 @@ from ..groups.process_group import ProcessGroup
 
 
 def keep_line(node: Any, x: torch.Tensor, group: Any) -> None:
-    """Store the program's line on ``node`` if a wrapper averages over the group's ranks."""
+    """Store the program's line on ``node`` if a wrapper averages gradients within ``group``."""
     averaged = x.requires_grad and isinstance(group, ProcessGroup) and group.world.averaged
     if averaged and any(len(ranks.intersection(group.ranks)) > 1 for ranks in averaged):
         node.line = show_site(call_site())
 
 
 def note_complete(node: Any, group: ProcessGroup, *, is_sum: bool = False) -> None:
-    """Note on the world the first verb, with its line, that a backward reaches."""
+    """Store in the world the line of the verb that a backward reaches first, "" if ``is_sum``."""
     world = group.world
     if hasattr(node, "line") and world.complete[0] != (task := torch._C._current_graph_task_id()):
         world.complete = task, group.ranks, "" if is_sum else f"{group.name}, {node.line}"

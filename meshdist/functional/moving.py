@@ -237,6 +237,7 @@ def all_to_all(
 
     Args:
         tiled: whether both axes are dims of the result; else the first goes, the second is new.
+        leaf: the name of ``x`` in reports.
     """
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
     title = lax_title("all_to_all", leaf, x.shape)
@@ -255,7 +256,7 @@ def pswapaxes(
 def blocks_to_exchange(
     x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return the blocks that ``all_to_all`` sends, and the dim to join along; or raise."""
+    """Return blocks of ``x``, without the split dim unless ``tiled``, and the dim to join along."""
     split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
     concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
     return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat
@@ -274,6 +275,7 @@ def ppermute(
 
     Args:
         perm: pairs (source, destination) of places in the group.
+        leaf: the name of ``x`` in reports.
     """
     title = lax_title("ppermute", leaf, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)

@@ -47,7 +47,7 @@ from .value_checks import check_invariant, note_leaves
 
 
 def psum(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the sum of all members' ``x``, of bool in int32; V -> I, U -> I."""
+    """Every member holds the sum of all ``x`` (``leaf`` in reports), int32 for bool; V, U -> I."""
     return call_function(_Psum, x, group, lax_title("psum", leaf, x.shape))
 
 
@@ -68,7 +68,7 @@ def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tens
 
 
 def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds its own copy of ``x``, equal so far; I -> V."""
+    """Every member holds its own copy of ``x`` (``leaf`` in reports), equal so far; I -> V."""
     return call_function(_Pvary, x, group, lax_title("pvary", leaf, x.shape))
 
 
@@ -142,7 +142,7 @@ def psum_scatter(
 def blocks_to_scatter(
     x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
 ) -> torch.Tensor:
-    """Return the blocks that ``psum_scatter`` sums, counted in dim 0, or raise."""
+    """Return the blocks to sum, stacked in dim 0, without their dim unless ``tiled``; or raise."""
     dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
     return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
 
@@ -295,7 +295,7 @@ class _OwnSlice(LinearFunction):
 
 
 def check_gradient(node: Any, grad: torch.Tensor, group: ProcessGroup, verb: str) -> None:
-    """Note that a backward reaches ``verb``; at debug level DETAIL compare ``grad`` on ranks."""
+    """Note that a backward reached ``verb``'s ``node``; at DETAIL compare ``grad`` on ranks."""
     note_leaves(node, group)
     note_complete(node, group)
     if get_debug_level() == DebugLevel.DETAIL:

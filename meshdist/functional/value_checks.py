@@ -309,7 +309,7 @@ class _Below:
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def add(self, verb: Any) -> Iterator[torch.Tensor]:
-        """Yield the leaves in the graph below ``verb`` that are not yet known."""
+        """Keep and yield the new leaves below node ``verb`` whose gradients must be equal."""
         open_nodes = [verb]
         while open_nodes:
             for node, _ in open_nodes.pop().next_functions:

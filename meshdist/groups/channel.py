@@ -144,7 +144,7 @@ class Channel:
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Return whether a member is in the next collective, ``verb`` if the wire can tell."""
+        """Return whether a member is in the next collective, a ``verb`` if the wire can tell."""
         table = self.header_table
         if table is None:
             return self.communicator.is_awaited(verb)
@@ -361,7 +361,7 @@ class Channel:
     def _note(
         self, call: Call, sizes: Sequence[Sequence[int]] = (), *, is_numbered: bool = True
     ) -> None:
-        """Note a call, a message with a number if its peer is known; raise if the group broke."""
+        """Note a call, a message ``is_numbered`` if its peer is known; raise if the group broke."""
         note = self.recorder.note(self.group, call, sizes, is_numbered=is_numbered)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
@@ -478,7 +478,7 @@ def _disagreement(
 
 
 def _warn_dropped(recorder: Recorder, aborts: Container[str], label: str, note: int) -> None:
-    """Warn, once a place, that the Work of a noted call was dropped; none of a broken group's."""
+    """Warn, once a place, of the dropped Work of call ``note``; not if ``aborts`` has ``label``."""
     noted = recorder.find_note(note)
     if label in aborts or noted is None or noted.code is None or sys.is_finalizing():
         return

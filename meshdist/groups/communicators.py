@@ -226,7 +226,7 @@ class Registry:
         return any(id(group) in communicator.users for communicator in opened)
 
     def _finish_opening(self, agreement: Agreement, patience: timedelta | None) -> None:
-        """Wait up to ``patience`` until all members have opened; then set ``sees_all_calls``."""
+        """Count this rank as open; wait ``patience``, if any, for all; set ``sees_all_calls``."""
         world, members = self.world, agreement.members
         if not world.has_processes or len(members) < 2:
             return
@@ -284,7 +284,11 @@ class Registry:
         return opened
 
     def find_label(self, connection: str, ranks: tuple[int, ...], options: Any) -> str:
-        """Return the label of a communicator by ``connection`` that ``ranks`` may share, or ""."""
+        """Return the label of an open communicator of equal arguments that may be shared, or "".
+
+        Args:
+            connection: the wire's name for it, of ``Wire.connection_for``.
+        """
         key = (connection, ranks, id(options))
         with self._lock:
             found = [each for each in self._by_label.values() if each.share_key == key]
@@ -345,7 +349,7 @@ class Registry:
         return known
 
     def answer(self, about: dict[str, Any]) -> SignalReply:
-        """Return each communicator's last call, the call ``about`` names, and the place now."""
+        """Return each communicator's last call, the call ``about`` unless {}, and the place now."""
         asked = self._by_label.get(about.get("label", ""))
         recorders = [(opened.label, opened.recorder) for opened in self.all_opened()]
         recorders.append(("", self.beside_wires))
@@ -411,7 +415,7 @@ class Registry:
             return list(self._by_label.values())
 
     def _leave(self, how: str) -> MeshdistError | None:
-        """Compare last calls and store ``how`` this rank leaves; return an error, or None."""
+        """Compare last calls across hosts, store ``how`` this rank leaves; return any error."""
         opened = self.all_opened()
         error = self._compare_last(opened)
         self._comparisons.stop()

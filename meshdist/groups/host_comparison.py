@@ -129,7 +129,7 @@ class HeaderTables:
             self._words = None
 
     def _find_region(self, rank: int, key: int) -> tuple[SharedWordsView | None, int] | None:
-        """Return a view of a rank's shared words, and ``key``; None until its address is known."""
+        """Return (a rank's shared words, if in reach, ``key``); None till its address is known."""
         if rank not in self._views:
             store, hosts = self._world.store, self._world.hosts
             # All of the host at once, which have announced themselves as the world began.

@@ -67,7 +67,7 @@ def only_list(lists: Any, verb: str) -> Any:
 
 
 def _method(verb: str) -> Callable[..., Any]:
-    """Return torch's method of ``verb``, made from the verb's row, in all of torch's forms."""
+    """Return the method of torch's process groups for ``verb``, in all of torch's call forms."""
     # What torch calls ``output_tensors`` may be ``output_tensor`` or ``output``, too.
     row = VERBS[verb]
     form = row.torch_method

@@ -76,7 +76,11 @@ class ReplicaHook(JoinHook, ABC):
         """Undo ``begin`` as the context ends; post-hooks follow."""
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part, on a rank without data, in the joinable's action ``what``."""
+        """Take part, on a rank without data, in the joinable's action ``what``.
+
+        Args:
+            at_work: which ranks of the context have data.
+        """
 
 
 def is_sharded_optimizer(joinable: object) -> bool:
@@ -98,7 +102,7 @@ class JoinedOptimizer(ReplicaHook):
         self._handle = joinable.register_step_pre_hook(self._begin_step)
 
     def end(self) -> None:
-        """Stop announcing steps."""
+        """Remove the hook that announces the optimizer's steps to joined ranks."""
         self._handle.remove()
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:

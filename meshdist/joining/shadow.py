@@ -430,7 +430,7 @@ class Shadow(CallGuard):
             self._waits.refuse_gone(place)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
-        """Wait until ``awaited`` is due, at most its timeout, or a call is to be answered."""
+        """Wait for a call to answer, or until ``awaited``, if any, is due; raise if it is late."""
         places = [
             place
             for place in self._places.values()

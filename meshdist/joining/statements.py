@@ -54,7 +54,7 @@ class Statement(NamedTuple):
         sizes: the numbers of elements sent to and taken from each member, where members may differ.
         has_joined: whether the member has no data left.
         is_late: of a member without data: whether no other has made a call since it joined.
-        sees_all: in a round, whether the member sees the call words of all.
+        sees_all: in an all-gather: whether the member can read all others' words in shared memory.
     """
 
     call: Call = _NOTHING
@@ -123,7 +123,7 @@ class JoinedCommunicator:
         return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
 
     def timeout_of(self, mine: Statement) -> timedelta:
-        """Return the limit to wait for statements: none if ``mine`` calls no verb."""
+        """Return the time limit to wait for statements: unlimited if ``mine`` calls no verb."""
         return self.channel.timeout if mine.call.verb else NEVER
 
     def say(self, mine: Statement) -> None:

@@ -40,7 +40,7 @@ class _Process(NamedTuple):
 
 
 def mark_value(outer: str | None, mark: str) -> str:
-    """Return the value of MARK for launch ``mark``, begun inside the launch of value ``outer``."""
+    """Return the value of MESHDIST_LAUNCH for launch ``mark`` inside of that with ``outer``."""
     return f"{outer or ''}/{mark}"
 
 

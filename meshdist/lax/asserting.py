@@ -160,7 +160,7 @@ def _differing_shards(
     own: dict[str, tuple[str, ...]],
     axes: DeviceMesh,
 ) -> list[str]:
-    """Return lines on shards that differ along axes that do not cut them; collective."""
+    """Return lines on shards that differ, in ``texts`` or values, along axes not in ``own``."""
     lines = []
     for cut in sorted({own[path] for path in shards}):
         kept = tuple(axis for axis in axes.axis_names if axis not in cut)

@@ -52,7 +52,7 @@ def on_leaves(
     Args:
         axis_name, mesh, axis_index_groups: as for ``psum``.
         on_number: returns the number that travels for a Python number; None refuses numbers, and
-            with ``unsent`` they stay as they are.
+            the function ``unsent`` leaves them as they are.
         check: raises where a tensor is unfit, as ``on_tensor`` does itself.
         to: the kind of result that the call asks for, where the verb leaves that open.
     """

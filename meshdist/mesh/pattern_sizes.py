@@ -479,7 +479,7 @@ def _check_equal_dims(pattern: Pattern, left: PatternSide, right: PatternSide) -
 
 
 def checked_sizes(pattern: Pattern, sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return ``sizes`` by part; raise for a name not in the pattern, or no size."""
+    """Return ``sizes`` by dim name, as ints; raise for a name not in the pattern, or no size."""
     sides = [*pattern.operands, *([] if pattern.result is None else [pattern.result])]
     names = list(dict.fromkeys(name for side in sides for name in side.names if name != "..."))
     checked = {}

@@ -36,7 +36,7 @@ def displacement(axis: AxisModes, index: int) -> int:
 
 
 def coalesced(modes: Iterable[Mode]) -> AxisModes:
-    """Return the shortest (size, stride) pairs of the same axis."""
+    """Return the fewest (size, stride) pairs that give the same places in the same order."""
     kept: list[Mode] = []
     for size, stride in modes:
         if size == 1:

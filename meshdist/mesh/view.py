@@ -158,6 +158,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return how many of ``room`` tables stand in a line: a multiple of the last outer axis."""
+    """Return the tables a line where ``room`` fit: a multiple of axis -3's size, if one fits."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)

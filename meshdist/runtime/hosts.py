@@ -66,7 +66,7 @@ def process_start(pid: int) -> str | None:
 
 
 def read_process(pid: int) -> tuple[str, list[str]] | None:
-    """Return a process's name, then its state, parent and so on, as Linux shows them; or None."""
+    """Return a process's name and the fields behind it in /proc/PID/stat; None if it has gone."""
     # Any other OSError is the caller's: this process may open no more files, for example.
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -321,7 +321,7 @@ def handled_here() -> int:
 
 
 def find_failure(handled_before: int) -> BaseException | None:
-    """Return the exception handled here, None for an exit or that of id ``handled_before``."""
+    """Return the exception that this thread handles; None for an exit or id ``handled_before``."""
     found = sys.exc_info()[1]
     is_exit = isinstance(found, (SystemExit, GeneratorExit))
     return None if is_exit or handled_here() in (0, handled_before) else found

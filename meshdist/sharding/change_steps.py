@@ -256,7 +256,7 @@ class _Group:
     # ---------------------------------------------------------------- what comes
 
     def receives(self, target: Box) -> tuple[Box | None, list[Part]]:
-        """Return this rank's own box or None, and (sender's place, box) of each received part."""
+        """Return (own part of ``target`` or None, [(sender's index, box)] of received parts)."""
         per_dim = []
         for dim, interval in zip(self.change.dims, target, strict=True):
             per_dim.append(list(self._sources(dim.source, interval)))

@@ -68,7 +68,7 @@ class Change:
 
     @cached_property
     def dividing(self) -> tuple[int, ...]:
-        """The axes that newly cut a dim, and whose ranks, equal before, share its sending."""
+        """The axes that newly cut a dim, and whose ranks, equal before, each send a part."""
         # They cut a dim of the target that the source cuts otherwise. All ranks along them hold
         # each box: if one rank sent it all, the others would idle.
         free = self.source.free_axes

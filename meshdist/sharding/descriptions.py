@@ -75,7 +75,7 @@ def draw_sharding_svg(
     rank: int | None = None,
     width: int = 900,
 ) -> str:
-    """Return the drawing of ``draw_sharding`` as an SVG document, at most ``width`` pixels wide."""
+    """Return ``draw_sharding``'s drawing of its arguments as SVG, at most ``width`` pixels wide."""
     return draw_svg(
         sharding.layout,
         highlight_rank=rank,

@@ -70,7 +70,7 @@ def join_operands(
     """Return the shape and sharding of an elementwise result, or raise where operands do not fit.
 
     Args:
-        linearity: of the operation in unreduced operands, as ``axis_types.join_types`` takes it.
+        linearity: of the operation in unreduced operands, as "add" or "multiply"; "" for none.
     """
     _, shape, sharding = operands[0]
     if not sharding.spec.unreduced and all(

@@ -40,7 +40,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
-    """Return the axes over which ``x`` is marked reduced or a wrapper averages it; or raise."""
+    """Return axes over which ``x`` is marked reduced or averaged; raise if ranks fit no axes."""
     marked = {axis for axis in axes_of_kind(type_of(x), "R") if axis in mesh.axis_names}
     owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
@@ -120,7 +120,7 @@ def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
 
 
 def _moves_along(node: Any, line: Collection[int]) -> bool:
-    """Return whether an autograd node is a verb of this package that moves data along ``line``."""
+    """Return whether an autograd node is a verb of ours that moves data among ranks ``line``."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or function.__module__.partition(".")[0] != _PACKAGE:
         return False

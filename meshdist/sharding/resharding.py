@@ -135,7 +135,7 @@ class Transfer:
         return found
 
     def moves_along(self, line: Collection[int]) -> bool:
-        """Return whether values or gradients are cut, moved or summed along ranks of ``line``."""
+        """Return whether values or gradients are cut, moved or summed among the ranks ``line``."""
         plan, rank = self._plan, self._mesh.get_rank()
         ends = plan.source, plan.target
         return any(
@@ -194,7 +194,7 @@ class _KeptAliases:
     def alias(
         self, x: torch.Tensor, transfer: Transfer, ends: tuple[Placement, Placement]
     ) -> torch.Tensor:
-        """Return an alias of ``x`` with the transfer's backward, the same for equal ``ends``."""
+        """Return an alias of ``x`` with the transfer's backward, kept by (source, target)."""
         kept: dict[Any, torch.Tensor] = self._kept.setdefault(x, {})
         key = ends, x._version, current_task()
         found = kept.get(key)
@@ -249,7 +249,11 @@ class Resharding:
         self._marks: dict[str, str] = {}  # of each result, since all have one shape
 
     def __call__(self, x: torch.Tensor, check: bool | None = False) -> torch.Tensor:
-        """Return the result on ``x`` in new memory, differentiable; ``check`` compares replicas."""
+        """Return the result on ``x`` in new memory, differentiable; ``check`` compares replicas.
+
+        Args:
+            check: None compares them on simulated ranks, and at debug level DETAIL.
+        """
         request = self._request
         if self._is_summed and x.dtype is torch.bool:
             raise DtypeError(

@@ -244,7 +244,7 @@ def stage_steps(stage: Stage, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
 
 
 def _candidates(whole: Change) -> Iterator[tuple[int, _Between]]:
-    """Yield (elements received by all ranks, intermediate placements) of each way to sum."""
+    """Yield (elements received by all, placements before and after the sum or None) by route."""
     source, target, summed = whole.source, whole.target, whole.summed
     yield whole.num_received, (None, None)
     if target.dims:

@@ -117,8 +117,8 @@ def scatter(
 
     Args:
         x: the whole, on the root; elsewhere a tensor without elements, of its dtype and device.
-        placement: each element's rank: no axis is free. Where an axis is unreduced, coordinate 0
-            gets the values, and the others zeros.
+        placement: tells each element's rank, so that no axis is free (replicates). Where an axis is
+            unreduced, coordinate 0 gets the values, and the others zeros.
         title: the call's name in reports, equal on all ranks.
     """
     here = mesh.get_coordinate() or ()

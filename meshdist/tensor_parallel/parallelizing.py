@@ -64,7 +64,7 @@ class Assignment:
 
 
 def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Assignment]:
-    """Return the modules that a plan names, with their words; raise if it does not fit."""
+    """Return each module in a plan with its word ("column"); raise if unfit to cut in ``parts``."""
     words = words_of(plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[str, str, Assignment]] = {}
@@ -262,7 +262,7 @@ def _dim_text(spec: str) -> str:
 
 
 def _specs(each: Assignment, axis: str) -> dict[str, str]:
-    """Return, by parameter, the spec that the plan's word gives it."""
+    """Return, by parameter, the spec over ``axis`` that the plan's word for its module gives."""
     becomes = WORDS[each.word].becomes
     own = dict(each.module.named_parameters(recurse=False))
     if becomes is None:

@@ -373,7 +373,7 @@ def _leave_all() -> None:
 
 
 def _bare(given: Any) -> Any:
-    """Return an argument with plain tensors on the same memory, without gradient or version."""
+    """Return ``given`` with tensors, in lists too, as ``.data``, which autograd does not see."""
     # As torch's own groups do, ours let a program write where autograd has saved values: FSDP
     # gathers parameters again into the memory where a forward has seen them.
     if isinstance(given, torch.Tensor):

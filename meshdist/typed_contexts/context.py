@@ -305,7 +305,7 @@ class ContextMode(TorchFunctionMode):
         return made.text if isinstance(made, JoinedType) else text
 
     def cast(self, x: torch.Tensor, missing: Mapping[str, str]) -> torch.Tensor:
-        """Return ``x`` cast to the types ``missing``; ``x`` itself if it needs no gradient."""
+        """Return ``x`` cast by ``missing``, kind by axis; ``x`` itself if it needs no gradient."""
         if missing and x.requires_grad and torch.is_grad_enabled():
             return self.casts.cast(x, type_text(missing))
         return x

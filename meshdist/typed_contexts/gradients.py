@@ -94,7 +94,7 @@ def _listed(given: Any) -> list[Any]:
 def _checked_arguments(
     mode: ContextMode, verb: str, losses: Sequence[Any], place: Place, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Return (args, kwargs) with the gradients at ``place`` cast; raise if a loss is unfit."""
+    """Return (args, kwargs), gradients at ``place`` (index, name) cast; raise for unfit losses."""
     gradients = _check_losses(mode, verb, losses, argument(place, args, kwargs))
     mode.casts.refuse_leaves_in_uneven_loop(verb)
     position, name = place

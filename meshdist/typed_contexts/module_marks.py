@@ -213,7 +213,7 @@ def _checked(
 
 
 def _about(error: MeshdistError, name: str) -> MeshdistError:
-    """Return ``error`` with the tensor's name in front of its place."""
+    """Return a copy of ``error`` whose ``where`` begins with the tensor's ``name``."""
     where = name if error.where is None else f"{name}\n{error.where}"
     told = type(error)(error.summary, **{**fields_among(vars(error)), "where": where})
     told.__dict__.update({key: value for key, value in vars(error).items() if key != "where"})

@@ -81,7 +81,7 @@ def _mark(mode: ContextMode, row: Verb, given: Mapping[str, Any]) -> None:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the joined type of tensors; where operands cannot join, all their kinds together."""
+    """Return the joined type of ``tensors``; if they cannot join, a type with all their kinds."""
     found = join_types([type_of(tensor) for tensor in tensors])
     if isinstance(found, JoinedType):
         return found.text
@@ -169,7 +169,7 @@ class TypedVerb:
         text: str,
         leaf: str = "x",
     ) -> Any:
-        """Return the verb's result on ``x``, marked with the type ``text``."""
+        """Return verb ``on_tensor`` on ``x`` (named ``leaf``), marked with the type ``text``."""
         if self._verb == "pcast":
             result = self._cast(on_tensor, x, leaf)
         else:
@@ -192,7 +192,7 @@ class TypedVerb:
         ], found.text
 
     def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf: str) -> torch.Tensor:
-        """Return ``x`` cast by the verb, over the axes of each of its types in turn."""
+        """Return ``x`` cast by ``on_tensor``, for each of its types over the axes that have it."""
         kinds = kinds_in(self._mode.operand_type(x, self._verb))
         result = x
         for kind, word in KINDS.items():
@@ -204,7 +204,7 @@ class TypedVerb:
 
 
 def _context_axes(mode: ContextMode, axes: DeviceMesh, verb: str) -> tuple[str, ...]:
-    """Return the axes of the context's mesh with the ranks of ``axes``; raise without any."""
+    """Return the axes of the context's mesh that span the ranks of ``axes``; raise if none do."""
     own, names = mode.mesh, axes.axis_names
     if all(
         name in own.axis_names and axes.get_group(name).ranks == own.get_group(name).ranks

@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return floats as integers in their order, in place but on CUDA; ``op`` prefers NaN."""
+    """Return floats as integers in their order, NaN as ``op`` picks it; in place but on CUDA."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # a new tensor: all at once in one kernel
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
@@ -295,7 +295,7 @@ def reduce_scatter_by_exchange(
 def reduce_scratch(
     wire: BuildingCommunicator, output: torch.Tensor, mine: torch.Tensor, op: ReduceKind
 ) -> None:
-    """Reduce ``mine``, a part from each member, into ``output``; give its memory to the wire."""
+    """Reduce ``mine``, a part from each member, into ``output``; give ``mine`` back to the pool."""
     reduce_parts(output, mine, wire.size, op)
     wire.scratch.give(mine)
 

@@ -316,7 +316,7 @@ _torchs_collect_all = torch._C._collect_all
 
 @contextmanager
 def collecting_by_need() -> Iterator[None]:
-    """Patch ``torch.futures.collect_all`` in the context to complete WorkFutures by its waits."""
+    """Patch ``torch.futures.collect_all`` in the context: its waits complete WorkFutures."""
     # torch's own collection waits in C++, where nothing completes them while a simulated rank runs.
     global _num_collecting
     with _collecting.current:

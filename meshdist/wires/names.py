@@ -143,7 +143,7 @@ def _device_types(name: str) -> list[str]:
 
 
 def backends_in(world: World | None, backends: dict[str, str]) -> dict[str, str]:
-    """Return the wires by device type that a group gets for ``backends``; raise for unknown."""
+    """Return ``backends``, or a simulated world's own instead; raise for a wire that is unknown."""
     # Simulated ranks have one wire, whatever a program names, so that it runs there unchanged.
     is_simulated = world is not None and world.is_simulated
     for name in set(backends.values()):

@@ -68,7 +68,11 @@ class Interrupted(WireFailure):
 
 
 def given_up_for(error: BaseException, is_over: Callable[[], bool] = lambda: True) -> WireFailure:
-    """Return ``error`` if it is a WireFailure, else an Interrupted made of ``error``."""
+    """Return ``error`` if it is a WireFailure, else an Interrupted made of ``error``.
+
+    Args:
+        is_over: whether the wire uses no memory of the caller's any more.
+    """
     return error if isinstance(error, WireFailure) else Interrupted(error, is_over)
 
 
@@ -395,7 +399,7 @@ class WorkerQueue:
         return job
 
     def end(self) -> None:
-        """End the thread: when its jobs are done, or by ``release`` if that takes too long."""
+        """End the thread after its queued jobs, or by ``release`` if that takes too long."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -288,7 +288,7 @@ def _is_input(fd: int) -> bool:
 
 
 def _terminals_above() -> list[str]:
-    """Return the terminals that the processes above this one have as streams, nearest first."""
+    """Return paths of terminals that the processes above this have as streams, nearest first."""
     found = []
     process = os.getppid()
     while process > 1 and (seen := read_process(process)) is not None:

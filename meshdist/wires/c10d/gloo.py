@@ -438,7 +438,7 @@ class GlooTransfer(C10dTransfer):
             raise self.communicator.failure(self._error) from None
 
     def _join(self, seconds: float) -> bool:
-        """Start a thread that waits for the work; return whether it ends or is late by then.
+        """Start a thread that waits for the work; return whether the work has ended or is late.
 
         Args:
             seconds: how long to wait for the thread.

@@ -117,10 +117,10 @@ def gloo_interfaces(is_one_host: bool) -> tuple[str, ...]:
 
 
 def agreed_devices(opening: Opening) -> Devices:
-    """Return the devices for a group whose members all have as many interfaces.
+    """Return Gloo's devices for this host's interfaces; store how many, for others to check.
 
     Raises:
-        WireRefused: a member has no such interface, or not all have as many.
+        WireRefused: a member lacks an interface that it names, or not all name as many.
     """
     # Each member says in the store how many interfaces it uses; those for which GLOO_SOCKET_IFNAME
     # is set wait for what the others say. Between two members with ``lo,lo`` and ``lo`` Gloo would
@@ -238,7 +238,7 @@ class DroppedMessages:
 
 
 def start_expiring(group: Any, peer: int) -> Any:
-    """Start a receive from ``peer`` that no member sends; return its work, None if lost."""
+    """Start a receive from ``peer`` that no member sends; return it, None if ``peer`` is lost."""
     try:
         return group.recv([torch.zeros(1)], peer, _ABORT_TAG)
     except RuntimeError:
@@ -246,7 +246,7 @@ def start_expiring(group: Any, peer: int) -> Any:
 
 
 def expire(messages: Iterable[Any]) -> None:
-    """Let the first of ``messages`` that can time out do so, which closes all connections."""
+    """Wait for one of ``messages`` to time out, upon which Gloo closes all connections."""
     for message in messages:
         if message is None:
             continue

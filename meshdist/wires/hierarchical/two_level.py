@@ -118,7 +118,7 @@ class Stages:
         self._deadline = Deadline(timeout)
 
     def inside(self, way: str, inputs: Tensors, outputs: Tensors, **more: Any) -> None:
-        """Do the verb ``way`` among this host's members, if there are several."""
+        """Do verb ``way`` among this host's members, if several; ``more`` goes to PreparedCall."""
         if self._inside is not None:
             self._do(self._inside, PreparedCall("", way, inputs, outputs, **more))
 
@@ -273,7 +273,7 @@ def all_gather_list(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside each host to its first members, then across; send each member its part."""
+    """Reduce in each host onto its ``num_owners`` first members, then across; deal out parts."""
     (output,), op, places = prepared.outputs, _op(prepared), stages.places
     num_owners, here, local = places.num_owners, places.here, places.local
     whole, inputs = _summable(output, op), [_summable(part, op) for part in prepared.inputs]

@@ -38,7 +38,7 @@ _NUMBER_SHIFT = 3
 
 
 class Turnout(IntEnum):
-    """Result of an arrival: APART, TOGETHER (all wait), EVEN (all wait, with equal parts)."""
+    """Result of an arrival: APART (not all wait), TOGETHER (all do), EVEN (with equal parts)."""
 
     APART = 0
     """Some do not wait for it: no member may go into MPI's blocking call."""

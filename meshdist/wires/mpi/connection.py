@@ -217,7 +217,7 @@ class MpiConnection:
             self.opening.store.set(_why_key(self.opening.rank, number), text)
 
     def find_why(self, member: int, number: int) -> str:
-        """Return a text that ``member`` no longer waits for a call, with the reason it stored."""
+        """Return a text that ``member`` stopped waiting for call ``number``, and why, as stored."""
         text, key = "", _why_key(member, number)
         with suppress(RuntimeError):
             if self.opening.store.check([key]):

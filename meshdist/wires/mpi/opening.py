@@ -152,7 +152,7 @@ class _Region:
         self._shared_words = words_of_process() if opening.is_one_host else None
 
     def reserve(self) -> dict[str, Any]:
-        """Reserve the region, and return its key and address as fields; {} if it has no room."""
+        """Reserve the region; return its key and address for others to read, {} without room."""
         for region in tuple(_closed):
             region.release_after_all()
         if self._shared_words is None:

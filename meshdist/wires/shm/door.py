@@ -101,7 +101,7 @@ def close_all(files: list[int]) -> None:
 
 
 def _try_to_send(connection: socket.socket, data: bytes, files: Sequence[int]) -> bool:
-    """Send files; return False while too many files of this user are under way."""
+    """Send ``data`` with open files; return False while too many of this user are in flight."""
     try:
         connection.sendmsg(
             [data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
@@ -146,14 +146,14 @@ class Door:
         self._silent.clear()
 
     def watched(self) -> list[socket.socket]:
-        """Return the sockets to pass to ``look`` once they are readable."""
+        """Return the sockets that ``look`` takes once readable: the listener, new connections."""
         is_full = (
             len(self._silent) >= _MOST_SILENT and not next(iter(self._silent.values())).is_over
         )
         return [*self._silent] if is_full else [self._listener, *self._silent]
 
     def look(self, connection: socket.socket) -> tuple[int, socket.socket, int] | None:
-        """Read from a watched socket; return a new member's place, connection, handle, or None."""
+        """Read from a watched socket; return a new member's (place, connection, file) or None."""
         if connection is self._listener:
             self._accept()
         if self._silent.pop(connection, None) is None:

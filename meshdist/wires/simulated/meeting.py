@@ -304,7 +304,7 @@ class Meeting:
     def _find_disagreement(
         self, started: PendingCollective, there: Mapping[int, PendingCollective]
     ) -> AgreementError | None:
-        """Return the error where the newest call differs from those of its round, or None."""
+        """Return an error if ``started`` does not fit the calls ``there`` of its round, or None."""
         first = next(iter(there.values()))
         fits = (started.way, started.note.call.header) == (first.way, first.note.call.header)
         notes = {member: call.note for member, call in there.items()}
@@ -389,7 +389,7 @@ def find_mismatch(member: int, notes: Mapping[int, Note], ranks: Sequence[int]) 
 
 
 def _even_sizes(note: Note) -> Sequence[Sequence[int]]:
-    """Return the sizes of a call whose members all give and take one tensor's elements."""
+    """Return (sent, taken): for every member, the number of elements of the call's tensor."""
     shape, _ = note.call.data or ((0,), None)
     return ((prod(shape),) * len(note.group.ranks),) * 2
 

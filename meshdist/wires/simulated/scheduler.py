@@ -249,7 +249,7 @@ class Scheduler(Generic[T]):
                     self._resume(self._choose(self._running.index))
 
     def _live(self, rank: Rank, body: Callable[[int], T], dtype: torch.dtype) -> None:
-        """Run ``body`` on this thread once the rank may run, then let the next rank run."""
+        """Run ``body`` here with default ``dtype`` once the rank may run; then let the next run."""
         try:
             rank.may_run.acquire()
             if not rank.is_released:

@@ -16,7 +16,7 @@ from .scheduler import find_rank_here
 
 @dataclass
 class CallWait:
-    """A wait of a simulated rank inside a call."""
+    """A simulated rank's wait in ``call``, until ``is_ready()``; ``show_more`` adds to its text."""
 
     call: str
     site: Site
