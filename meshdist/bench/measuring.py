@@ -87,7 +87,7 @@ class Cell:
         return statistics.median(samples) if samples else None
 
     def ratio(self, label: str, to: str) -> float | None:
-        """Return the median over rounds of ``label``'s time divided by that of ``to``, or None."""
+        """Return the median, by round, of ``label``'s time over ``to``'s; None without samples."""
         both = (self.samples.get(label), self.samples.get(to))
         if not both[0] or not both[1]:
             return None

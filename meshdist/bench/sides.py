@@ -96,7 +96,7 @@ class TorchSide(Library):
         self.barrier, self.close = library.barrier, library.destroy_process_group
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
-        """Return a function that does ``verb`` once on CPU tensors."""
+        """Return a function that does ``verb`` once on CPU tensors whose sizes ``counts`` gives."""
         kind = getattr(self._torch, dtype)
         whole, part, full = (
             partial(self._ones, number, kind) for number in self.counts(num_bytes, dtype)

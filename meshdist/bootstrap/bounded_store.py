@@ -258,7 +258,7 @@ class BoundedStore(Store):
 
     @property
     def ends(self) -> list[Any]:
-        """The sockets that become readable when the server ends, or an alarm rings."""
+        """A list of the watch's socket, readable once the server ends or an alarm rings; or []."""
         return [] if self._watch is None or not self._watch.connection else [self._watch.connection]
 
     def has_ended(self, seconds: float = 0.0) -> bool:

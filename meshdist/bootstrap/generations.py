@@ -384,7 +384,7 @@ class Attempt:
 
 
 def lost_while_joining(origin: str, error: RuntimeError) -> RendezvousError:
-    """Return the error of ranks, met by ``origin``, whose store is lost while they join."""
+    """Return the error of a store lost while ranks join; ``origin`` says by what they had met."""
     return RendezvousError(
         f"the store was lost while the ranks were joining: {first_line(error)}",
         where=f"{origin}; {my_card()}",

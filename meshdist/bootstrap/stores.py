@@ -338,7 +338,7 @@ def root_of(store: Store) -> Store:
 
 
 def cloned(store: Any) -> Store:
-    """Return a handle to the same store, on a new connection; raise StoreError without room."""
+    """Return the store by a new connection; raise StoreError if no file descriptor is free."""
     if lack := make_descriptor_room(_DESCRIPTORS_TO_CONNECT):  # torch would try for a minute
         raise StoreError(
             "there is no room for another connection to the store",

@@ -89,7 +89,7 @@ class CallWords:
     # -- of this member ---------------------------------------------------------------------------
 
     def has_room(self, data: bytes) -> bool:
-        """Return whether ``data`` can be shown now, over words that all members have read."""
+        """Return whether ``data`` fits now without overwriting what a member has yet to read."""
         fits = data in self._told or _num_words(data) <= self._left_over()
         least = self.number + 2 - WINDOW if fits else self.number
         if self._all_reached < least:
@@ -139,7 +139,7 @@ class CallWords:
     # -- of the others ----------------------------------------------------------------------------
 
     def is_awaited(self, *, by_wire: bool = False) -> bool:
-        """Return whether a member is ahead, by a statement on the wire if ``by_wire``, or here."""
+        """Return whether a member is a statement ahead, by words, or by the wire (``by_wire``)."""
         shown = {member: self._find(view, self.number + 1) for member, view in self._views.items()}
         return any(
             word is not None and (word == _ROUND) == by_wire and self._regions.is_current(member)

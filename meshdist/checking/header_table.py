@@ -123,7 +123,7 @@ class HeaderTable:
     def reserve(
         cls, words: SharedWords | None, key: int, hosts: Sequence[int], member: int, *more: Any
     ) -> HeaderTable | None:
-        """Return a new table; None where there is no room, or no other member on this host."""
+        """Return a table, its arguments the class's; None without room or others on this host."""
         if words is not None and hosts.count(hosts[member]) > 1:
             with suppress(MemoryError):
                 return cls(words, key, hosts, member, *more)
@@ -330,7 +330,7 @@ class HeaderTable:
         return gone[0] if gone and len(gone) == self._size - 1 else None
 
     def recv_any(self, tag: int) -> None:
-        """Note a receive from any member under ``tag``, which is compared no more."""
+        """Note a receive from any member; messages under ``tag`` are compared no more."""
         with self._messages_lock:
             if self._missing:
                 self._find_missing()

@@ -279,7 +279,7 @@ def lock_folder(path: str) -> int | None:
 
 
 def _kind_of(path: str) -> str:
-    """Return words for the absence of a checkpoint at ``path``: "another file"."""
+    """Return words for what is at ``path``, no checkpoint: a folder, another file, or nothing."""
     if os.path.isdir(path):
         return "a folder without these"
     return "another file" if os.path.lexists(path) else "nothing of this name"

@@ -251,7 +251,7 @@ def told_error(error: Exception, call: str) -> dict[str, Any]:
 def told_again(
     failures: Sequence[tuple[int, dict[str, Any]]], ranks: Sequence[int]
 ) -> MeshdistError:
-    """Return the first error of ``failures``, with all of ``ranks`` that had the same."""
+    """Return the first error of ``failures``, (rank, error) pairs, naming the ranks that had it."""
     _, told = failures[0]
     fields = dict(told["fields"])
     if len(ranks) > 1:

@@ -81,6 +81,7 @@ def own_parts(
 
     Args:
         boxes: those that all replicas hold, each with the bytes of an element.
+        small: a box of fewer bytes is not cut, but saved by a single replica.
     """
     sizes = [volume(box) * itemsize for box, itemsize in boxes]
     total = sum(sizes)

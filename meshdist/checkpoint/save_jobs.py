@@ -19,7 +19,7 @@ from .trees import StateArray, Tree
 
 @dataclass
 class SaveJob:
-    """A save of what all ranks have agreed on.
+    """A save under way: makes the folder, writes this rank's parts, commits on the first rank.
 
     Args:
         final: the path of the checkpoint.

@@ -123,7 +123,7 @@ def _as_written(function: Callable[..., Any], run: Callable[..., Any]) -> Callab
 
 
 def _watch(function: Callable[..., Any], unwatched: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that lets the first of ``watchers`` run the call of ``function``."""
+    """Return a function that hands ``function``'s calls to ``watchers[0]`` to run ``unwatched``."""
 
     def watched(*args: Any) -> Any:
         return watchers[0](function, unwatched, args, {})

@@ -108,7 +108,7 @@ def _keys_of(group: ProcessGroup) -> str:
 
 
 def _meet(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta, names_all: bool) -> None:
-    """Wait through the store until all ``ranks`` came; raise on all ranks if a rank is late."""
+    """Wait until all ``ranks`` come; raise on all if late, naming all absent if ``names_all``."""
     world = group.world
     registry = get_registry(world)
     known_aborts = set(registry.aborts)

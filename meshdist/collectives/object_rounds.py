@@ -56,7 +56,7 @@ class Parcel:
 
 
 def unpack(data: torch.Tensor, sender: int, verb: str, target: ProcessGroup) -> list[Any]:
-    """Return the objects in a parcel's bytes from another rank; raise if it is none."""
+    """Return the objects in a parcel's bytes from another rank; raise if they cannot be read."""
     view = data.numpy().data
     try:
         (count,) = struct.unpack_from("<q", view)
@@ -117,7 +117,7 @@ def entries(argument: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 def other_length(verb: str, target: ProcessGroup, found: str) -> AgreementError:
-    """Return the error for lists of objects of different lengths."""
+    """Return the error for lists of objects that differ in length; ``found`` says how, by rank."""
     return AgreementError(
         f"{verb}: the members' lists of objects have different lengths",
         where=target.name,

@@ -190,7 +190,7 @@ def get_peer(
 def get_root(
     group: Any, global_rank: int | None, group_rank: int | None, verb: str, role: str
 ) -> int:
-    """Return the group rank of a root; for neither rank that of global rank 0; or raise."""
+    """Return the group rank of the root that either rank names, else of global rank 0; or raise."""
     if global_rank is None and group_rank is None:
         global_rank = 0
     return get_peer(group, global_rank, group_rank, verb, role)

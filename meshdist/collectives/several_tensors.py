@@ -276,7 +276,7 @@ def all_gather_multigpu(
 def _take_alike(
     call: Collective, given: Any, argument: str = "tensor_list", *, writes: bool = False
 ) -> list[torch.Tensor]:
-    """Return the tensors that are sent for the list ``given``; raise unless they are alike."""
+    """Return the checked tensors of a list, which the verb reads or ``writes``; they are alike."""
     tensors = [call.take(x, argument, writes=writes) for x in call.check_list(given, argument)]
     _check_same(call, tensors, tensors[0], (f"an entry of {argument}", f"{argument}[0]"))
     return tensors

@@ -97,7 +97,7 @@ class ContextGradients:
 
     @contextmanager
     def in_place_of_grad(self) -> Iterator[list[bool] | None]:
-        """Swap ``.grad`` for the context's gradients inside; yield which exist, None if local."""
+        """Swap ``.grad`` for the context's gradients; yield which exist, None without a context."""
         for handle in self._handles:
             handle.remove()
         if not self._is_distributed:

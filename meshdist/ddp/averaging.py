@@ -228,7 +228,7 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 
 @torch.no_grad()
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
-    """Average parameters that have a ``.grad`` in place; raise if ranks differ in these."""
+    """Average in place parameters with a ``.grad``; raise if these, or ``step``, differ by rank."""
     chosen = {place: mine for place, mine in enumerate(parameters) if mine.grad is not None}
     num_ranks = check_equal_lines(
         [

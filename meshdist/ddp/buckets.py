@@ -118,7 +118,10 @@ class Bucket:
         Args:
             indices: of the parameters, in the order in which their gradients are expected.
             parameters: all parameters of the model.
+            sent: memory for the gradients and the tail behind them.
+            as_views: whether ``.grad`` become views into ``sent``.
             hooked: indices of those that need a hook whatever their size; None for all.
+            is_trailing: whether the bucket waits for the end of a backward.
         """
         is_small = {
             index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices

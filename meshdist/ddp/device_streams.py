@@ -74,7 +74,7 @@ class TailReader:
 
 
 class DeferredReader(TailReader):
-    """Copies numbers to pinned memory, with ``accelerator``, a module such as ``torch.cuda``."""
+    """Copies averaged numbers to pinned memory by ``accelerator``, a module as ``torch.cuda``."""
 
     is_deferred = True
 
@@ -87,7 +87,7 @@ class DeferredReader(TailReader):
         self._is_noted = False
 
     def note(self, reduced: torch.Tensor) -> bool:
-        """Enqueue a copy of ``reduced``, return True; do nothing, return False in a capture."""
+        """Enqueue a copy of ``reduced`` and return True; in a graph capture only return False."""
         if is_capturing(self._device):
             return False
         self._copied.copy_(_real(reduced), non_blocking=True)

@@ -50,7 +50,7 @@ class History:
             self.by_count.add(index)
 
     def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
-        """Expect of the next backward as many arrivals per gradient as this has in ``counts``."""
+        """Expect ``counts`` arrivals per gradient next; until learned, note also which ``came``."""
         if not self.is_learned or max(counts) > 1 or max(self.expected) > 1:
             self.expected = [max(count, 1) for count in counts]
         if not (self.is_learned and self.learned):
@@ -59,7 +59,7 @@ class History:
     def find_changes(
         self, counts: Sequence[int], came: Sequence[bool]
     ) -> dict[int, tuple[int, int]]:
-        """Return (now, in the watched backward) per gradient whose number of arrivals differs."""
+        """Return {index: (arrivals now, arrivals learned)} of gradients where these differ."""
         now = map(max, counts, map(int, came))
         both = enumerate(zip(now, self.learned, strict=False))
         return {index: pair for index, pair in both if pair[0] != pair[1]}

@@ -61,7 +61,7 @@ class InBackward:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> InBackward:
-        """Return an InBackward with an optimizer of this class per parameter; keep gradients."""
+        """Return an InBackward with a new ``optimizer`` per parameter; ``.grad`` stays set."""
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             raise KindError(
                 f"{optimizer!r} is no class of optimizers",

@@ -61,7 +61,7 @@ class JoinedReplica(ReplicaHook):
         self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
 
     def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Follow an announced forward or backward (``what``) of the ranks with data; collective."""
+        """Follow the forward or backward ``what`` of members with data, ``at_work``; collective."""
         if what == _BACKWARD:
             self._reducer.take_part()
             return

@@ -70,7 +70,7 @@ class LocalBackwards:
         self._early.append(early)
 
     def backward_begins(self, task: int) -> list[Early]:
-        """Begin averaged backward ``task``: reset counts, return its early gradients."""
+        """Reset counts for averaged backward ``task``; return its gradients that came already."""
         self.takes_any = self.is_averaged_expected = False
         self._num_local = 0
         if task != self._early_task:
@@ -93,7 +93,7 @@ class LocalBackwards:
                 reports.warn_of_complete(place)
 
     def _end(self, task: int, reports: Reports) -> None:
-        """Drop the gradients of a backward that has ended without an output, and may warn."""
+        """Drop the gradients of ``task``, which reached no output; warn if that looks wrong."""
         if task != self._early_task:
             return
         self._early_task = None  # it reached no output

@@ -100,7 +100,7 @@ class Timing:
         self.mark("backward_compute_time_start")
 
     def times(self) -> dict[str, int]:
-        """Return the duration of each part in nanoseconds; 0 if it did not take place."""
+        """Return nanoseconds of forward, backward and communication by torch's names; 0 if none."""
         parts = ("forward_compute_time", "backward_compute_time", "backward_comm_time")
         found = {part: self._ns(f"{part}_start", f"{part}_end") for part in parts}
         overlap = self._ns("backward_comm_time_start", "backward_compute_time_end")
@@ -238,7 +238,7 @@ class DataLogger:
             self._timing.backward_begins()
 
     def _gradients_came(self, backward: Backward) -> None:
-        """Note which gradients came in a sampled backward, and if arrivals changed in any."""
+        """Note which gradients a sampled backward had; in any backward note if arrivals changed."""
         timing, verdict = self._timing, backward.verdict
         if verdict is None or (timing is None and verdict.ending is Ending.WHOLE):
             return

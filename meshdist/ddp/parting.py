@@ -95,7 +95,7 @@ class Parting:
         self._count_anew()
 
     def forward_begins(self) -> None:
-        """Raise, in some forwards, if the module has trainable parameters that were not wrapped."""
+        """Raise, in the first 3 and each 100th forward, if parameters came after the wrapping."""
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:

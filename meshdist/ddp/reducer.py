@@ -491,7 +491,11 @@ class Reducer:
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending | None) -> None:
-        """Reduce zeros with the other ranks, restore buckets, learn or raise; collective."""
+        """Send zeros where others send gradients, restore the buckets, ``_learn``; collective.
+
+        Args:
+            ending: how this rank's backward ended; None on a rank without data.
+        """
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
         self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))

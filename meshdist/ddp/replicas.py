@@ -49,7 +49,7 @@ class ModelBuffers:
         self._hook = (state, hook, is_before)
 
     def is_synchronised_now(self, *, is_before: bool) -> bool:
-        """Return whether there are buffers, made equal before the forward, or after it."""
+        """Return whether buffers are made equal before the forward; if not ``is_before``: after."""
         runs_before = self._hook is None or self._hook[2]
         return bool(self._places) and runs_before is is_before
 

@@ -156,7 +156,7 @@ class Reports:
         warn_caller(explain(summary, where=self._where, expected=expected, found=found))
 
     def group_beside_wider(self) -> GradientError:
-        """Return the error for another group where parameters are reduced over further axes."""
+        """Return the error for a new group while marks have parameters averaged over more axes."""
         return self._error(
             "the group of a wrapper cannot change while parameters are marked as reduced",
             expected="parameters that no mark names axes for, over which they are averaged",

@@ -19,7 +19,7 @@ class _Single(Taking):
     """A bucket's way to send a gradient that lies in no flat tensor."""
 
     def take(self, filling: Filling, slot: int | None = None) -> None:
-        """Record the gradient, or None, for sending."""
+        """Record the parameter's ``.grad``, which may be None, for sending; ignore ``slot``."""
         filling.read = [filling.bucket.members[0].grad]
 
     def clear(self, filling: Filling) -> None:

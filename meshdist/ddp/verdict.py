@@ -128,7 +128,7 @@ class Verdict:
         return None if self._shares is None else [share > 0 for share in self._shares]
 
     def _look(self) -> None:
-        """Read the averaged tail, unless it is read already, or a graph is captured."""
+        """Read the averaged tail unless read, or in a graph capture; raise for a broken group."""
         tail = self._layout.tail
         found = tail.reader.take() if self._is_noted else None
         if found is None:
@@ -185,7 +185,11 @@ class Verdict:
         raise reports.interrupted(cut, absent)
 
     def _teach(self, history: History, *, stays: bool) -> None:
-        """Settle in the history which parameters trail: those whose gradient some rank lacked."""
+        """Settle in the history which parameters trail: those whose gradient some rank lacked.
+
+        Args:
+            stays: whether the set stays as it is, once it has been learned.
+        """
         options, num_ranks = self._layout.terms.options, self._layout.terms.wider.all_ranks.size()
         # In half precision the sum may fall short of what all have: the parameter trails then, on
         # every rank alike, which costs overlap and nothing else.

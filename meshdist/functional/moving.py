@@ -178,7 +178,7 @@ def _rows(starts: list[int], sizes: list[int], device: torch.device) -> torch.Te
 
 
 def _sums(sizes: list[int], count: int) -> tuple[int, ...]:
-    """Return the sums of each ``count`` sizes: the rows for each member."""
+    """Return the sums of each run of ``count`` sizes, which are the rows to or from each member."""
     return tuple(sum(sizes[at : at + count]) for at in range(0, len(sizes), count))
 
 
@@ -284,7 +284,7 @@ def ppermute(
 def pshuffle(
     x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf: str = "x"
 ) -> torch.Tensor:
-    """Member i holds the ``x`` of member ``perm[i]``; V -> V."""
+    """Member i holds the ``x`` of member ``perm[i]``, a permutation of all members; V -> V."""
     sources = _whole_numbers(perm, "pshuffle", "perm")
     if sorted(sources) != list(range(group.size())):
         raise ArgumentError(

@@ -352,7 +352,11 @@ class GradientNotes:
 
 
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
-    """Observe the leaves in the graph below ``verb`` if the world compares gradients."""
+    """Observe the leaves below autograd node ``verb`` if the world compares gradients.
+
+    Args:
+        is_typed: whether a typed context is open, which the error then considers.
+    """
     compared = group.world.compared
     if compared is None or group.size() == 1 or are_transforms_active():
         return
@@ -377,7 +381,11 @@ def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> No
 
 
 def _compare(backward: _ObservedBackward, ended: _Ended, last: WeakIdKeyDictionary) -> None:
-    """Add an ended backward to the notes; raise if all members have it and gradients differ."""
+    """Add this rank's ``backward`` to ``ended``; raise if all members' are there and differ.
+
+    Args:
+        last: this rank's latest note of each leaf, updated here.
+    """
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())
     )

@@ -346,7 +346,7 @@ class _PendingAgreement:
     def _find_missing(
         self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
-        """Return ranks of ``counted`` (in ``among``) that have not come; search up to ``most``."""
+        """Return ``counted.find_absent`` by this agreement's keys: the ranks that have not come."""
         keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
         return counted.find_absent(self._read, keys, among, most)
 
@@ -362,7 +362,7 @@ class _PendingAgreement:
             self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
 
     def _find_crossing(self, missing: list[int]) -> tuple[str, str, bool] | None:
-        """Return name, text, has_threads of an agreement that waits for ranks here, or None."""
+        """Return (name, text, has_threads) of an agreement where ``missing`` await us, or None."""
         # The text names the rank, too. By other threads either rank may yet come.
         others = set(self.members).difference(missing)
         for rank in missing[:_MOST_MISSING]:

@@ -50,13 +50,13 @@ class CallGuard(Protocol):
     """A join context, which tells ranks without data of each call on the channels it guards."""
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
-        """Tell the members of ``prepared``, then do as ``channel.enter`` without a guard does."""
+        """Announce ``prepared`` to the members, then enter it by ``channel.enter`` unguarded."""
 
     def check_message(self, channel: Channel, verb: str, tensor: Any, peer: int | None) -> None:
         """Raise JoinError, before data is sent, if ``peer`` has no data left and cannot answer."""
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
-        """Return the error of a member that left and so made the call fail, or ``error`` itself."""
+        """Return the error of the member whose leaving failed ``channel``'s call, or ``error``."""
 
 
 class Channel:
@@ -139,7 +139,7 @@ class Channel:
 
     @property
     def shows_calls(self) -> bool:
-        """Return whether ``is_awaited`` sees the calls of all members."""
+        """Return whether ``is_awaited`` can see the calls of every member, on each host."""
         table = self.header_table
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
@@ -274,7 +274,7 @@ class Channel:
         )
 
     def _enter_as_it_lies(self, prepared: PreparedCall) -> None:
-        """Enter a collective on tensors not in row-major order: as they lie, flat, or copied."""
+        """Enter a collective whose tensors are not row-major; they travel as is, flat or copied."""
         tensors, op = prepared.inputs, prepared.op
         if self.communicator.takes_layouts(prepared.way, tensors, op):
             self.enter(prepared)
@@ -344,7 +344,7 @@ class Channel:
         return self.opened.label in self.aborts
 
     def refuse_broken(self) -> None:
-        """Raise if the group is broken: the unseen error of an earlier call, else the reason."""
+        """Raise if the group is broken: an earlier call's unraised error, else why it is broken."""
         if self.aborts and self.is_broken():
             error = self.communicator.take_error()
             raise self.explain(WireAborted("the group is broken")) if error is None else error

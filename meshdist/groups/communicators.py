@@ -331,11 +331,11 @@ class Registry:
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
     def break_here(self, label: str, reason: str, **more: Any) -> None:
-        """Abort communicator ``label`` on this rank alone; later verbs raise ``reason``."""
+        """Abort communicator ``label`` here alone, with a message of ``reason`` and ``more``."""
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return the abort message of ``label``, from here or the store, and apply it; or None."""
+        """Return ``label``'s abort message, from here or the store, or None; apply it if new."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)

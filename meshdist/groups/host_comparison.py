@@ -213,7 +213,12 @@ class HostComparison:
     def tell(
         self, failure: WireFailure, note: int | None = None, *, is_seen: bool = True
     ) -> MeshdistError:
-        """Return the error of ``failure``, freeing waiting calls; ``is_seen``: it is raised."""
+        """Return the explained error of ``failure``, and free the calls that wait for it.
+
+        Args:
+            note: the number of the call's note; None for the last call.
+            is_seen: whether the caller raises the error.
+        """
         self.is_told |= is_seen
         try:
             return self.explain(failure, note)
@@ -310,7 +315,7 @@ class HostComparisons:
         return HostComparison(self._world, label, ranks, is_leader, self._wake)
 
     def look(self, comparisons: Iterable[HostComparison | None]) -> None:
-        """Compare each communicator that woke or is due; start threads that explain differences."""
+        """Run ``look`` of each comparison that is due or woken; explain differences by threads."""
         if is_due := self._next.is_over:
             self._next = Grace(self._interval_s)
         if may_wake := self._next_woken.is_over:

@@ -219,7 +219,7 @@ class MembersOfWorld(OtherMembers):
 
 
 def _silence(endings: Endings, ranks: Collection[int], label: str) -> dict[int, str]:
-    """Return, by rank, why it gives no answer: stopped, or how it left; others are absent."""
+    """Return text for each of ``ranks`` that is stopped, or has left; leave out all others."""
     stopped = {rank: _STOPPED for rank in ranks if endings.is_stopped(rank)}
     return stopped | endings.find_all(ranks, label)
 

@@ -78,7 +78,7 @@ class SignalThread:
         abort: acts on an abort, given its message.
         look: called eight times a second at least, and after ``wake``; it may make requests to the
             store, but must not wait for other ranks.
-        signs: of the ranks of this host.
+        signs: the heartbeats of this host's processes.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Endings:
             self._world.store.add(_NUM_LEFT, 1)
 
     def find(self, rank: int, label: str = "") -> str:
-        """Return how ``rank`` has left the world; "" if this rank does not see that it has."""
+        """Return ``find_all``'s text of how ``rank`` left the world, or "" if it is not seen to."""
         return self.find_all((rank,), label).get(rank, "")
 
     def find_all(self, ranks: Collection[int], label: str = "") -> dict[int, str]:

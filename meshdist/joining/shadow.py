@@ -295,7 +295,7 @@ class Shadow(CallGuard):
     # -- a rank that has none left ----------------------------------------------------------------
 
     def join(self) -> bool:
-        """Answer calls until no rank has data left; return whether this was among the last."""
+        """Answer calls until all ranks ran out of data; return whether this was among the last."""
         self._has_joined = True
         main = self._main
         if main is None:
@@ -343,7 +343,7 @@ class Shadow(CallGuard):
     def _respond(
         self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
     ) -> None:
-        """Take part in the call or notice ``going`` of members with data."""
+        """Take part in ``going``, the call or notice of the members that in ``said`` have data."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
             at_work, call = [not statement.has_joined for statement in said], going.call
             if call.verb == NOTICE:

@@ -72,7 +72,7 @@ class Whereabouts:
         self._refusal = refusal
 
     def reason_of(self, error: BaseException) -> str:
-        """Return the text of ``error``, or of the kept refusal, for other ranks."""
+        """Return the text of ``error``, or of the error given to ``refuse``, for other ranks."""
         error = self._refusal or error
         reason = f"{type(error).__name__}: {first_line(error)}"
         if isinstance(error, MeshdistError) and error.found:

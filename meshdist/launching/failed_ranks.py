@@ -136,7 +136,7 @@ def are_equal(report: Report, other: Report) -> bool:
 
 
 def _are_places(text: bytes, other: bytes, own: tuple[bytes, bytes]) -> bool:
-    """Return whether two texts are the ``own`` ranks, on equal axes, or are no ranks at all."""
+    """Return whether the texts name the ranks ``own`` with equal axes, or neither names a rank."""
     if not text.startswith(b"rank "):
         return not other.startswith(b"rank ")
     (mine, at), (others, there) = (place.partition(b" (")[::2] for place in (text, other))

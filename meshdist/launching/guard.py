@@ -81,7 +81,7 @@ class Family:
         self._roots: dict[int, int | None] = {}
 
     def add(self, pid: int) -> None:
-        """Count process ``pid``, started by the launch, as a member even if it hides its mark."""
+        """Record the child ``pid`` as a member even if it overwrites its environment's mark."""
         # A program that sets its process title overwrites the environment that others can see.
         process = _read_process(pid, self._needle)
         self._roots[pid] = process.started if process else None

@@ -59,7 +59,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def noted(self, wanted: Sequence[int] | None) -> Iterator[None]:
-        """Note the ``wanted`` signals in the context, if on the main thread; None: the usual."""
+        """Note ``wanted`` signals (None: INT, TERM, HUP) inside, if this is the main thread."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             if wanted is None:
@@ -370,7 +370,7 @@ class _LocalRanks:
             show(sys.stderr, title.encode() + text_of(group))
 
     def _report(self, endings: Sequence[ProcessExit], num_stopped: int) -> int:
-        """Show what the ranks report, the first failure last; return that rank's exit code."""
+        """Show the ranks' reports, the first failure last; return the exit code of that rank."""
         failures = [self._failure(ending) for ending in endings if ending.code != 0]
         cause = find_cause(failures)
         ending = cause.ending

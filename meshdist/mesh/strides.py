@@ -80,7 +80,7 @@ def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | No
 def common_origin(
     offset: int, modes: Sequence[AxisModes], other: int, other_modes: Sequence[AxisModes]
 ) -> int | None:
-    """Return the offset of a layout of both parts if they share a place, else None."""
+    """Return the offset of the layout that joins two that share a rank; None if they share none."""
     # They meet at ``offset + a = other + b``. Counting ``a`` from its far end makes both unknowns
     # positive digits of one number, which nested strides take apart in one way only.
     ours = [(stride, size, True) for axis in modes for size, stride in axis]

@@ -143,8 +143,8 @@ def first_look_s(num_members: int) -> float:
 class Looks:
     """Schedule of looks for missing members, rarer the longer a member waits and a look takes.
 
-    Example: the first of few looks after 1, 1.5, 2.3, 3.4, ... seconds, 11 times in a minute and a
-    half; the second, ``place`` 2, from 4 s on, the third from 16: they replace a first that ends.
+    Example: of few members the first to wait, ``place`` 1, looks after 1, 1.5, 2.3, 3.4, ...
+    seconds, 11 times in a minute and a half; the second begins after 4 s, the third after 16 s.
     """
 
     def __init__(self, num_members: int, place: int) -> None:

@@ -27,7 +27,7 @@ else:  # generators of torch 2.11 and 2.12 take no weak references
     (_COUNT_OF_A_KEY,) = [sys.getrefcount(key) for key in {torch.Generator(): None}]
 
     class SeedNotes(dict):
-        """A note by generator; the next note drops those of generators that only it has."""
+        """Notes by generator; setting a note drops those of generators held nowhere else."""
 
         def __setitem__(self, generator: torch.Generator, note: Any) -> None:
             for key in [key for key in self if sys.getrefcount(key) <= _COUNT_OF_A_KEY]:

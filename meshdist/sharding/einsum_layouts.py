@@ -66,8 +66,8 @@ class EinsumLayout:
     """An einsum on a mesh, for operands of known shapes.
 
     Args:
-        operands: as the text and the sizes say; of ``sources`` the parts' placements, with the
-            axes over which an operand is marked reduced.
+        operands: their sides of the text, with all sizes.
+        sources: their placements, with the axes over which each is marked reduced.
         choices: for each axis, what it divides.
         num_received: the elements that all ranks receive together, forward and backward.
     """
@@ -139,7 +139,7 @@ def lay_out_einsum(
 
 
 def _checked_result(pattern: Pattern) -> PatternSide:
-    """Return the side of the result; raise where it is missing, or has a dim of its own."""
+    """Return the result's side; raise if there is none, or it has a dim that no operand has."""
     if pattern.result is None:
         raise column_error(
             pattern.text,
@@ -210,7 +210,7 @@ def _compare_sizes(
     given: Mapping[str, int],
     before: Sequence[SizedSide],
 ) -> None:
-    """Raise if the next operand after ``before`` has a dim in another size than these."""
+    """Raise if the operand after those of ``before`` has a dim in another size than they have."""
     number = len(before)
     alone = Sizing(pattern, pattern.operands[number], layout, rank, shapes[number], None, given)
     try:

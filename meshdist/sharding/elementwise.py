@@ -367,7 +367,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_number(x: Any, call: str, beside: ElementwiseArray, *, is_added: bool) -> None:
-    """Raise for a plain array, or a number that ``is_added`` to each rank's summand."""
+    """Raise if ``x`` is an array or needs a gradient, or is a number ``is_added`` to summands."""
     shape = getattr(x, "shape", None)
     shape = shape if isinstance(shape, tuple) else None
     where = f"{mesh_text(beside.sharding.mesh)}, beside a sharded array " + array_type(

@@ -109,7 +109,7 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
 def find_argument(
     mesh: DeviceMesh, given: DeviceMesh | None, x: Any, spec: Any, path: str
 ) -> MappedArray | None:
-    """Return an argument's array with its sharding, or None for what is passed as it is.
+    """Return an argument's array and sharding; None for a number, for None, or with ``spec`` None.
 
     Args:
         given: the mesh that the program names; None where the mesh is that in force.

@@ -87,7 +87,11 @@ def axes_of_leaves(
 def _axes_of_leaves(
     x: torch.Tensor, lines: Mapping[str, Collection[int]], mesh: DeviceMesh, where: str
 ) -> tuple[str, ...]:
-    """Return the axes of ``lines`` over which all leaves of ``x`` are marked; raise if some are."""
+    """Return the axes over which all leaves below ``x`` are marked; raise if only some are.
+
+    Args:
+        lines: the ranks along each axis in question.
+    """
     asked = dict(lines)
     leaves = []
     for node in _nodes_above(x):

@@ -270,7 +270,7 @@ def _find_resharding(
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
 ) -> Resharding:
-    """Return the resharding for a call, from the mesh's cache or made by ``request``."""
+    """Return the mesh's kept Resharding for verb, pattern, shape and ``more``, or ``request``'s."""
     where: Any = mesh
     if where is None:
         where = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)

@@ -110,7 +110,7 @@ def default_link(wire: str, *, spans_hosts: bool) -> Link:
 def links_of(
     layout: Layout, links: Mapping[str | int, Link] | Link | None, defaults: Sequence[Link]
 ) -> tuple[Link, ...]:
-    """Return a link per axis: ``links``, by name or index, else ``defaults``; or raise."""
+    """Return a link per axis: from ``links``, by name or index, else ``defaults``; check types."""
     if links is None:
         return tuple(defaults)
     if isinstance(links, Link):

@@ -301,7 +301,11 @@ class _Mapping:
         return _marked(cast, sharding)
 
     def _wrapped(self, mesh: DeviceMesh, result: Any, *, is_even: bool) -> Any:
-        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit."""
+        """Return f's result with ShardedArrays in place of arrays; raise if a spec does not fit.
+
+        Args:
+            is_even: whether the arguments' shards have equal sizes, as the results' then must.
+        """
         specs = specs_of_leaves(self.name, "out_specs", self.out_specs, result)
         accessors, values, tree = optree.tree_flatten_with_accessor(result, none_is_leaf=True)
         arrays: list[MappedArray] = []

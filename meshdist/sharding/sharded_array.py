@@ -401,7 +401,7 @@ class ShardedArray(ElementwiseArray):
 
 
 def _of_summands(local: Array, sharding: NamedSharding, shape: tuple[int, ...]) -> ShardedArray:
-    """Return a ShardedArray of ``local``, this rank's summand, marked with the spec."""
+    """Return a ShardedArray of summands, here ``local``; mark a tensor with the sharding's spec."""
     if isinstance(local, torch.Tensor):
         mark_spec(local, sharding.spec)  # in a typed context the sum varies, until it is marked
     return ShardedArray(local, sharding, shape)

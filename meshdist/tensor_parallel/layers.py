@@ -242,7 +242,7 @@ def check_length(y: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def gathered_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return the whole sequence, gathered from all ranks' parts ``x``."""
+    """Return the whole sequence: all ranks' parts ``x``, joined along the dim before the last."""
     # The projections q, k and v of one activation share one gather, which is kept while the
     # activation lives. A leaf, which is no activation, is gathered anew.
     if (x.is_leaf and x.requires_grad) or are_transforms_active():
@@ -273,7 +273,7 @@ class _KeptGathers:
 
 
 def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Mark that uses of ``parameter`` sum its gradient along the axis, for wrappers."""
+    """Mark for wrappers that uses of ``parameter`` sum its gradient along the mesh's first axis."""
     before = parameter.__dict__.get(SUMMED_BY_USES, "").split(",")
     axes = dict.fromkeys([*filter(None, before), mesh.axis_names[0]])
     parameter.__dict__[SUMMED_BY_USES] = ",".join(axes)
@@ -317,7 +317,7 @@ class EnterReduced(UseHook):
 
 
 class LeaveReduced(UseHook):
-    """A hook behind a forward that undoes ``EnterReduced``."""
+    """A hook after a forward that deletes what ``EnterReduced`` set: the parameters show again."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Delete the attributes that hide the module's parameters."""

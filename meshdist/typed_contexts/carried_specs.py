@@ -93,7 +93,7 @@ def checked_spec(
 
 
 def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
-    """Return the layout with the axes of ``spec``: a sharding's or the mesh's; None without."""
+    """Return the layout of a sharding, else of ``mesh``, else of the mesh in force; or None."""
     if isinstance(spec, NamedSharding):
         if mesh is not None and mesh.layout != spec.layout:
             raise MeshError(

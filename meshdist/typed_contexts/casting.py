@@ -135,7 +135,7 @@ class LeafGroups:
         return bucket if is_there and slot.fits(leaf) else None
 
     def new_slot(self, leaf: torch.Tensor, missing: str) -> LeafSlot:
-        """Return a slot for a leaf that is cast alone now, and may join a bucket later."""
+        """Return a slot of a leaf whose cast adds type ``missing``; it may join a bucket later."""
         # torch would call a leaf's hooks with None where no rank has used it.
         is_alone = (
             id(leaf) in self._alone
@@ -294,7 +294,7 @@ class Casts:
             del self._tensors[key], self._kept[key]
 
     def close(self) -> None:
-        """Drop all casts, and put leaves that were cast alone into buckets."""
+        """Drop all casts; group leaves that were cast alone, to be cast together from now on."""
         self._buckets.learn(self._order)
         self._order.clear()
         self._noted.clear()

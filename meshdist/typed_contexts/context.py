@@ -198,7 +198,7 @@ class ContextMode(TorchFunctionMode):
         return False
 
     def type_of(self, tensor: torch.Tensor, operation: str) -> str:
-        """Return an operand's type; raise for a subclass, or an untyped result."""
+        """Return an operand's type; raise for a tensor subclass, or a non-leaf without a type."""
         if type(tensor) not in PLAIN_TENSORS:
             raise of_a_subclass(tensor, operation)
         if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
@@ -312,7 +312,7 @@ class ContextMode(TorchFunctionMode):
 
 
 def _linearity(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return the function's linearity in this call, "" if it adds numbers or rounds."""
+    """Return in which unreduced operands the function is linear in this call; "" for none."""
     numbers = [value for value in args if isinstance(value, (int, float, complex))]
     if (operation.adds_numbers and any(numbers)) or kwargs.get("rounding_mode"):
         return ""

@@ -232,7 +232,7 @@ def foreign_leaf(
 
 
 def uneven_leaf(leaf: torch.Tensor, missing: str, mesh: DeviceMesh, verb: str) -> JoinError:
-    """Return the error of a leaf's summed gradient in a loop where ranks may run out of data."""
+    """Return the error of a leaf whose gradient is summed over ``missing`` in an uneven loop."""
     axes = list(kinds_in(missing))
     return JoinError(
         f"{verb} in an uneven loop meets a leaf whose gradient is summed over {shown(axes)}",

@@ -92,7 +92,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def kinds_over(mesh: DeviceMesh, group: ProcessGroup, kind: str) -> dict[str, str]:
-    """Return the types by axis after a verb over ``group`` made a tensor ``kind`` there."""
+    """Return {axis: kind} of a result for the axes of ``group``: "V" if it lacks ranks of these."""
     # A group whose members are not just all ranks along some axes makes nothing invariant: the
     # tensor varies over each axis along which members differ.
     places = [mesh.layout.coordinate_of(rank) for rank in group.ranks]
@@ -120,7 +120,7 @@ def made_equal(group: ProcessGroup, *tensors: torch.Tensor) -> None:
 
 
 def find_typed_verb(verb: str, axes: DeviceMesh, to: str | None = None) -> TypedVerb | None:
-    """Return the verb over ``axes`` in the open typed context, None without a context."""
+    """Return the TypedVerb of ``verb(to=to)`` over ``axes`` in the open context; None without."""
     mode = find_context()
     if mode is None:
         return None

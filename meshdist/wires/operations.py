@@ -179,7 +179,7 @@ class Operation(ABC):
         return self.poll()
 
     def bound(self, timeout: timedelta) -> None:  # noqa: B027 (elsewhere the wait is bounded)
-        """Let the operation fail as late after ``timeout``, where no caller waits on the host."""
+        """Let the operation fail once ``timeout`` is over, even if no host thread waits for it."""
 
     def source(self) -> int:
         """Return the group rank that a finished receive came from; raise BackendError if none."""
@@ -333,7 +333,7 @@ _SLICE_S = 0.5
 
 @dataclass(eq=False, slots=True)
 class QueuedOperation(Operation):
-    """An operation that a thread runs by ``run``; without an event, its own starting thread."""
+    """An operation that ``run`` does, on a thread that sets ``_is_over``; if None, at its start."""
 
     _act: Callable[[], None] | None
     _failed: Callable[[BaseException], BaseException] | None = None  # gives the error to raise

@@ -88,7 +88,7 @@ def ours_for(hook: Callable[..., Any], state: Any) -> Callable[..., Any]:
 
 
 def _names_no_group(state: Any) -> bool:
-    """Return whether a hook's state is None or a mesh, or has a group field that is."""
+    """Return whether a hook's state, or a group field of it, is None or a mesh."""
     if state is None or is_mesh(state):
         return True
     return any(

@@ -353,7 +353,7 @@ class C10dCommunicator(Communicator):
         return bool(work.is_completed())
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
-        """Return the timeout to give c10d for an operation, which no breakpoint pauses."""
+        """Return the timeout to give c10d: ``timeout``, or longer if the wire itself waits."""
         return timeout
 
     def failure(self, error: RuntimeError) -> WireFailure:

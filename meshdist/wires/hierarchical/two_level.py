@@ -166,7 +166,7 @@ class Stages:
         return 1 if num_bytes < _WHOLE_BYTES else self.places.num_owners
 
     def parts(self, whole: torch.Tensor, num_parts: int) -> list[torch.Tensor]:
-        """Return ``num_parts`` parts of ``whole`` for the first members here, then empty parts."""
+        """Return ``whole`` cut for this host's members: ``num_parts`` parts, then empty parts."""
         others = len(self.places.here) - num_parts
         return list(whole.split(cuts(whole.numel(), num_parts) + [0] * others))
 
@@ -303,7 +303,7 @@ def reduce_scatter_list(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def all_to_all(stages: Stages, prepared: PreparedCall) -> None:
-    """Exchange parts among this host's members alone."""
+    """Exchange the parts for this host's members alone; the caller sends those for other hosts."""
     outputs, inputs = prepared.outputs, prepared.inputs
     if len(outputs) == 1:
         outputs[0].view(-1).copy_(inputs[0].view(-1))

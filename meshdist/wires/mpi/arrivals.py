@@ -110,7 +110,7 @@ class Arrivals:
             return self.leave(error)
 
     def leave(self, error: BaseException) -> Turnout:
-        """Raise ``error`` if another member is not there; else stay, and keep it for ``end``."""
+        """Raise ``error`` if a member is missing; else return how all came; ``end`` raises it."""
         # Where all have come by now the others may be inside MPI's call, which takes this one, too.
         number = self.mine[_WINDOW]
         is_even = bool(self.mine[number % _WINDOW] & _EVEN)
@@ -169,7 +169,7 @@ class Arrivals:
         return all(word >> _NUMBER_SHIFT >= number and word & _STATE != _LEFT for word in words)
 
     def _look_for_all(self, number: int, *, progress: bool = False) -> bool:
-        """Return whether all others are there; if not, MPI may ``progress``; raise if any left."""
+        """Return whether all came to call ``number``, else ``progress`` MPI; raise if any left."""
         for place, theirs in enumerate(self.others):
             word = theirs[number % _WINDOW]
             if word >> _NUMBER_SHIFT < number or word & _STATE == _LEAVES:

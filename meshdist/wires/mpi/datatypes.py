@@ -201,7 +201,7 @@ _sums_of_two = {dtype: MpiReduction(ReduceOp.SUM, ours=dtype) for dtype in _HALV
 
 
 def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
-    """Return ``find_plan``'s result; for 16-bit sums of two members an operation of ours."""
+    """Return ``find_plan``'s result, but an op of ours for 16-bit sums in a group of ``size`` 2."""
     # To hash an op takes longer than to add a few numbers.
     if op is not ReduceOp.SUM:
         return find_plan("mpi", op, dtype)

@@ -383,7 +383,7 @@ def _find_functions(MPI: Any, comm: Any) -> Any:
 def _finish(
     link: MpiConnection, timeout: timedelta, request: int, kept: Any, is_send: bool
 ) -> None:
-    """Wait up to ``timeout`` for MPI's ``request``, a message that native code started."""
+    """Wait for MPI's ``request`` of a message with tensor ``kept``; raise if late or failed."""
     status = None if is_send else link.MPI.Status()
     num_bytes = 0 if is_send else kept.numel() * kept.itemsize
     started = link.MPI.Request.fromhandle(request)

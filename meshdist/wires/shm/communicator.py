@@ -324,7 +324,12 @@ _NOWHERE: tuple[int, int, Places] = (0, 0, ())
 
 
 def _placed(form: Form, tensors: Tensors, sizes: Sizes, scale: int) -> tuple[int, int, Places]:
-    """Return ``(address, count, ())`` of a single tensor, or ``(0, 0, places)`` of several."""
+    """Return ``(address, count, ())`` of a single tensor; ``(0, 0, [(address, count), ...])`` else.
+
+    Args:
+        sizes: the elements of each part, where a single tensor is sent in parts.
+        scale: what an element counts as: 1, or its bytes.
+    """
     # Each element counts as ``scale`` of what travels: as 1, or as its bytes.
     if form is _ONE:
         tensor = tensors[0]
@@ -388,13 +393,13 @@ def failure_of(
 
 
 def _gone(failure: Any) -> list[int]:
-    """Return the members that have ended or closed their part."""
+    """Return the members that the core's record ``failure`` has as ended or as having closed."""
     pairs = zip(failure.has_exited, failure.was_closed, strict=True)
     return [member for member, seen in enumerate(pairs) if any(seen)]
 
 
 def _lost(failure: Any, message: tuple[bool, int, int] | None) -> MemberLost:
-    """Return the MemberLost of a member that has gone: of a ``message`` its other side, if so."""
+    """Return MemberLost for the peer in ``message`` (is_send, peer, tag) if gone, else another."""
     member, gone = failure.culprit, _gone(failure)
     if message is not None and message[1] in gone:
         member = message[1]
