@@ -142,7 +142,7 @@ def find_place(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> LauncherVariables:
-    """Return the row of the launcher that counts in this process, of MPI if ``is_mpi_asked``."""
+    """Return the variables of the launcher that started this process; of MPI's if asked for."""
     engine = None if is_mpi_asked else find_engine(environment)
     if engine is not None and engine.is_service:
         return BY_HAND

@@ -48,7 +48,7 @@ class Recorder:
 
     @property
     def moment(self) -> int:
-        """Return the last note's place in time among all recorders; 0 before the first note."""
+        """Return the last note's number among the notes of all recorders; 0 before the first."""
         return self.counts[_MOMENT]
 
     @property

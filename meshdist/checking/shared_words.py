@@ -236,7 +236,7 @@ class SignsOfLife:
         self._beats = [(-1, Grace(0.0))] * num_lower
 
     def beat(self, number: int) -> None:
-        """Count this process's heartbeat up, and publish ``number`` beside it."""
+        """Count this process's heartbeat up, and publish ``number``, of the latest signal, too."""
         if self._mine is not None:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 

@@ -328,7 +328,7 @@ def _select(tree: Tree, only: str | Sequence[str] | None, call: str) -> None:
 
 
 def _leave_rows_of_others(tree: Tree, manifest: Manifest, members: Members) -> None:
-    """Remove per-rank arrays from ``tree`` if another mesh saved them."""
+    """Remove from ``tree`` the per-rank arrays that another mesh, or number of ranks, saved."""
     here = None if members.mesh is None else axes_told(members.mesh)
     there = manifest.leaves.get("rng.mesh")
     is_other = None not in (here, there) and here != there

@@ -240,7 +240,7 @@ def facts_of(
 
 
 def find_sizes(entries: Mapping[str, StateArray], members: Members) -> None:
-    """Set the whole shapes of arrays that know their local sizes alone; collective."""
+    """Set the whole shapes of arrays of which the local sizes alone are known; collective."""
     # A message along each set of axes that cuts tensors tells the sizes of their parts.
     by_axes: dict[tuple[str, ...], list[StateArray]] = {}
     for entry in entries.values():
@@ -278,7 +278,7 @@ def _tell_sizes(
 
 
 def facts_of_wholes(entries: Mapping[str, StateArray], members: Members) -> list[str]:
-    """Return a text of each whole array; raise if this rank's part does not fit its spec."""
+    """Return a text per array, equal on all members; raise if a part here misfits its spec."""
     for name, entry in entries.items():
         if entry.sharding is not None:
             wanted = entry.sharding.shard_shape(entry.shape, members.rank)
@@ -367,7 +367,7 @@ def _mesh_of(x: DTensor, members: Members) -> DeviceMesh | None:
 
 
 def _on_mesh_of(members: Members, sharding: NamedSharding, name: str) -> NamedSharding:
-    """Return ``sharding``, on the members' mesh unless its mesh has all members; or raise."""
+    """Return ``sharding``; on the members' mesh if its own lacks some; raise if neither fits."""
     own, mesh = sharding.mesh, members.mesh
     if own is mesh or set(own.layout.ranks().flat) == set(members.ranks):
         return sharding

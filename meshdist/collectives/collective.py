@@ -117,7 +117,7 @@ class Collective(VerbCall):
     def write_lists(
         self, given: Any, argument: str, num_lists: int, length: int
     ) -> list[torch.Tensor]:
-        """Return the tensors to receive into for a list of lists; raise if sizes differ."""
+        """Return, flat, the tensors to write in ``num_lists`` lists of ``length``; or raise."""
         rows = self.check_list(given, argument, num_lists)
         for row in rows:
             self.check_list(row, f"an entry of {argument}", length)

@@ -102,7 +102,7 @@ def find_device(target: ProcessGroup, given: Any, verb: str) -> torch.device:
 
 
 def check_is_list(given: Any, argument: str, verb: str, *, is_written: bool) -> None:
-    """Raise unless ``given`` is a list, or, if it is not written, a tuple."""
+    """Raise KindError unless ``given`` is a list, or a tuple if the verb does not write to it."""
     if not isinstance(given, list if is_written else (list, tuple)):
         raise KindError(
             f"{verb}: {argument} must be a list",

@@ -285,7 +285,7 @@ def _take_alike(
 def _check_same(
     call: Collective, tensors: Sequence[torch.Tensor], like: torch.Tensor, names: tuple[str, str]
 ) -> None:
-    """Raise unless all tensors have the dtype and the number of elements of ``like``."""
+    """Raise unless all tensors have the dtype and size of ``like``; the error has ``names``."""
     for tensor in tensors:
         call.check_same_dtype(tensor, like, names)
         call.check_same_size(tensor, like, names)

@@ -98,7 +98,7 @@ class LeafPaths:
                     self._leaves.setdefault(path, []).append(leaf)
 
     def find(self, path: Any) -> list[int]:
-        """Return the places of leaves at or below ``path``, in tree order; raise for none."""
+        """Return the places of leaves at or below ``path``, in order; raise if there are none."""
         if isinstance(path, optree.PyTreeAccessor):
             path = path.path
         keys = tuple(path) if isinstance(path, (tuple, list)) else (path,)

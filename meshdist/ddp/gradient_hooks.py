@@ -90,7 +90,7 @@ class GradientHooks:
                     member.requires_grad_(is_trained)
 
     def come_last(self, buckets: Sequence[Bucket]) -> None:
-        """Put the hooks anew if the program has put hooks behind them, so that these run last."""
+        """Put the hooks anew if the program put others behind them, so that these run last."""
         for parameter, handle in self._handles:
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
                 self.put(buckets)

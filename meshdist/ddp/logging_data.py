@@ -72,7 +72,7 @@ class _Mark(NamedTuple):
 
 
 class Timing:
-    """Times of the parts of one iteration, and the gradients that it brought."""
+    """Times of the parts of one iteration, and the order in which its gradients came."""
 
     def __init__(self, device: torch.device, *, is_timed: bool = True) -> None:
         self._device = device
@@ -112,7 +112,7 @@ class Timing:
         return {name: at.ns for name, at in self._marks.items() if name != _FORWARD_END}
 
     def _ns(self, begin: str, end: str) -> int:
-        """Return the time between two marks, 0 if either is missing; on a device, wait for both."""
+        """Return the ns between two marks, 0 if either is missing; on a device, wait for both."""
         first, last = self._marks.get(begin), self._marks.get(end)
         if first is None or last is None:
             return 0
@@ -189,7 +189,7 @@ class DataLogger:
         self._fields.update(has_error=1, error=str(error))
 
     def use_group(self, layout: BucketLayout) -> None:
-        """Set the fields of the layout's group and of its buckets."""
+        """Set the logged fields that describe the layout's group and its buckets."""
         group, buckets = layout.terms.group, layout.buckets
         backend = group.wire_name(self._device.type)
         for name in ("gloo_num_threads", *_environment("gloo"), *_environment("nccl")):

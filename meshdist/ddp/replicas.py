@@ -121,7 +121,7 @@ def check_equal_lines(
 
 
 def _differences(held: Sequence[tuple[Sequence[str], dict[str, str]]], group: ProcessGroup) -> str:
-    """Return a text of the options and lines that differ, with the value of each rank."""
+    """Return a text of where the ranks' (lines, options) differ, with the value of each rank."""
     by_name = {name: tuple(options[name] for _, options in held) for name in held[0][1]}
     by_place = enumerate(itertools.zip_longest(*(lines for lines, _ in held), fillvalue="nothing"))
     return first_texts(

@@ -470,7 +470,7 @@ def _divergences(held: Mapping[int, _LeafNote], *, has_far_gradients: bool) -> I
 
 
 def _ranks_with_equal_values(held: Mapping[int, _LeafNote]) -> list[list[int]]:
-    """Return lists of ranks that hold equal values, of two ranks or more."""
+    """Return the lists of two or more ranks whose values are equal within a tolerance."""
     found: list[list[int]] = []
     for rank, note in held.items():
         for ranks in found:

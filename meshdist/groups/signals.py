@@ -221,7 +221,7 @@ class SignalThread:
 
 @dataclass
 class _Pause:
-    """A pause of the clocks, as another process sees it."""
+    """A pause of the clocks by another rank, with its limit and that rank's last heartbeat."""
 
     rank: int
     limit: Grace

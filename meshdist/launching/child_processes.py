@@ -227,7 +227,7 @@ class Launch:
 
 
 class Guard:
-    """A process that ends a launch's family, and its directory, if this process dies."""
+    """A process that ends a launch's processes and removes its directory if this process dies."""
 
     def __init__(self, mark: str, directory: str = "") -> None:
         self._process = _start_script(mark, directory, stdin=subprocess.PIPE)

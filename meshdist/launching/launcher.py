@@ -262,7 +262,7 @@ class _LocalRanks:
         self._errors[rank] = ends["stderr"][0]
 
     def _open(self, destination: Destination) -> tuple[Stream, int]:
-        """Return a stream that shows a rank's output, and the descriptor that the rank writes."""
+        """Return a stream that shows a rank's output, and the descriptor it is to write to."""
         reader, writer = -1, -1
         if destination.is_terminal and destination.screen is not None:
             with contextlib.suppress(OSError):

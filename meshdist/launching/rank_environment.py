@@ -155,7 +155,7 @@ def find_mpiexec() -> str | None:
 
 
 def mpiexec_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` for mpiexec: without a rank's variables, with defaults of ours."""
+    """Return ``environment`` for mpiexec: without a rank's variables, our defaults where unset."""
     mine = {name: value for name, value in environment.items() if name not in _AGREED}
     return {**_UNDER_MPIEXEC, **mine}
 

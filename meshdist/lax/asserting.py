@@ -118,7 +118,7 @@ def assert_equal(tree: Any, axis: AxisName, *, mesh: DeviceMesh | None = None) -
 
 
 def _own_axes(tree: Any, leaves: dict[str, Any], axes: DeviceMesh) -> dict[str, tuple[str, ...]]:
-    """Return, by path, the axes along which a module's tensors vary by their types."""
+    """Return, by path, the axes over which a module's tensors vary or are unreduced; else {}."""
     if not isinstance(tree, torch.nn.Module):
         return {}
     restore_marks(tree)

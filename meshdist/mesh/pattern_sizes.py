@@ -219,7 +219,7 @@ class Sizing:
         )
 
     def _whole_size(self, place: int, dim: Dim, shards: int) -> int:
-        """Return the whole size of dim number ``place``; store a part's size that follows."""
+        """Return the whole size of dim number ``place``; store the size of a part that follows."""
         known = math.prod(self.sizes.get(name, 1) for name in dim.names)
         unknown = [name for name in dim.names if name not in self.sizes]
         if dim.is_one:

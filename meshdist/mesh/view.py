@@ -64,7 +64,7 @@ class Marks:
 
     @staticmethod
     def of(layout: Grid, highlight_rank: int | None, hosts: Hosts | None) -> Marks:
-        """Return the marks for a highlighted rank and hosts; raise if the mesh does not fit."""
+        """Return the marks; raise if the mesh lacks the rank, or ``hosts`` has none for a rank."""
         at = None
         if highlight_rank is not None:
             at = layout.coordinate_of(highlight_rank)

@@ -35,7 +35,7 @@ class GatheredOperand:
         self._again: torch.Tensor | None = None
 
     def pack(self, saved: torch.Tensor) -> tuple[GatheredOperand, Any]:
-        """Return this object and the view's geometry, saved in place of a view."""
+        """Return this object and the geometry of the view ``saved``, to be saved in its place."""
         self._num_saved += 1
         return self, (saved.shape, saved.stride(), saved.storage_offset())
 

@@ -201,7 +201,7 @@ class Exchange(GroupStep):
 
     @cached_property
     def sums(self) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-        """Each box of the result, with the ascending places of its summands, also this rank's."""
+        """Each box of the result, and the places, ascending, of the members whose parts it sums."""
         # Added in this order, a sum has equal bits on every rank that makes it.
         places: dict[Box, list[int]] = {}
         kept = [] if self.kept is None else [(self.place, self.kept[1])]

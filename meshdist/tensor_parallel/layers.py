@@ -280,7 +280,7 @@ def note_summed(parameter: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def with_summed_gradient(parameter: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return ``parameter`` so that gradients of its uses are summed along the axis."""
+    """Return ``parameter``, or an alias whose gradient is summed along the mesh's first axis."""
     tp = mesh.axis_names[0]
     # A typed context adds them up by itself, and so does a wrapper, which has marked the parameter
     # reduced over the axis. With mixed precision modules run on copies of what is marked.

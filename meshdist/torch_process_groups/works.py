@@ -93,11 +93,11 @@ class TorchWork(torch_distributed.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Return whether all is done, or has failed, without waiting."""
+        """Return whether all verbs of this Work are done or have failed, without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all is done and nothing has failed."""
+        """Return whether all verbs of this Work are done and none has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> Exception | None:

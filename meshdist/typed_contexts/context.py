@@ -230,7 +230,7 @@ class ContextMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
         added: str = INVARIANT,
     ) -> JoinedType:
-        """Return the joined type of ``operands`` and ``added``; raise if they do not join."""
+        """Return the joined type of ``operands`` and of ``added``, a type; raise if none exists."""
         name = operation.name
         texts: tuple[str, ...] = tuple([self.type_of(operand, name) for operand in operands])
         if are_transforms_active():
@@ -278,7 +278,7 @@ class ContextMode(TorchFunctionMode):
         text: str,
         operands: Sequence[torch.Tensor],
     ) -> None:
-        """Raise if a write of type ``text`` changes a target with a gradient or shared memory."""
+        """Raise if a write would change the type of a target with a gradient or shared memory."""
         before = self.type_of(target, operation.name)
         if self.widened(target, text) == before:
             return

@@ -56,7 +56,7 @@ def check_loss(loss: torch.Tensor, mesh: DeviceMesh) -> None:
 def check_gradient_of(
     leaf: torch.Tensor, grad: torch.Tensor | None, text: str, mesh: DeviceMesh
 ) -> None:
-    """Raise GradientError unless ``grad`` is equal along axes invariant in ``text``; collective."""
+    """Raise unless ``grad`` is equal along the axes invariant in its type ``text``; collective."""
     group = _invariant_group(text, mesh)
     if group is None:
         return

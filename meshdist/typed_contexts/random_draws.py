@@ -115,7 +115,7 @@ def seed(
 
 
 def find_seeded_axes() -> tuple[str, ...] | None:
-    """Return the axes along which ``md.seed`` seeded differently; None if not seeded by it."""
+    """Return the axes along which ``md.seed`` gave unequal seeds; None if it did not seed last."""
     seeding = seed_notes().get(torch.default_generator)
     if seeding is None or seeding.number != torch.initial_seed() % _WORD:
         return None

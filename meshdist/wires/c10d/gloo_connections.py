@@ -198,7 +198,7 @@ class DroppedMessages:
         self._counting = threading.Lock()
 
     def add(self, work: Any, *, is_from_anyone: bool) -> None:
-        """Keep the ``work`` of a dropped message; callable in any thread at any time."""
+        """Keep a dropped message's ``work``, to be awaited by a thread unless it is from anyone."""
         # No thread waits for a message that may come from anyone, since none could be freed when
         # the group ends.
         (self._from_anyone if is_from_anyone else self._unfinished).append(work)

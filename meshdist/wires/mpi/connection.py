@@ -129,7 +129,7 @@ class MpiConnection:
 
     @property
     def is_forked(self) -> bool:
-        """Return whether this is a forked child's copy."""
+        """Return whether this process is a fork of the process that made the connection."""
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
