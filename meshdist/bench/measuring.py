@@ -96,7 +96,7 @@ class Cell:
 
 @dataclass
 class _Ranks:
-    """The running ranks of one entrant."""
+    """Running processes, a rank each, of a library that the bench measures."""
 
     _label: str
     _talks: list[Any]

@@ -27,7 +27,7 @@ class HeadCount:
 
     Args:
         name: the number's, below a key.
-        parts: their head counts, each of which sets a bit of the number once all of its members
+        parts: head counts of some members each, which set a bit of the number once all of these
             have come; none in a block, where each member sets a bit.
     """
 

@@ -74,10 +74,10 @@ class Members:
         return self.all_agree(lambda: (step(), ()))
 
     def all_agree(self, read: Callable[[], tuple[Any, Sequence[str]]]) -> Any:
-        """Return the first that ``read`` returns here; raise on all members what it raises on any.
+        """Return the value that ``read`` returns here; raise on all members what it raises on any.
 
         Args:
-            read: returns texts besides that must be equal on all members, else AgreementError.
+            read: returns a value, and texts equal on all members, else AgreementError.
         """
         result: Any = None
         facts: Sequence[str] = ()

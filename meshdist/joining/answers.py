@@ -170,7 +170,7 @@ _ORDER = (Role.IN_PLACE, Role.OUTPUT, Role.INPUT, Role.SIZES)
 
 
 def _of_tensors(arguments: _NeutralArguments) -> object:
-    """Start a verb on tensors with neutral arguments; return its Work."""
+    """Start the verb of ``arguments``, which change no member's result; return its Work."""
     row, root = VERBS[arguments.call.verb], arguments.root
     forms = row.carrier.takes, row.carrier.gives
     data = _DATA[forms](arguments) if row.is_plain else (arguments.tensors(),)

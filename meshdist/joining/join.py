@@ -273,7 +273,7 @@ class _JoinConfig:
 
     @property
     def is_first_joinable(self) -> bool:
-        """Return whether ``notify_join_context`` announces this joinable's steps."""
+        """Return whether this is the context's first joinable, and its hook no ``ReplicaHook``."""
         is_first = self.context is not None and self.index == 0
         return is_first and not isinstance(self.hook, ReplicaHook)
 

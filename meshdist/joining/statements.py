@@ -224,7 +224,7 @@ class JoinedCommunicator:
         return self.words.find_left() if self.uses_words and self.words else None
 
     def find_gone(self) -> int | None:
-        """Return the first member whose process has ended, by the store, or None."""
+        """Return the place of the first member that has left the world, as seen here, or None."""
         ranks, mine = self.channel.group.ranks, self.group.world.rank
         others = [rank for rank in ranks if rank != mine]
         gone = get_registry(self.group.world).endings.find_all(others)

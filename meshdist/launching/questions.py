@@ -53,7 +53,7 @@ def ask_where(folder: str) -> None:
 
 
 def read_answers(folder: str) -> dict[int, bytes]:
-    """Return the answers so far, by rank; empty for a rank that has promised an answer."""
+    """Return the files of ranks in ``folder``: each rank's answer, b"" if it has yet to answer."""
     answers = {}
     for name in os.listdir(folder):
         rank = name.removeprefix("rank-")

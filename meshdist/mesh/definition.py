@@ -148,7 +148,7 @@ class MeshDefinition:
         return max(options.timeout or default for options in self.options)
 
     def entries(self) -> dict[str, Any]:
-        """Return the properties of the mesh that must be equal on all ranks, as plain values."""
+        """Return the mesh's properties that must be equal on all ranks, as a dict for JSON."""
         return {
             "text": self.text,
             "device_type": self.device_type,

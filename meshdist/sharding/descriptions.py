@@ -86,7 +86,7 @@ def draw_sharding_svg(
 
 
 def _part_texts(shape: Sequence[int], sharding: NamedSharding) -> dict[int, str]:
-    """Return the text of each rank's part, by rank."""
+    """Return, by rank, the box of the whole array that its part covers, as "[4:8, 0:4]"."""
     placement = sharding.placement(shape)
     layout = sharding.layout
     return {

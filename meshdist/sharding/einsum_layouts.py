@@ -91,12 +91,12 @@ class EinsumLayout:
 
     @cached_property
     def is_matmul(self) -> bool:
-        """Return whether ``torch.matmul`` of operand 0 and a matrix is the product."""
+        """Return whether the einsum is ``torch.matmul`` of operand 0 and operand 1, a matrix."""
         return self._is_product_with(0)
 
     @cached_property
     def is_linear(self) -> bool:
-        """Return whether ``linear`` of operand 0 and a matrix (transposed) is the product."""
+        """Return whether the einsum is ``linear`` of operand 0 with weight operand 1, a matrix."""
         return self._is_product_with(1)
 
     def _is_product_with(self, place: int) -> bool:

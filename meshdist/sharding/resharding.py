@@ -183,7 +183,7 @@ def transfer_or_alias(x: torch.Tensor, plan: Plan, mesh: DeviceMesh) -> torch.Te
 
 
 class _KeptAliases:
-    """The aliases of living tensors, by the plan that their backward runs."""
+    """The aliases of living tensors through which a backward runs, by tensor and placements."""
 
     # A backward runs a checkpoint's forward again: what is kept there is kept for it alone. An
     # alias holds the history of its tensor, and not the tensor.

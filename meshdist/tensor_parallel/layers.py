@@ -326,7 +326,7 @@ class LeaveReduced(UseHook):
 
 
 class CutSequence(UseHook):
-    """A hook behind a forward that keeps this rank's part of a whole sequence."""
+    """A hook behind a module's forward that keeps this rank's part of the sequence (dim -2)."""
 
     def __call__(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``output`` along its dim -2."""

@@ -351,7 +351,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:
-    """Warn of norms that a plan leaves out although it cuts the sequence."""
+    """Warn of norm layers that a plan leaves out although it cuts the sequence over ``axis``."""
     if not any("sequence" in each.word for each in assigned):
         return
     named = {id(each.module) for each in assigned}

@@ -54,7 +54,11 @@ class TorchWork(torch_distributed.Work):
 
     @classmethod
     def joined(cls, parts: Sequence[TorchWork], completer: WorkerQueue) -> TorchWork:
-        """Return a single Work of several, whose result is the list of all results."""
+        """Return a single Work of several, whose result is the list of all results.
+
+        Args:
+            completer: its thread waits for the verbs once the Work's future is asked for.
+        """
         works = [work for part in parts for work in part._works]
         recordings = [thread for part in parts for thread in part._recordings]
         return cls(works, [x for part in parts for x in part._result], completer, recordings)

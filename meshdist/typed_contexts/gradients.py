@@ -176,7 +176,7 @@ def get_grad(x: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def set_grad(mode: ContextMode, x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Raise unless ``grad`` is None, has the type of ``x.grad``, or is its complete sum."""
+    """Raise unless ``grad`` is None, of the type of ``x.grad``, or of that of its whole sum."""
     if grad is None:
         return
     text, expected = mode.type_of(grad, "setting .grad"), gradient_type_of(x)

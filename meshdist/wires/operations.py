@@ -367,7 +367,7 @@ class QueuedOperation(Operation):
 
 
 class WorkerQueue:
-    """A thread that runs operations in turn; ``release`` frees the thread if it does not end."""
+    """Thread that runs operations in turn; its end calls ``release`` if an operation hangs."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release

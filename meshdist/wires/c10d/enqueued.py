@@ -112,7 +112,7 @@ class EnqueuedWork(Operation):
     """Operation around c10d's ``work`` on a device's stream, whose end ``outcome`` records.
 
     Args:
-        communicator: watches it.
+        communicator: watches for its end, unless a CUDA graph is captured.
         limit: how long it may take.
         work: c10d's.
         then: enqueues what completes the result, behind the work.

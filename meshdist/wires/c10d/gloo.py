@@ -308,7 +308,7 @@ class GlooCommunicator(C10dCommunicator):
         return self._reduce_shared(prepared, tensor.view(-1))
 
     def _reduce_shared(self, prepared: PreparedCall, tensor: torch.Tensor) -> Operation:
-        """Start an exchange that reduces part j on member j, and a job that shares all parts."""
+        """Start an exchange that reduces part j on member j; then a job sends all parts to all."""
         # The exchange starts here, since Gloo matches collectives by their order. Behind it a
         # thread shares by messages, which other collectives may precede: a call in flight goes on
         # by itself.

@@ -200,7 +200,7 @@ def all_reduce_list(stages: Stages, prepared: PreparedCall) -> None:
 
 
 def reduce(stages: Stages, prepared: PreparedCall) -> None:
-    """Reduce inside each host to first members, then across to the root's host; gather there."""
+    """Reduce on each host to its first members, then to the root's host; gather on the root."""
     (tensor,), op, places = prepared.outputs, _op(prepared), stages.places
     root_host, root_local = places.find(prepared.root or 0)
     is_root = places.host == root_host and places.local == root_local

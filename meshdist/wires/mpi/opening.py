@@ -49,7 +49,11 @@ _watched: dict[Arrivals, Explain] = {}
 
 
 def watch(arrivals: Arrivals, explain: Explain) -> None:
-    """Let a watchdog thread end this process if a blocking call of the group is overdue."""
+    """Let a watchdog thread end this process if a blocking call of the group is overdue.
+
+    Args:
+        explain: makes the error that is printed then.
+    """
     _watched[arrivals] = explain
     _start(num_forks())  # threads do not follow into a forked child
 

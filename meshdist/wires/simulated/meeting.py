@@ -167,7 +167,7 @@ class PendingCall(Operation):
 
 @dataclass(eq=False)
 class PendingCollective(PendingCall):
-    """Part of one member in a collective, carried by the verb ``way`` of a communicator."""
+    """A member's part in a simulated collective, by the verb ``way`` of its communicator."""
 
     way: str
     inputs: Tensors
