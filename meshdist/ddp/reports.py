@@ -276,7 +276,7 @@ class Reports:
 
 
 def _shown(lines: Mapping[int, Sequence[str]], separator: str) -> str:
-    """Return the first lines of each rank, joined by ``separator``; equal lines name all ranks."""
+    """Return the first lines of each rank, joined by ``separator``, as a text grouped by ranks."""
     return grouped_text(
         (rank, first_texts(mine, separator, _SHOWN_PARAMETERS))
         for rank, mine in lines.items()

@@ -320,10 +320,10 @@ def delayed_indices(
     delayed: Iterable[tuple[str, nn.Parameter]] | None,
     behind: nn.Parameter | None,
 ) -> tuple[frozenset[int], int | None]:
-    """Return the indices of ``delayed`` and ``behind`` in ``parameters``; raise if not both fit.
+    """Return where ``delayed`` and ``behind`` are in ``parameters``; raise if any is not there.
 
     Args:
-        delayed: pairs (name, parameter), reduced once ``behind`` has its gradient; None without it.
+        delayed: (name, parameter) pairs, reduced once ``behind`` has its gradient; None if that is.
     """
     if delayed is None and behind is None:
         return frozenset(), None

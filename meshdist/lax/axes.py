@@ -131,7 +131,7 @@ def _on_leaves(
 def _sent(
     number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
-    """Return ``on_number(number)``, which ranks send, as a 0-dim tensor; None for ``unsent``."""
+    """Return ``on_number(number)`` as a 0-dim tensor to send, None for ``unsent``; or raise."""
     if on_number is unsent:
         return None
     group = axes.open_group()

@@ -100,7 +100,7 @@ class EinsumLayout:
         return self._is_product_with(1)
 
     def _is_product_with(self, place: int) -> bool:
-        """Return whether this is operand 0 times a matrix, summed over dim ``place`` of that."""
+        """Return whether operand 0's last dim is summed with dim ``place`` of matrix operand 1."""
         if len(self.operands) != 2 or len(self.operands[1].names) != 2:
             return False
         (*rows, inner), right = self.operands[0].names or ("",), self.operands[1].names

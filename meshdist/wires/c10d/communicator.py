@@ -432,7 +432,7 @@ class C10dCommunicator(Communicator):
         return options
 
     def _is_async(self, prepared: PreparedCall) -> bool:
-        """Return whether c10d is asked for a work of the call; always, but in subclasses."""
+        """Return whether c10d is asked for a work of the call: True here, subclasses may differ."""
         return True
 
     def _start_own(self, prepared: PreparedCall, verb: str, *arguments: Any) -> Operation | None:

@@ -426,7 +426,7 @@ class MpiWire(Wire):
         return "built" if found and device_type != "cpu" else found
 
     def connection_for(self, device_type: str) -> str:
-        """Return the wire's name, with the device type but for the CPU, as CUDA has its own."""
+        """Return the connection's name: the wire's, with the device type unless that is "cpu"."""
         return self.name if device_type == "cpu" else f"{self.name}-{device_type}"
 
     def is_available(self) -> bool:

@@ -111,7 +111,7 @@ class Rank:
         self._watched.append((poll, complete))
 
     def complete_watched(self) -> None:
-        """Call and drop each watched ``complete`` whose ``poll()`` is true; polls run no rank."""
+        """Call and drop each watched ``complete`` whose ``poll()`` is true; polls let none run."""
         if not self._watched or self._is_polling:
             return
         due: list[Callable[[], None]] = []
