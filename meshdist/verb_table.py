@@ -85,7 +85,7 @@ class Role(Enum):
 
 
 class Parameter(NamedTuple):
-    """Parameter of a public verb."""
+    """Parameter of a public verb, with its name and the role of its argument."""
 
     name: str
     role: Role

@@ -75,7 +75,7 @@ class AtWork(NamedTuple):
 
 
 class Sending:
-    """State of a reducer that outlives a backward: the hook, failures, observers, a lock."""
+    """State of a reducer across backwards: the hook, failures, observers, futures, a lock."""
 
     def __init__(self, history: History, at_work: AtWork) -> None:
         self.history = history  # what is expected of a backward

@@ -94,7 +94,7 @@ def check_equal_lines(
     """Raise on all members if lines or options differ, else return how many take part; collective.
 
     Args:
-        lines: texts that must be equal, compared by place.
+        lines: texts that must be equal on all members, compared by their place in the list.
         options: values that must be equal, under names that are equal on all members.
     """
     # Only digests travel where all agree. A digest of zeros is that of a member that has left the

@@ -197,7 +197,7 @@ class _Pvary(_Recast):
 
 
 class _Extreme(Function):
-    """Autograd function of pmax and pmin; ranks with the extreme share its gradient evenly."""
+    """Autograd function of pmax and pmin; ranks that hold the extreme share its gradient evenly."""
 
     @staticmethod
     def forward(

@@ -51,7 +51,7 @@ _NUM_LEFT = "ended"
 
 
 class SignalReply(TypedDict):
-    """A rank's answer to a question."""
+    """Fields of a rank's answer to another rank's question about its calls."""
 
     calls: list[dict[str, Any]]
     """Its last call on each communicator (label, sequence, text), the most recent last."""

@@ -270,7 +270,7 @@ class Shadow(CallGuard):
             self._waits.refuse_left([place])
 
     def _read(self, place: JoinedCommunicator) -> list[Statement]:
-        """Wait for all members' statements and return them; if joined, answer calls meanwhile."""
+        """Wait for all members' statements of a call and return them; answer calls if joined."""
         assert place.begun is not None
         try:
             while self._has_joined and not place.is_due():

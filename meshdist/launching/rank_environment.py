@@ -104,7 +104,7 @@ def rank_environment(
     """Return the environment of a rank: ``base``, with the rank's place in the job.
 
     Args:
-        mark: names the launch.
+        mark: the name of the launch, which marks its processes.
         listen_fd: the socket on which rank 0 serves the store.
         directory: where the ranks meet if all run on this host.
     """

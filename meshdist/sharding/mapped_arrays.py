@@ -345,7 +345,7 @@ def refuse(
 
 
 def described(value: Any) -> str:
-    """Return a text for messages of an argument or a result."""
+    """Return a short text that describes an argument or a result in messages."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):

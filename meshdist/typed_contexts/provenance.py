@@ -80,7 +80,7 @@ def note_result(
     """Note on the autograd node of ``result`` the operation that made it.
 
     Args:
-        number: counts the operations of a context, in their order.
+        number: the operation's number in its context, which later operations exceed.
     """
     node: Any = result.grad_fn
     if _NOTE in node.metadata:  # the operation gave an operand back

@@ -106,7 +106,7 @@ def _rank_in_group(zero: Any) -> Iterator[None]:
 
 
 def _share_parameters(zero: Any, bucket: GradBucket) -> None:
-    """Start to broadcast a bucket's parameters from the ranks that step them; await the last."""
+    """Start to broadcast a bucket's parameters from ranks that step them; at the last await all."""
     info, index = zero._overlap_info, bucket.index()
     for rank in sorted(info.assigned_ranks_per_bucket[index]):
         part = zero._bucket_assignments_per_rank[rank][index].tensor

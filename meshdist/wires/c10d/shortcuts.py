@@ -65,7 +65,7 @@ class _Carried(NamedTuple):
 
     Args:
         way, method: the verb of a communicator, and the method of the class.
-        options: c10d's.
+        options: c10d's, which the method takes.
         needs_data: whether some classes refuse it where nothing is moved.
         is_substituted: whether a reduction that the class lacks is built of others here.
     """

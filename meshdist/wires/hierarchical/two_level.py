@@ -153,7 +153,7 @@ class Stages:
         self.across("all_gather_list", [results[host]], results)
 
     def spread(self, whole: torch.Tensor, num_parts: int) -> None:
-        """Give all of ``whole`` to this host's members; the first ``num_parts`` hold its parts."""
+        """Give this host's members all of ``whole``, whose parts the first ``num_parts`` hold."""
         if num_parts == 1:
             self.inside("broadcast", [whole], [whole], root=0)
         else:

@@ -297,7 +297,7 @@ class Scheduler(Generic[T]):
             raise interruption
 
     def _resume(self, rank: Rank | None) -> None:
-        """Let ``rank`` run; None ends the run."""
+        """Let ``rank`` run; None, as no rank is left to run, ends the simulation."""
         if rank is None:
             self._is_all_over = True
             self._asked.put(bool)  # which does nothing
