@@ -185,7 +185,7 @@ class BoundedStore(Store):
         """Return whether ``key`` was set in time; None where the server can ring no alarm.
 
         Args:
-            slice_s: gives the seconds until it is asked again, 0 for an end of the wait.
+            slice_s: gives the seconds to wait before its next call, 0 to end the wait.
         """
         self._check_usable()
         key, kept, alarm = self._prefix + key, self.alarm, None

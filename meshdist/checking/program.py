@@ -138,7 +138,7 @@ def end_here(error: BaseException) -> None:
 
 
 def enter_program(error: BaseException) -> None:
-    """Cut the frames between that which caught ``error`` and the program's, if any follow."""
+    """Cut our frames between that which caught ``error`` and the program's from its traceback."""
     caught = error.__traceback__
     if caught is not None and not _keeps_all():
         caught.tb_next = _find_program(caught) or caught.tb_next

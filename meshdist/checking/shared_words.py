@@ -215,7 +215,7 @@ class Regions:
 
 
 class SignsOfLife:
-    """Heartbeats by which processes find their host's lowest live process, and its number.
+    """Heartbeats that show a host's lowest live process, and the number it published last.
 
     Args:
         mine: the words of this process; None where it has none.

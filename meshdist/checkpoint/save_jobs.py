@@ -60,7 +60,7 @@ class SaveJob:
         return found
 
     def finish(self, messages: Members | MembersInStore) -> None:
-        """Write this rank's file; the first rank commits; raise on all ranks what fails on any."""
+        """Write this rank's file, commit on the first; by ``messages`` raise any failure on all."""
         try:
             of_all = messages.gather(tried(self._write, self.members.call))
             failures = None if of_all is None else self._commit(of_all)

@@ -244,7 +244,7 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _as_parameter(x: Any, parameter: torch.Tensor) -> Any:
-    """Return an optimizer's state marked as ``parameter`` is, if shapes are equal."""
+    """Return optimizer state ``x`` with the spec mark of ``parameter``, if shapes are equal."""
     spec = find_spec(parameter)
     if spec is None or type(x) is not torch.Tensor or x.shape != parameter.shape:
         return x

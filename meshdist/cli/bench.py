@@ -93,7 +93,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return a reader of comma lists whose words are all in ``known``."""
+    """Return a parser of comma-separated words, which raises for a word not in ``known``."""
 
     def listed(text: str) -> list[str]:
         words = text.split(",")

@@ -158,7 +158,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
 
 @hidden_from_modes
 def _set_aside(leaves: Sequence[torch.Tensor], axes: Sequence[str]) -> list[torch.Tensor | None]:
-    """Type the leaves as reduced over ``axes``, set ``.grad`` to None, and return the old."""
+    """Type the leaves as reduced over ``axes``, clear ``.grad``, return the former gradients."""
     kept = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None

@@ -283,7 +283,7 @@ class Backward:
         return has
 
     def _start(self, filling: Filling) -> None:
-        """Start the next bucket's reduction, by a hook that serves it; add it to ``works``."""
+        """Start the reduction of a bucket, by a hook that serves it; add it to ``works``."""
         number, sending = len(self.works), self.sending
         if number == 0:
             sending.tell(Moment.SENDING_BEGINS, self)

@@ -219,7 +219,7 @@ class Filling:
                 self.local = [slot for slot, norm in zip(new, norms, strict=True) if norm != 0]
 
     def _find_new(self, grads: Grads, before: Seen) -> dict[int, torch.Tensor]:
-        """Return, by slot, gradients without a hook that are new or changed since ``before``."""
+        """Return, by slot, hookless gradients in ``grads`` new or changed since ``before``."""
         rows = zip(self.bucket.seen_slots, grads, before or repeat((None, -1)), strict=False)
         return {
             slot: grad

@@ -101,7 +101,7 @@ class Reports:
         return f"{self.describe(index)} got more after its bucket had been sent"
 
     def changed(self, index: int, count: int, learned: int) -> str:
-        """Return a line on a gradient that came another number of times than was learned."""
+        """Return a line that gradient ``index`` came ``count`` times, and ``learned`` in step 1."""
         return f"{self.describe(index)} came {_times(count)}, in the first step {_times(learned)}"
 
     def was_skipped(self, index: int) -> str:
@@ -245,7 +245,7 @@ class Reports:
         )
 
     def hook_beside(self, other: str) -> ArgumentError:
-        """Return the error for a communication hook beside an ``other`` that excludes it."""
+        """Return the error for a communication hook beside ``other``, as "mixed_precision"."""
         return self._argument_error(
             f"a communication hook cannot be used with {other}",
             expected=f"a hook, or {other}",

@@ -192,7 +192,7 @@ class Shadow(CallGuard):
         return list(compress(group.ranks, at_work))
 
     def _tell(self, place: JoinedCommunicator, call: Call) -> list[bool]:
-        """State a call that no channel carries; return whether each member has data."""
+        """Announce a call that no channel carries to its members; return whether each has data."""
         said = self._agree(place, Statement(call), waits=True)
         place.is_settled = True
         return [not statement.has_joined for statement in said]

@@ -140,10 +140,10 @@ def has_source(call: Call) -> bool:
 
 
 def find_call(channel: Channel, said: Sequence[Statement], *, is_strict: bool) -> Statement | None:
-    """Return the statement of members that go on, None if all have joined, or raise JoinError.
+    """Return the statement of members with data, None if all have joined; or raise JoinError.
 
     Args:
-        is_strict: whether all members must have data.
+        is_strict: whether JoinError is raised as soon as a member has joined and others have not.
     """
     going = next((statement for statement in said if not statement.has_joined), None)
     ranks = channel.group.ranks

@@ -127,7 +127,7 @@ class Launch:
         self._selector.register(file, selectors.EVENT_READ, (file, read))
 
     def step(self, timeout_s: float | None = None) -> list[ProcessExit]:
-        """Wait for the next event, at most timeout_s; return the processes that ended, in order."""
+        """Wait up to timeout_s for a process's end or output; return the ended, in order."""
         is_polling = len(self._handles) < len(self.running)
         if is_polling:
             timeout_s = _POLL_S if timeout_s is None else min(timeout_s, _POLL_S)

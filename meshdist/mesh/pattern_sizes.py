@@ -328,7 +328,7 @@ class Regrouping:
 
     @cached_property
     def placement(self) -> Placement:
-        """The placement of the source array, a dim per part."""
+        """The placement of the source array, a dim for each part on the left of the pattern."""
         return self.source.placement
 
     @cached_property

@@ -36,7 +36,7 @@ class DimChange:
 
     @cached_property
     def is_source_even(self) -> bool:
-        """Return whether the source's cells are equal in size within each common cell."""
+        """Return whether the source's cells are of equal size in each cell of the common axes."""
         return _is_even_beyond(self.source, self.num_common)
 
     @cached_property

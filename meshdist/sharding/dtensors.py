@@ -370,7 +370,7 @@ def _mesh_mismatch(call: str, mesh: DeviceMesh, theirs: TorchMesh) -> MeshError:
 
 
 def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
-    """Warn, once for each line of the program, that ``to_dtensor`` reshards."""
+    """Warn, once per line of the program, that ``to_dtensor`` reshards ``x`` to ``held``."""
     frame = program_frame(sys._getframe(1))
     place = (frame.f_code.co_filename, frame.f_lineno)
     warned = x.mesh.caches.of(_WarnedPlaces)

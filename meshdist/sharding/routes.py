@@ -188,7 +188,7 @@ def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) ->
 def route_between(
     source: Placement, target: Placement, links: tuple[Link, ...]
 ) -> tuple[tuple[Stage, ...], tuple[int, ...]]:
-    """Return the best route's stages, and the axes beyond whose coordinate 0 ranks get zeros."""
+    """Return the best route's stages, and axes along which ranks but coordinate 0 get zeros."""
     source, target, void = _without_zeros(source, target)
     return find_route(source, target, links), void
 

@@ -143,7 +143,7 @@ class _Rooted(LinearFunction):
 def _exchanges(
     placement: Placement, here: tuple[int, ...], there: tuple[int, ...]
 ) -> tuple[Exchange, Exchange]:
-    """Return the step of the rank at ``here`` that gathers at ``there``, and its transpose."""
+    """Return two steps of the rank at ``here``: gather to the root at ``there``; the transpose."""
     # The group has the ranks with the root's coordinates along the free axes. Ranks other than the
     # root gather, and scatter, an array without elements.
     axes = tuple(sorted((*placement.cut_axes, *placement.unreduced)))

@@ -109,7 +109,7 @@ def layout_of(spec: object, mesh: DeviceMesh | None) -> Layout | None:
 
 @lru_cache(maxsize=4096)
 def spec_texts(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[str, str]:
-    """Return two texts: the type that follows from ``spec``, and the spec for this shape."""
+    """Return the type that follows from ``spec``, and the dims of ``shape`` as "8@dp, 4"."""
     kinds = {axis: "V" for entry in spec.partitions for axis in axes_of(entry)}
     kinds |= dict.fromkeys(spec.unreduced, "U") | dict.fromkeys(spec.reduced, "R")
     return type_text(kinds), dims_text(shape, spec)

@@ -263,7 +263,7 @@ class ContextMode(TorchFunctionMode):
         return found
 
     def _check_transformed(self, name: str, operands: Sequence[torch.Tensor]) -> None:
-        """Raise if an operand in a torch.func transform is not invariant."""
+        """Raise, naming ``name``, if an operand in a torch.func transform is not invariant."""
         for operand in operands:
             inner = operand
             while is_wrapped(inner) and not type_of(inner):

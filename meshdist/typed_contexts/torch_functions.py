@@ -303,7 +303,7 @@ def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
-    """Return whether the shape of this call's result depends on values."""
+    """Return whether the shape of this call's result depends on values, as of a bool mask."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1
     if operation.name != "__getitem__":

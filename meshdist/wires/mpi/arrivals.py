@@ -128,7 +128,7 @@ class Arrivals:
         return self._turnout(number)
 
     def stay_inside(self, call: Callable[..., Any], arguments: Any, timeout: timedelta) -> None:
-        """Make MPI's blocking call, and show the others meanwhile how long it may take."""
+        """Run MPI's blocking ``call``; meanwhile show the other members its ``timeout``."""
         self.mine[_INSIDE] = milliseconds(timeout)
         try:
             call(*arguments)
