@@ -161,7 +161,11 @@ def clip_grad_norm_(
 def _summed(
     share: torch.Tensor, held: Sequence[Held], mesh: DeviceMesh, title: str, order: float
 ) -> torch.Tensor:
-    """Return shares' sum (``order`` inf: maximum); raise, on devices NaN, for unfit gradients."""
+    """Return the sum of the ranks' shares, or their maximum if ``order`` is infinite.
+
+    Raises:
+        GradientError: a gradient is local, or some of its holders lack it; on a device NaN results.
+    """
     is_local, lacking = flags_of(held, mesh)
     # Of the largest value nothing is missing where a holder lacks the gradient.
     flags = [is_local] if math.isinf(order) else [is_local, lacking]

@@ -142,7 +142,7 @@ def psum_scatter(
 def blocks_to_scatter(
     x: torch.Tensor, group: ProcessGroup, scatter_dimension: int, tiled: bool
 ) -> torch.Tensor:
-    """Return the blocks to sum, stacked in dim 0, without their dim unless ``tiled``; or raise."""
+    """Return the blocks to sum, stacked in dim 0, without the cut dim unless ``tiled``."""
     dim = get_dim(scatter_dimension, x.dim(), "scatter_dimension", "psum_scatter")
     return cut(x, dim, group, "psum_scatter", "scatter_dimension", tiled=tiled)
 

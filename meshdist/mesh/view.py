@@ -158,6 +158,6 @@ def indices_shown(size: int, limit: int, kept: int | None) -> tuple[int | None, 
 
 
 def tables_abreast(layout: Grid, room: int) -> int:
-    """Return the tables a line where ``room`` fit: a multiple of axis -3's size, if one fits."""
+    """Return the tables per line with room for ``room``: a multiple of axis -3's size, if any."""
     turn = layout.sizes[-3] if layout.ndim > 2 else 1
     return room // turn * turn if room > turn else max(room, 1)

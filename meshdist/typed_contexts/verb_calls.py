@@ -169,7 +169,11 @@ class TypedVerb:
         text: str,
         leaf: str = "x",
     ) -> Any:
-        """Return verb ``on_tensor`` on ``x`` (named ``leaf``), marked with the type ``text``."""
+        """Return ``on_tensor``'s result on ``x``, marked with the type ``text``.
+
+        Args:
+            leaf: the name of ``x`` in reports.
+        """
         if self._verb == "pcast":
             result = self._cast(on_tensor, x, leaf)
         else:

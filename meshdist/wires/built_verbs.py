@@ -147,7 +147,7 @@ def divide(total: torch.Tensor, num: int) -> None:
 
 
 def to_order(x: torch.Tensor, op: ReduceKind) -> torch.Tensor:
-    """Return floats as integers in their order, NaN where ``op`` takes it; in place but on CUDA."""
+    """Return floats as integers of equal order, NaN as what ``op`` picks; in place but on CUDA."""
     bits = x.view(IN_ORDER[x.dtype])
     if x.is_cuda:  # a new tensor: all at once in one kernel
         return _cuda_kernel("to_max" if op == ReduceOp.MAX else "to_min")(bits)
