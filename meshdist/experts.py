@@ -271,7 +271,10 @@ def _check_here(x: torch.Tensor, chosen: torch.Tensor, group: ProcessGroup) -> N
 def _exchange_counts(
     flat: torch.Tensor, num_experts: int, group: ProcessGroup, title: str
 ) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the rows sent to each member, and per member the rows that come by expert.
+    """Return the number of rows sent to each member, and of those that come from each, by expert.
+
+    Args:
+        flat: the expert of each row; -1 for a row that is not sent.
 
     Raises:
         ArgumentError: a member's entries name an expert that is not there; on every member.

@@ -284,7 +284,7 @@ class BoundedStore(Store):
         return self._address
 
     def let_server_end(self) -> None:
-        """Close this client's watch, for which an ending server waits, after earlier requests."""
+        """Close this client's watch after earlier requests; a server that ends waits for that."""
         if self._watch is not None and self._thread is not None:
             watch = self._watch
             self._requests.put((lambda _: watch.close(), Future()))

@@ -150,7 +150,7 @@ def _find_row(environment: Mapping[str, str], *, is_mpi_asked: bool = False) -> 
 
 
 def _place_of_store(reader: _Reader, rank: int, is_one_host: bool) -> tuple[str | None, int | None]:
-    """Return the address and the port of rank 0's store, as far as the launcher names them."""
+    """Return address and port of rank 0's store, or None; note in ``reader`` what is missing."""
     row, environment = reader.row, reader.environment
     addresses = tuple(filter(None, ("MASTER_ADDR", row.address)))
     ports = tuple(filter(None, ("MASTER_PORT", row.port)))

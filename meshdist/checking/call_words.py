@@ -78,7 +78,7 @@ class CallWords:
         return not self._missing
 
     def reaches_all(self) -> bool:
-        """Return whether each member's words are found, or will be once it reserves some."""
+        """Return whether all members' shared words are found, or can be once they are reserved."""
         return self.sees_all() or all(map(self._regions.reaches, self._missing))
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class CallWords:
         return [member for member, view in views if self._find(view, self.number) is None]
 
     def _find(self, view: memoryview, number: int) -> int | None:
-        """Return the word that a member shows under ``number``, None while it shows none."""
+        """Return the word by which a member shows statement ``number``; None if not shown."""
         word = view[_CALLS + number % WINDOW]
         return word & _LOW if word >> 32 == self._tag(number) else None
 

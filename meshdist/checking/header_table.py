@@ -160,14 +160,14 @@ class HeaderTable:
         self._release()
 
     def sees_all(self) -> bool:
-        """Return whether this process sees all members' words, so that every call is compared."""
+        """Return whether this process has found all members' shared words, to compare all calls."""
         if self._missing:
             self._find_missing()
         return self._sees_all and not self._missing
 
     @property
     def reaches_all_words(self) -> bool:
-        """Return whether all members are on this host, so that their words will be found."""
+        """Return whether all members are on this host, so that their shared words can be found."""
         return self._sees_all
 
     def is_awaited(self, sequence: int) -> bool:

@@ -160,7 +160,7 @@ class SharedWordsView:
         return words if len(words) == num_words and self._entry(key) == entry else None
 
     def is_full(self) -> bool:
-        """Return whether the process had no room for a region, so that it may lack others."""
+        """Return whether the process once had no room for a region, so that regions may lack."""
         return bool(self._words[_IS_FULL])
 
     def has(self, key: int) -> bool:
@@ -204,7 +204,7 @@ class Regions:
         return self._found[member]
 
     def is_current(self, member: int) -> bool:
-        """Return whether the words of a member, which were found, are still this group's."""
+        """Return whether a member's shared words, once found, are still reserved for this group."""
         view, key = self._found.get(member, (None, 0))
         return view is not None and view.has(key)
 

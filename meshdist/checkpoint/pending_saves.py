@@ -51,7 +51,7 @@ class PendingSave:
             raise without_frames(self._error)
 
     def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
-        """Finish the save, and keep its error for ``wait``."""
+        """Finish ``job``, with ``messages`` between its ranks; keep any error for ``wait``."""
         try:
             job.finish(messages)
         except BaseException as error:

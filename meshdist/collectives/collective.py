@@ -276,6 +276,7 @@ class Collective(VerbCall):
         Args:
             length: None for any number from 1 on.
             role: names the root, where it alone gives a list; the others get ().
+            may_be_longer: whether more entries than ``length`` are fine, too.
         """
         if role and not self.is_root:
             if given is None or (isinstance(given, (list, tuple)) and not given):

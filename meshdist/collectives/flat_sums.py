@@ -209,7 +209,7 @@ def sum_rows(group: Any, mine: torch.Tensor, counts: Sequence[int]) -> torch.Ten
 
 
 def sum_sparse(group: Any, tensor: torch.Tensor, op: ReduceKind) -> None:
-    """Write the sum of all members' sparse COO tensors into ``tensor``; collective; or raise."""
+    """Write the members' sum of sparse ``tensor`` into it; raise unless COO and SUM; collective."""
     if tensor.layout is not torch.sparse_coo:
         raise ArgumentError(
             "all_reduce of a tensor that is neither dense nor of coordinates",

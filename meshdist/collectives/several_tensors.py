@@ -339,7 +339,7 @@ def _spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
 def _gather_packed(
     call: Collective, outputs: list[torch.Tensor], inputs: list[torch.Tensor], async_op: bool
 ) -> Work | None:
-    """Gather all members' inputs as bytes in a single operation.
+    """Gather all members' inputs as bytes in one operation; return its Work with ``async_op``.
 
     Args:
         outputs: for each input of each member a tensor like it, on any device; or several such

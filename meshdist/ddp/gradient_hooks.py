@@ -65,7 +65,7 @@ class GradientTaker(Protocol):
 
 
 class GradientHooks:
-    """The hooks of one reducer (``taker``) on its parameters."""
+    """Hooks on parameters that give each gradient to their reducer, the ``taker``."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], taker: GradientTaker) -> None:
         self._parameters = parameters

@@ -157,7 +157,7 @@ class Parting:
         self._reader.note(numbers)  # read later: a device is not awaited
 
     def _state(self, group: ProcessGroup) -> dict[str, torch.Tensor]:
-        """Return the tensors, by name, that must be equal on all ranks, and training modes."""
+        """Return, by name, training modes and the tensors that must be equal in ``group``."""
         root = self._module.training  # ranks may have modules of their own, which follow the root
         num_other = sum(module.training != root for module in self._module.modules())
         modes = torch.full((), num_other if root else ~num_other, device=self._device)

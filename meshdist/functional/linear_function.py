@@ -91,7 +91,7 @@ def cut(
 
 
 def stack_blocks(blocks: torch.Tensor, dim: int, *, tiled: bool) -> torch.Tensor:
-    """Return the blocks of dim 0 joined along ``dim``; the inverse of ``cut``."""
+    """Return dim 0's blocks joined along ``dim``, if not ``tiled`` as a new dim; undoes ``cut``."""
     if dim:
         blocks = blocks.movedim(0, dim)
     return blocks.flatten(dim, dim + 1) if tiled else blocks

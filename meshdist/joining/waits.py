@@ -39,7 +39,7 @@ class Waits:
         self._answers: list[Work] = []
 
     def keep(self, answer: Work | None) -> None:
-        """Keep an answer in flight, to wait for later; do nothing for None."""
+        """Keep the Work of an answer to others' call, to wait for later; do nothing for None."""
         if answer is not None:
             self._answers.append(may_be_dropped(answer))
 

@@ -145,7 +145,7 @@ def _differing_texts(texts: dict[str, str], group: ProcessGroup) -> list[str]:
 def _differing_tensors(
     tensors: dict[str, torch.Tensor], texts: dict[str, str], group: ProcessGroup
 ) -> list[str]:
-    """Return lines on tensors whose values differ between members; collective."""
+    """Return a line (path, text, distances) on each tensor that differs by member; collective."""
     found = find_differing(list(tensors.values()), group)
     return [
         f"{path}, {texts[path]}: {difference_text(far, group.ranks[0])}"

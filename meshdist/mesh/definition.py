@@ -55,7 +55,7 @@ def check_device_type(device_type: object) -> None:
 
 
 def check_device(device_type: str, *, is_planned: bool = False) -> None:
-    """Raise unless groups on ``device_type`` can communicate; a planned mesh has its own fix."""
+    """Raise unless groups on ``device_type`` can communicate; ``is_planned`` changes the fix."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise BackendError(
             "a 'cuda' mesh needs a GPU, and torch sees none",

@@ -129,7 +129,7 @@ def inferred_sizes(
 
 
 def checked_ranks(ranks: Any, world_size: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ranks as an array of distinct ranks of the world, of one dim or more; else raise."""
+    """Return an array, not 0-dim, of distinct ranks below ``world_size`` (None: any), or raise."""
     try:
         array = np.asarray(ranks)
     except ValueError as error:  # rows of different lengths

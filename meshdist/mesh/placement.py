@@ -153,7 +153,7 @@ def split_dim(
     axis_sizes: tuple[int, ...],
     cell_sizes: tuple[int, ...] | None = None,
 ) -> DimSplit:
-    """Return a ``DimSplit``, the same object for equal arguments while the cache has it."""
+    """Return ``DimSplit`` of these arguments, the same object again while the cache has it."""
     return DimSplit(size, axes, axis_sizes, cell_sizes)
 
 

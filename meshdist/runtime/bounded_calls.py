@@ -79,7 +79,7 @@ _kept: dict[int, queue.SimpleQueue[Callable[[], None]]] = {}
 
 
 def keep_thread() -> None:
-    """Start a thread that makes bounded calls once no other thread can be started."""
+    """Start a thread ahead, to make bounded calls once no new thread can be started."""
     _start_kept_thread(num_forks())
 
 

@@ -88,7 +88,7 @@ _pool = _Pool()
 
 
 def forget() -> None:
-    """Give the pool's unused memory back to the system."""
+    """Give the unused memory that is kept for new results back to the system."""
     global _pool
     _pool = _Pool()
 

@@ -58,7 +58,7 @@ def begin_record() -> None:
 
 
 class _RecordOfThread:
-    """The record of the thread that asks, or ``others`` where it has none of its own."""
+    """A stand-in for the record of the thread that uses it, or ``others`` if that has none."""
 
     def __init__(self, others: Any) -> None:
         vars(self)["others"] = others

@@ -41,7 +41,7 @@ class DimChange:
 
     @cached_property
     def is_target_even(self) -> bool:
-        """Return whether the target's cells are equal in size within each common cell."""
+        """Return whether the target's parts are of equal size within each part common to both."""
         return _is_even_beyond(self.target, self.num_common)
 
 

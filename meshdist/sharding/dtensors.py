@@ -182,7 +182,7 @@ def _chunk_sizes(size: int, axis_sizes: Sequence[int]) -> tuple[int, ...]:
 def _axis_order(
     layout: Layout, cuts: Sequence[tuple[int, int]], size: int, where: str
 ) -> tuple[int, ...]:
-    """Return the axes that cut a dim, major first, from pairs (axis, split factor); or raise."""
+    """Return the axes that cut a dim of ``size``, major first, from pairs (axis, split factor)."""
     order: list[int] = []
     for axis, factor in reversed(cuts):  # those after this axis are in their order already
         before = [

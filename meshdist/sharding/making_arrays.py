@@ -418,7 +418,7 @@ def _check_can_be_drawn(dtype: Any) -> None:
 
 
 def _drawing(making: Making, generator: Any) -> tuple[Callable[[int], torch.Tensor], bool]:
-    """Return the function that draws so many numbers, and whether it may draw them in pieces."""
+    """Return a function that draws a count of normal numbers, and whether it may draw in pieces."""
     kinds: dict[str, Any] = {"torch": torch.Generator, "numpy": np.random.Generator}
     expected = kinds.get(making.library)
     if generator is not None and not isinstance(generator, expected or ()):

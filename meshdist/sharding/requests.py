@@ -320,7 +320,7 @@ def pattern_request(
     shape: tuple[int, ...] | None,
     sizes: _Sizes,
 ) -> ReshardRequest:
-    """Return the checked request of ``reshard(x, "left -> right")`` on this rank."""
+    """Return the request of ``reshard(x, "left -> right")``; None: infer the whole shape."""
     check_sizes(text, sizes)
     found = regroup(
         text, mesh.layout, rank=mesh.get_rank(), local_shape=local_shape, shape=shape, sizes=sizes
@@ -356,7 +356,7 @@ def sharding_request(
     local_shape: tuple[int, ...],
     shape: tuple[int, ...] | None,
 ) -> ReshardRequest:
-    """Return the request of ``reshard(x, source, target)``, or raise where a shape does not fit."""
+    """Return the request of ``reshard(x, source, target)``; the whole ``shape`` may be inferred."""
     shape = whole_shape(source, local_shape) if shape is None else shape
     check_shard("reshard", get_mesh("reshard", source.mesh), source, shape, local_shape)
     get_mesh("reshard", target.mesh)

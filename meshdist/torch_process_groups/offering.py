@@ -21,7 +21,7 @@ def offer_at_import() -> None:
 
 
 def offer(*, is_mpi_offered: bool = True) -> None:
-    """Register the backends ``shm``, ``simulated`` and ``mpi`` with torch.distributed."""
+    """Register ``shm``, ``simulated`` and, if ``is_mpi_offered``, ``mpi`` in torch.distributed."""
     import torch.distributed as torch_distributed
     from torch.distributed import distributed_c10d
 

@@ -114,7 +114,7 @@ class TorchWork(torch_distributed.Work):
         return self._result
 
     def source_rank(self) -> int:
-        """Return the group rank that a finished receive came from; raise BackendError if none."""
+        """Return the group rank that a finished receive came from; BackendError for all others."""
         for work in self._works:
             return work.source_rank()
         return DONE.source()  # it raises, as for all that is no receive

@@ -261,7 +261,7 @@ def in_order(
     """Return floats as whole numbers of the same order, and a function that writes these back.
 
     Args:
-        tensors: a single tensor: arguments and result are those of a shortcut's ``prepare``.
+        tensors: a single tensor; the result has a list of it, as a shortcut's ``prepare`` returns.
     """
     (tensor,) = tensors
     held = DTYPES[tensor.dtype].wide or tensor.dtype

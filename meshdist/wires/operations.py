@@ -182,7 +182,7 @@ class Operation(ABC):
         """Let the operation fail once ``timeout`` is over, even if no host thread waits for it."""
 
     def source(self) -> int:
-        """Return the group rank that a finished receive came from; raise BackendError if none."""
+        """Return the group rank that a finished receive came from; BackendError for all others."""
         raise BackendError("only a receive has a source rank", fix="call it on the Work of irecv")
 
 

@@ -397,7 +397,7 @@ class C10dCommunicator(Communicator):
         return all_reduce_widened(self, prepared, substitute.dtype)
 
     def _all_reduce_alike(self, prepared: PreparedCall, tensors: Tensors) -> Operation:
-        """Start ``_all_reduce_list`` of ``tensors`` whose dtypes are equal."""
+        """Start to all-reduce ``tensors`` of equal dtype, by a single c10d call where it can."""
         substitute = self._view(prepared, tensors[0].dtype)
         if len(tensors) > 1 and substitute is not None:
             options = self.options_for(c10d.AllreduceCoalescedOptions, prepared, substitute.op)

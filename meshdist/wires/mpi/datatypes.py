@@ -232,7 +232,7 @@ def native_reductions(
 
 
 def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return MPI's handles of type and op, and the recoding, if any; () where Python reduces."""
+    """Return MPI's handles of type and op, and a ``Recoding`` if needed; () if Python reduces."""
     travelling = plan.in_order or plan.wide or dtype
     handles = mpi_type(MPI, travelling).handle, op_of(MPI, plan).handle
     if plan.is_plain:
