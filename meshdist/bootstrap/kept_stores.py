@@ -104,7 +104,7 @@ class _Closer:
         self._is_ending = threading.Event()
 
     def start(self) -> None:
-        """Start the thread, unless it runs in this process."""
+        """Start the thread, unless it already runs in this process."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="meshdist-closer", daemon=True)
             with suppress(RuntimeError):  # Python is ending, and then waits for the others itself

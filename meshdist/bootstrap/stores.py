@@ -140,7 +140,7 @@ def inherited_listener(descriptor: str | None, port: int) -> socket.socket | Non
 
 
 class NamedPrefixStore(PrefixStore):
-    """A PrefixStore that shows its ``prefix``, as torch's own does not."""
+    """A PrefixStore whose ``prefix`` can be read, as that of torch's own class cannot."""
 
     def __init__(self, prefix: str, store: Store) -> None:
         super().__init__(prefix, store)

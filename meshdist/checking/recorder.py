@@ -116,7 +116,7 @@ class Recorder:
             self._notes[number % size] = noted, named
 
     def find_note(self, number: int | None = None) -> Note | None:
-        """Return the note ``number``, by default the last note; None if it is overwritten."""
+        """Return the note ``number``, by default the last note; None if it is not kept."""
         last, size = self.counts[_NUM_NOTES], len(self._notes)
         number = last if number is None else number
         if not max(0, last - size) < number <= last:

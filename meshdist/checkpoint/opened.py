@@ -53,7 +53,7 @@ class OpenArrays:
             self._files.check(piece, name, self.manifest.arrays[name].dtype)
 
     def fill(self, target: torch.Tensor, name: str, box: Box) -> None:
-        """Copy the part ``box`` of an array to ``target``, which has its shape."""
+        """Copy the part ``box`` of array ``name`` to ``target``, a tensor of the box's shape."""
         for piece, common in self._pieces_in(name, box):
             found = self._files.get(piece.file).get_tensor(name)
             part = found[index_of(within(common, piece.box))]

@@ -150,7 +150,7 @@ class Tree:
 
     @classmethod
     def of(cls, state: Any, call: str) -> Tree:
-        """Return a state taken apart; raise if it has anything that cannot be saved."""
+        """Return the Tree of arrays and other leaves of ``state``; raise if any cannot be saved."""
         tree = cls({}, {}, {})
         tree._add(state, (), tree.shape, call)
         return cls(dict(sorted(tree.arrays.items())), dict(sorted(tree.leaves.items())), tree.shape)

@@ -41,7 +41,7 @@ class WiderGroups:
 
 
 def axes_spanned(layout: Layout, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the named axes along which coordinates of ``ranks`` differ; others may lie outside.
+    """Return the named axes along which ``ranks``' coordinates differ; ranks outside do not count.
 
     Example:
         >>> mesh = Layout.from_shape((2, 2), ("dp", "tp"))

@@ -471,7 +471,7 @@ class _PendingAgreement:
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
-    """Return an outcome's fields in their types; raise an error if some are missing or wrong."""
+    """Return an outcome, read from JSON, as checked fields; raise if some are missing or wrong."""
     return {
         "how": str(value["how"]),
         "by": int(value["by"]),

@@ -101,7 +101,7 @@ _TOGETHER = re.compile(rb"\n(\w\S*: .*\n(?: +.*\n)*?)( +)raised on rank \d+(.*)\
 
 @dataclass(frozen=True)
 class Report:
-    """A rank's stderr from its last traceback on."""
+    """The end of a rank's stderr, from its last traceback."""
 
     rank: int
     text: bytes

@@ -66,7 +66,7 @@ class _Mpi:
 
     @staticmethod
     def create(ranks: list[int]) -> Any:
-        """Open the group of these global ranks, or of all; torch calls this on members alone."""
+        """Open the group of these global ranks, for [] of all; torch calls this on members only."""
         from .creating import open_mpi_group
 
         return open_mpi_group(ranks)

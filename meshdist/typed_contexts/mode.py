@@ -345,7 +345,7 @@ class _TypedMode(ContextMode):
         return tensors_in(read + [value for name, value in kwargs.items() if name not in names])
 
     def _marked(self, result: Any, text: str, operands: Sequence[torch.Tensor]) -> Any:
-        """Set the type of ``result`` and return it, as a view if it is an operand itself."""
+        """Set ``result``'s type to ``text`` and return it, as a view if it is itself an operand."""
         if isinstance(result, _Tensor):
             # An operand that is given back as it is keeps its own type.
             if type_of(result) != text and any(result is x for x in operands):

@@ -116,7 +116,7 @@ _DRAWING_S = 10.0
 
 
 class TagNumbers:
-    """Small numbers for a group's large tags, equal on all members, drawn in its store."""
+    """Small numbers for a group's large tags, equal on all members, assigned through its store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

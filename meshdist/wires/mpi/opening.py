@@ -272,7 +272,7 @@ def _exchanged(opening: Opening, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_member(value: Any) -> dict[str, Any]:
-    """Return a member's entry in its types; raise an error if it is malformed."""
+    """Return a member's entry, read from JSON, as checked values; raise if it is malformed."""
     found: dict[str, Any] = {"card": ProcessCard.from_json(value["card"])}
     if "problem" in value:
         summary = str(value["problem"]["summary"])
