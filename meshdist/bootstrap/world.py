@@ -36,7 +36,7 @@ _MOST_KEPT = 4096
 
 
 class Caches:
-    """Objects that modules above keep with a mesh, or with a world, by type and key."""
+    """Objects that other modules keep for a mesh, or for a world, found by type and key."""
 
     def __init__(self) -> None:
         self.kept: defaultdict[type, dict[Hashable, Any]] = defaultdict(dict)

@@ -29,7 +29,7 @@ _BUFFERS = "buffers"
 
 
 class JoinedReplica(ReplicaHook):
-    """The part of a wrapped model in a join context, on ranks with data and on ranks without."""
+    """A wrapped model's hook of a join context: announces its forwards, or follows others'."""
 
     def __init__(self, model: Any, *, divides_by_all: bool) -> None:
         self._model = model

@@ -53,7 +53,7 @@ _WORDS: Any = vars(np.random.MT19937)["state"]
 
 
 class _NumpyGenerator(np.random.MT19937):
-    """NumPy's global bit generator of a simulated rank, swapped as a whole object."""
+    """NumPy's global bit generator while a simulated rank runs; ranks exchange the whole object."""
 
     # Exchanging the object takes half a microsecond where copying its 624 words takes a hundred.
     # The second half of a drawn pair of normals lies beside it, in the global RandomState: to move

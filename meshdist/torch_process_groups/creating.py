@@ -34,7 +34,7 @@ from .wire_group import WireGroup
 
 @never_nested
 def open_group(wire: str, options: Any, wire_options: Any) -> WireGroup:
-    """Open a group as torch's DistributedBackendOptions describe it; collective."""
+    """Open a group as torch's DistributedBackendOptions, ``options``, describe it; collective."""
     size, torchs, name = options.group_size, options.store, options.group_id
     if type(root_of(torchs)) is Store:  # torch's own in a world over MPI, which cannot be called
         torchs = PrefixStore(f"torch's group {name}", _joined_under_mpi().make_torch_store())

@@ -207,7 +207,7 @@ DONE = Done()
 
 
 class Completed(Protocol):
-    """An operation whose result ``then`` completes, unless ``then`` is None."""
+    """Protocol of operations with ``then``, a function that completes their result, or None."""
 
     then: Callable[[], None] | None
 

@@ -470,7 +470,7 @@ def may_be_dropped(work: Work) -> Work:
 
 @dataclass(eq=False, slots=True)
 class _OfWork(Operation):
-    """The operation of a Work that ends with its result in place, or with its own error."""
+    """A Work as an Operation: it ends with the result in place, or raises the Work's own error."""
 
     work: Work
 
