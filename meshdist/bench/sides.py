@@ -60,7 +60,7 @@ class Library(ABC):
         """
 
     def counts(self, num_bytes: int, dtype: str) -> tuple[int, int, int]:
-        """Return the numbers of elements of a buffer, of each rank's part, and of all parts."""
+        """Return the elements in ``num_bytes``, in each rank's part of these, and in all parts."""
         count = max(1, num_bytes // _ITEM_BYTES[dtype])
         part = max(1, count // self.size)
         return count, part, part * self.size

@@ -357,7 +357,7 @@ def _values_of(tree: Tree, manifest: Manifest, folder: str, call: str) -> dict[s
 
 
 def _match(tree: Tree, manifest: Manifest, missing: str, folder: str, call: str) -> None:
-    """Raise if the checkpoint lacks names of the state; with missing="keep" remove them."""
+    """Raise if the checkpoint lacks names of ``tree``; with missing="keep" drop these from it."""
     if missing not in ("error", "keep"):
         raise ArgumentError(f"{call}: missing={missing!r}", expected='"error" or "keep"')
     names = manifest.names

@@ -96,7 +96,7 @@ def flags_of(held: Sequence[Held], mesh: DeviceMesh) -> tuple[float, float]:
             has.setdefault(axes, []).append(grad is not None)
         if ranks := local_ranks(grad):
             local.add(ranks)
-    is_local = any(_is_within(ranks, mesh) for ranks in local)
+    is_local = any(_are_several_on(ranks, mesh) for ranks in local)
     return float(is_local), float(lacking_flag(has, mesh))
 
 
@@ -133,7 +133,7 @@ def _place(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, 
     return tuple(part), number, count
 
 
-def _is_within(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
+def _are_several_on(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
     """Return whether more than one of ``ranks`` is on the mesh."""
     return len({*ranks} & {*mesh.layout.ranks().ravel().tolist()}) > 1
 
@@ -156,7 +156,7 @@ def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
     for rank, told in zip(group.ranks, of_all, strict=True):
         places: Counter[frozenset[str]] = Counter()
         for text, axes, has, ranks in told:
-            if _is_within(ranks, mesh):
+            if _are_several_on(ranks, mesh):
                 local.setdefault(text, []).append(rank)
                 axes_of_wrapper.update(axes_spanned(mesh.layout, ranks))
             if not axes:

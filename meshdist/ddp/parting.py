@@ -136,7 +136,7 @@ class Parting:
         self._reader.take()
 
     def _backward_ends(self, backward: Backward) -> None:
-        """Count a backward, and compare the replicas if it is due and gradients were averaged."""
+        """Count a backward; compare replicas after some, by number, if gradients were averaged."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
         if every > 0 and (number in _FIRST or number % every == 0):

@@ -384,7 +384,7 @@ class HostComparisons:
         return unknown
 
     def _uncompared(self, compared: list[HostComparison], lost: StoreError) -> BackendError | None:
-        """Return the error of calls left uncompared by a lost store, None if none are."""
+        """Return the error of calls in ``compared`` that a lost store left uncompared, or None."""
         owed = [(part, part.uncompared) for part in compared if part.uncompared is not None]
         calls = ", ".join(f"{a} to {b} of {ranks_text(part.ranks)}" for part, (a, b) in owed)
         if not owed:

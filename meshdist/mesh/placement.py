@@ -233,7 +233,7 @@ class Placement(_CacheKey):
         return shape_of(self.box(coordinate))
 
     def has_values(self, coordinate: Sequence[int]) -> bool:
-        """Return whether the rank at ``coordinate`` gets values of a new sum, not zeros."""
+        """Return whether ``coordinate``'s rank takes an unreduced array's values; others zeros."""
         return not any(coordinate[axis] for axis in self.unreduced)
 
     def transposed(self) -> Placement:

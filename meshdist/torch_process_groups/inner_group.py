@@ -106,7 +106,7 @@ class InnerGroup(ProcessGroup):
             )
 
     def break_here(self, reason: str) -> None:
-        """Refuse all later calls, giving ``reason``, and free every wait."""
+        """Refuse all later calls, giving ``reason``, and end every wait."""
         # After a timeout the members may be out of step: a late member would meet another call than
         # its own. Where the wire does not compare calls, it has started those of some members.
         self._aborts.setdefault(self._label, {"reason": reason})

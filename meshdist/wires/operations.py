@@ -379,7 +379,7 @@ class WorkerQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing is under way; for the thread that starts operations."""
+        """Return whether no operation is under way; only the thread that starts them may ask."""
         return self._last is None or self._last.poll()
 
     def start(

@@ -59,7 +59,7 @@ def watch(arrivals: Arrivals, explain: Explain) -> None:
 
 
 def forget(arrivals: Arrivals) -> None:
-    """Let the watchdog thread ignore a group, which ends."""
+    """Stop the watchdog thread's looks at ``arrivals``, whose group ends."""
     _watched.pop(arrivals, None)
 
 
