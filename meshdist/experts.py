@@ -364,7 +364,7 @@ class _Taken(LinearFunction):
 
 
 class _Added(LinearFunction):
-    """Autograd function that adds rows up at places of zeros; backward takes them there."""
+    """Autograd function that adds rows to zeros at ``places``; backward takes rows from there."""
 
     takes_blocks = gives_blocks = True
 

@@ -153,7 +153,7 @@ class SharedSide(TorchSide):
 
 
 class CopySide(TorchSide):
-    """The limit that memory sets an all_reduce: every rank copies as much and exchanges nothing."""
+    """A lower bound for an all_reduce: every rank copies its array once, exchanging nothing."""
 
     def call(self, verb: str, num_bytes: int, dtype: str) -> Call | None:
         """Return a function that copies ``num_bytes`` once in place of an all_reduce; else None."""

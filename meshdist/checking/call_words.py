@@ -189,7 +189,7 @@ class CallWords:
         self._mine[_LEFT] = 0
 
     def leave(self, number: int) -> None:
-        """Show that this member makes no calls after ``number`` in the context."""
+        """Show that call ``number`` was the last of this member in the join context."""
         self._mine[_LEFT] = 1 + number
 
     def find_left(self) -> int | None:

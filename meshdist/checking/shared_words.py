@@ -241,7 +241,7 @@ class SignsOfLife:
             self._mine[0], self._mine[1] = self._mine[0] + 1, number
 
     def find_published(self) -> int | None:
-        """Return the number published by the lowest live process; None if it is this process."""
+        """Return the number that the lowest live process publishes; None if this is the lowest."""
         for member, (beat, silence) in enumerate(self._beats):
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):

@@ -248,7 +248,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
 
 
 def check_manifest(folder: str, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the folder's manifest, seen here, ends as ``manifest``."""
+    """Raise CheckpointError unless the manifest file that this rank sees ends as ``manifest``."""
     wanted = manifest.ending.encode()
     if not wanted:
         return

@@ -198,7 +198,7 @@ class _ArrayReader:
             self._source.check(name, box)
 
     def verify(self) -> None:
-        """Raise if a piece in this rank's share of all bytes has another checksum."""
+        """Raise if bytes do not match their checksum; each rank reads its share of the pieces."""
         arrays = self._source.manifest.arrays
         found = [(piece, name) for name, array in arrays.items() for piece in array.pieces]
         found.sort(key=lambda each: (each[0].file, each[1]))

@@ -67,7 +67,7 @@ class OpenArrays:
         return part
 
     def verify(self, piece: Piece, name: str) -> None:
-        """Raise CheckpointError if the bytes of a piece have another checksum."""
+        """Raise CheckpointError if a piece's bytes do not match the manifest's checksum."""
         if files.crc32(self._files.get(piece.file).get_tensor(name)) != piece.crc32:
             raise damaged(self.folder, f"{piece.file}: the bytes of {name} have changed")
 

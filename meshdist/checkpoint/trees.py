@@ -220,7 +220,7 @@ def find_mesh(arrays: Iterable[Any]) -> DeviceMesh | None:
 def entries_of(
     arrays: Mapping[str, Any], members: Members, *, writable: bool = False
 ) -> dict[str, StateArray]:
-    """Return entries of a state's arrays; raise if an array cannot be saved, or ``writable``."""
+    """Return entries of a state's arrays, which a load fills if ``writable``; raise if unfit."""
     return {name: _entry(name, x, members, writable=writable) for name, x in arrays.items()}
 
 

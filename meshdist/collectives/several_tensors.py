@@ -307,7 +307,11 @@ def _reduce_as_one(
     async_op: bool,
     result: Sequence[Any] | None,
 ) -> Work | None:
-    """Reduce this member's tensors, then over members; copy the result to ``outputs``."""
+    """Reduce ``buffers`` here, then over members by ``way``; copy the result to ``outputs``.
+
+    Args:
+        result: what the Work's result() gives; None for the reduced tensor.
+    """
     kind = call.op
     assert kind is not None  # a verb that reduces
     # A mean of whole numbers is rounded once, in the end: until then it is a sum.

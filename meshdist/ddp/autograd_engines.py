@@ -36,7 +36,7 @@ def is_in_task(leaf: torch.Tensor) -> bool:
 
 
 def at_end_of_task(callback: Callable[[], None]) -> Callable[[], bool]:
-    """Call ``callback`` when the running backward ends well; return a test if it runs."""
+    """Call ``callback`` if the running backward succeeds; return a test whether it still runs."""
     # The engine drops the callback with the task, also where an exception has ended it.
     held = partial(callback)
     Variable._execution_engine.queue_callback(held)

@@ -256,7 +256,7 @@ _Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
 def _gradients_of(
     given: Sequence[Any], mesh: DeviceMesh, of_call: DeviceMesh | None
 ) -> tuple[list[Held], list[_Gradient]]:
-    """Return parameters with the axes that cut them, and this rank's gradients with theirs."""
+    """Return parameters, and gradients, with the axes that cut them; ``of_call`` is for errors."""
     known: dict[object, frozenset[str]] = {}  # parameters have few types
 
     def axes_of(place: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:

@@ -43,7 +43,7 @@ class LocalBackwards:
         self._has_warned_of_complete = False
 
     def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Expect an averaged backward, if outputs have a graph; record the present gradients."""
+        """Record present gradients; expect an averaged backward, of outputs if ``sees_outputs``."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True

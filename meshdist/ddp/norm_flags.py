@@ -87,7 +87,7 @@ def name_of(place: int, parameter: torch.Tensor) -> str:
 
 
 def flags_of(held: Sequence[Held], mesh: DeviceMesh) -> tuple[float, float]:
-    """Return two numbers of this rank: 1.0 if a gradient is local, and ``lacking_flag``."""
+    """Return whether a gradient was left local here, and ``lacking_flag``, both as floats."""
     has: dict[frozenset[str], list[bool]] = {}
     local: set[tuple[int, ...]] = set()
     for _, parameter, axes in held:

@@ -181,7 +181,7 @@ class Reducer:
     # -- buckets ----------------------------------------------------------------------------------
 
     def _lay(self, terms: ReductionTerms, before: Sequence[Bucket]) -> None:
-        """Use new buckets in place of ``before``, whose gradients move along."""
+        """Use new buckets, for ``terms``, in place of ``before``, whose gradients move along."""
         for group in (terms.group, *terms.wider.groups.values()):
             group.world.averaged.add(frozenset(group.ranks))
         has_hook = self.sending.hook is not None
@@ -257,7 +257,7 @@ class Reducer:
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
     ) -> None:
-        """Put hooks on outputs: backwards that reach them are averaged, or local by intent.
+        """Put hooks on outputs: a backward that reaches them is averaged, or left local.
 
         Args:
             owner: kept alive by the hooks, as long as a backward may come.
@@ -376,7 +376,7 @@ class Reducer:
                 hook(parameter)
 
     def _check_context(self, backward: Backward, context_id: int | None) -> int:
-        """Return ``context_id``; raise if it is None, or if gradients may lack in this backward."""
+        """Return distributed autograd's ``context_id``; raise if None, or gradients may lack."""
         backward.has_graph = False
         if self.layout.terms.options.may_lack or context_id is None:
             self.backward = None

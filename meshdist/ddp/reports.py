@@ -149,7 +149,7 @@ class Reports:
         )
 
     def warn_of_hook_beside_wider(self, names: Sequence[str]) -> None:
-        """Warn of a communication hook that does not average all gradients."""
+        """Warn that a communication hook leaves out ``names``, reduced over further axes."""
         summary = "a communication hook averages over the wrapper's group alone"
         found = f"reduced over further axes: {first_texts(list(names), ', ')}"
         expected = "gradients that all go over one group; these are averaged as without the hook"

@@ -72,7 +72,12 @@ class TypedOwner:
 
     @untraced
     def claim(self, group: ProcessGroup, axes: DeviceMesh | None, *, is_reduced: bool) -> None:
-        """Mark parameters, and own the group's axes in an open typed context, if any."""
+        """Mark the parameters, and own the group's axes in the open typed context, if any.
+
+        Args:
+            axes: the mesh of axes that the wrapper was given; None if it was given a group.
+            is_reduced: whether the wrapper averages the backward of the forward that begins.
+        """
         mode = find_context()
         if mode is None or not torch.is_grad_enabled():
             return

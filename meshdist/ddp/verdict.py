@@ -83,7 +83,7 @@ class Verdict:
     def followed_by(
         self, came: Sequence[bool], unexpected: Sequence[str], num_at_work: int
     ) -> Verdict:
-        """Return the verdict of the next backward, in which gradients ``came`` here."""
+        """Return the verdict of the next backward, with the arguments of ``Verdict``."""
         is_complete = False not in came
         lacking: Sequence[int] = ()
         if not (is_complete or self._layout.terms.options.may_lack):
@@ -96,7 +96,7 @@ class Verdict:
         return Verdict(self._layout, ending, num_at_work, came, lacking, unexpected)
 
     def followed_by_none(self, ending: Ending | None, num_at_work: int) -> Verdict:
-        """Return the verdict of a next backward in which no gradient came to this rank."""
+        """Return the next verdict if no gradient came here; ``ending`` is None without data."""
         lacking = () if ending is None else self._lacking
         return Verdict(self._layout, ending, num_at_work, lacking=lacking)
 
@@ -119,7 +119,11 @@ class Verdict:
         return self._is_noted
 
     def find_used(self, *, is_complete: bool) -> list[bool] | None:
-        """Return for each parameter whether any rank had a gradient; None: all, or unknown."""
+        """Return for each parameter whether any rank had a gradient; None: all, or unknown.
+
+        Args:
+            is_complete: whether all came here, so that no device is waited for to read the answer.
+        """
         # The device's work is awaited only where this rank lacks gradients, and may.
         is_deferred = self._layout.tail.reader.is_deferred
         if is_deferred and (is_complete or not self._layout.terms.options.finds_unused):

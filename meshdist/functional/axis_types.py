@@ -255,7 +255,7 @@ def join_types(types: Sequence[str], linearity: str = "") -> JoinedType | Refusa
 
 
 def _is_linear(kinds: Sequence[str], linearity: str) -> bool:
-    """Return whether a function of this linearity takes operands of these kinds, "U" among them."""
+    """Return whether ``linearity``, such as "add", admits operands of these kinds, some "U"."""
     # linearity       stands for               takes as unreduced, beside invariant and reduced:
     # "add"           a + b, cat               all operands
     # "multiply"      a * b, a @ b             any single operand

@@ -125,7 +125,7 @@ def _check_here(
 def _exchange_sizes(
     sent: list[int], places: list[int], group: ProcessGroup
 ) -> tuple[list[int], list[int]]:
-    """Exchange each slice's size and place; return those of the slices that arrive here."""
+    """Send each slice's size and first row in the output; return those of slices that come."""
     mine = torch.tensor([sent, places]).T.contiguous()
     theirs = torch.empty_like(mine)
     device = group.first_device_type()
@@ -142,7 +142,13 @@ def _check_everywhere(
     taken: list[int],
     group: ProcessGroup,
 ) -> None:
-    """Raise the same error on every member unless the slices for each fit its output."""
+    """Raise the same error on every member unless the slices that come fit every output.
+
+    Args:
+        arriving, offsets: the rows of each slice, and its first row in ``output``, as the senders
+            gave them.
+        taken: the rows that this rank expects in each slice.
+    """
     spans = sorted(
         (start, start + size) for start, size in zip(offsets, arriving, strict=True) if size
     )

@@ -80,6 +80,7 @@ def pcast(
     Args:
         to: "varying", "reduced" or "unreduced".
         source: the kind of ``x``; the first that the cast takes, where it is not given.
+        leaf: the path of ``x`` in a tree, which members' titles compare.
     """
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
     if not kinds or source not in ("", *kinds):

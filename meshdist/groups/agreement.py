@@ -259,7 +259,7 @@ class _PendingAgreement:
         return self._store.compare_set(f"{self.name}/end", "", end) == end.encode()
 
     def _conclude(self) -> None:
-        """Write the outcome for members that all came: they agree, differ, or lack something."""
+        """Write the outcome once all came: they agree, differ, or some cannot open what is made."""
         name, found = self.name, dict[int, dict[str, Any]]()
         digests = self._digests(name, self._digest)
         for digest in digests if len(digests) > 1 else ():
@@ -351,7 +351,7 @@ class _PendingAgreement:
         return counted.find_absent(self._read, keys, among, most)
 
     def _end_if_crossing(self, missing: list[int]) -> None:
-        """Write "crossed" to this and another agreement once they surely wait for each other."""
+        """Write "crossed" to this agreement and another whose ranks surely wait for each other."""
         found = self._find_crossing(missing)
         name, text, has_threads = found or ("", "", False)
         now, patience_s = time.monotonic(), _SURE_AMONG_THREADS_S if has_threads else _SURE_S

@@ -409,7 +409,11 @@ class Channel:
         sent: Sequence[int] = (),
         taken: Sequence[int] = (),
     ) -> None:
-        """Compare ``call`` with all members' before data move, if the debug level asks for that."""
+        """Raise if members' calls differ, before data moves, if the debug level asks for that.
+
+        Args:
+            sent, taken: how many elements go to, and come from, each member; () if equally many.
+        """
         # On a wire whose verbs are enqueued the others wait no more as a late member differs.
         compares_first = get_debug_level().value > self._most_level.value
         try:

@@ -164,7 +164,7 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield a function that makes the Agreement for what the body opens; await members.
+        """Yield a function that agrees with members on what the body opens; then wait for them.
 
         Args:
             agreement: what the members are known to agree on.
@@ -203,7 +203,7 @@ class Registry:
                 _log.warning("calls on a group that was dropped, and is closed now: %s", error)
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark and return unused communicators within ranks ``here`` but those in ``offers``."""
+        """Mark and return unused communicators all in ``here``, but for those in ``offers``."""
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
             if self._num_openings > 1 or self.guard is not None:  # they may be in use there

@@ -205,7 +205,7 @@ class HostComparison:
                 self.is_explained.wait(_END.total_seconds())
 
     def digests(self, number: int, after: int) -> list[int]:
-        """Return the first call after ``after`` that is kept, then the digests up to ``number``."""
+        """Return the number of the first kept call past ``after``, and digests up to ``number``."""
         first = max(after + 1, self.last - _NUM_TOLD)
         kept = range(first, min(number, self.last) + 1)
         return [first, *(self._digests[n % NUM_DIGESTS] & _MASK for n in kept)]
@@ -291,7 +291,7 @@ class HostComparisons:
     """The comparisons of a rank with other hosts, made on its signal thread.
 
     Args:
-        wake: lets the signal thread call ``look`` at once.
+        wake: makes the signal thread call this object's ``look`` at once.
     """
 
     def __init__(self, world: World, wake: Callable[[], object]) -> None:
@@ -347,7 +347,7 @@ class HostComparisons:
         count: Callable[[str, tuple[int, ...]], object],
         find_abort: Callable[[str], object],
     ) -> MeshdistError | None:
-        """Compare last calls across hosts for seconds at most; return an unseen error, or None.
+        """Compare last calls across hosts within seconds; return an error not raised yet, or None.
 
         Args:
             compared: of the communicators that this rank leaves, those with calls.

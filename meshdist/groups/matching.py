@@ -80,7 +80,7 @@ class Matching:
             return peer is None and self.header_table.can_find_sender(tag)
 
     def add(self, receive: UnnamedReceive, *, waits: bool) -> Deferred:
-        """Queue a receive, and return its operation; a thread polls unless the caller waits."""
+        """Queue a receive, return its operation; a thread starts it unless the caller ``waits``."""
         deferred = receive.deferred = Deferred(self._look, self.communicator.wait_for)
         with self._lock:
             is_first = all(other.tag != receive.tag for other in self.receives)

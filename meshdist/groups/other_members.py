@@ -138,7 +138,7 @@ class MembersOfWorld(OtherMembers):
     def _by_the_first(
         self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """Return the first member's ``find()``, stored as ``name``, and whether this is first."""
+        """Return the first caller's ``find()``, stored as ``name``, and whether this was first."""
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()

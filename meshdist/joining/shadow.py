@@ -361,11 +361,11 @@ class Shadow(CallGuard):
     # -- where it is needed -----------------------------------------------------------------------
 
     def _reaches(self, place: JoinedCommunicator) -> bool:
-        """Return whether all members of ``place`` are in the context's main group."""
+        """Return whether all members of ``place`` are in the join context's main group."""
         return {*self.group.ranks}.issuperset(place.group.ranks)
 
     def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Return whether a joined rank states so at once on ``place``, since it sees no calls."""
+        """Return whether to say "joined" at once on ``place``, where no calls of others show."""
         is_seen = place.uses_words or place.channel.shows_calls
         return not is_seen and self._reaches(place) and place.is_open()
 

@@ -47,7 +47,7 @@ class Whereabouts:
         self._say(_key_of(world.rank), json.dumps({"context": self._inside}), is_new=False)
 
     def is_ahead(self, ranks: Sequence[int], labels: Iterable[str]) -> bool:
-        """Return whether any of ``ranks`` is in a context that this rank has yet to enter."""
+        """Return whether any of ``ranks`` is already in the next context of any of ``labels``."""
         # A later context is the next of a group of this rank's, which one of the labels names. Rank
         # 4 waits in that of the world; ranks 0 to 3, in loops of their own, come to it later:
         #     rank 0:  for x in uneven(data, pair)  |  for x in uneven(data)

@@ -157,7 +157,7 @@ def _are_of_one_error(report: Report, other: Report) -> bool:
 
 
 def grouped(reports: Sequence[Report]) -> list[list[Report]]:
-    """Return lists of reports that are equal, or of one error, in the order given.
+    """Return reports in lists, each of equal reports or of the same error, in the order given.
 
     Example:
         >>> [len(part) for part in grouped([Report(0, b"a"), Report(1, b"b"), Report(2, b"a")])]

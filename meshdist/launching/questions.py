@@ -19,7 +19,7 @@ _QUESTION = "where"
 
 
 class Answerer:
-    """A rank's answer to the launcher's question where it is; idle where no launcher asks."""
+    """Writes this rank's place in the program to a file when the launcher asks; else idle."""
 
     def __init__(self, answer: Callable[[], str]) -> None:
         self._answer = answer

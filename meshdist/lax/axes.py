@@ -153,7 +153,7 @@ def _has_plain_text(key: Any) -> bool:
 
 
 def _paths_and_names(tree: Any) -> tuple[list[str], list[str]]:
-    """Return the leaves' paths, such as ``x['loss']``, and names with all paths of the tree."""
+    """Return each leaf's path, as ``x['loss']``, and its name: the path, its number, all paths."""
     found = _trees.get(tree)
     if found is None:
         accessors = tree.accessors()

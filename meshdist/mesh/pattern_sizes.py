@@ -176,7 +176,7 @@ class Sizing:
         self.coordinate = None if rank is None else layout.get_coordinate(rank)
 
     def sized_side(self, needs_parts: bool) -> SizedSide:
-        """Return the side with all sizes; ``needs_parts`` demands sizes inside of all groups."""
+        """Return the side with all sizes, with ``needs_parts`` also of the parts of "(h k)"."""
         shape: list[int] = []
         names: list[str] = []
         part_sizes: list[int] = []

@@ -59,7 +59,7 @@ def is_nested(modes: Iterable[Mode]) -> bool:
 
 
 def split(axis: AxisModes, sizes: tuple[int, ...]) -> tuple[AxisModes, ...] | None:
-    """Return the modes of an axis for each of ``sizes``; None if no strides describe them."""
+    """Return the modes of axes of ``sizes`` that make up ``axis``; None if no strides fit them."""
     rest = list(axis)
     parts: list[AxisModes] = []
     for wanted in reversed(sizes):

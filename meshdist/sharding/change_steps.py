@@ -99,7 +99,7 @@ def _find_slice(change: Change, coordinate: tuple[int, ...], spread: Sequence[in
 def _packing(
     change: Change, spread: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return the packing of a local array into a part for each member along the axes ``spread``."""
+    """Return how to cut an array of the local ``shape`` into parts for members along ``spread``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
     taken: list[int | None] = []
@@ -124,10 +124,11 @@ def _packing(
 def _unpacking(
     change: Change, axes: Sequence[int], merged: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return the unpacking of a part per member along ``axes`` into dims that join them.
+    """Return how to arrange the parts of members along ``axes`` as dims that join those parts.
 
     Args:
-        merged: the axes whose parts a dim of ``shape`` joins already.
+        merged: axes of an earlier step, whose parts are joined in ``shape`` already.
+        shape: of one member's part.
     """
     sizes = change.source.mesh_sizes
     view = [sizes[axis] for axis in axes]
@@ -292,7 +293,7 @@ class _Group:
     # ---------------------------------------------------------------- what goes
 
     def sends(self, source: Box) -> list[Part]:
-        """Return (receiver's place, box) of each part that this rank sends."""
+        """Return (receiver's place, box) of each part of this rank's ``source`` that it sends."""
         change, sizes = self.change, self.change.source.mesh_sizes
         per_dim = []
         for dim, interval in zip(change.dims, source, strict=True):

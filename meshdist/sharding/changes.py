@@ -96,7 +96,7 @@ class Change:
 
     @cached_property
     def has_product_form(self) -> bool:
-        """Return whether equal parts move in a whole group, so that collectives can do it."""
+        """Return whether members exchange equal parts, so that verbs like all-to-all do it."""
         # Each dim's axes then extend or shorten the source's, in equal cells; a dim that is padded
         # loses padded axes alone.
         equal = {*self.moving, *self.summed}

@@ -353,7 +353,7 @@ class LayoutChooser:
         return WorkPlacements(tuple(operands), result)
 
     def dims(self, names: Sequence[str], choices: tuple[Choice, ...]) -> tuple[DimSplit, ...]:
-        """Return the dims ``names`` in the work, each cut by the axes that chose it."""
+        """Return the dims ``names`` of the local product, each cut by the axes that chose it."""
         dims = []
         for name in names:
             axes = self.axes_of(name, choices)
@@ -384,7 +384,7 @@ class LayoutChooser:
         )
 
     def check_marks(self, axis: int) -> None:
-        """Raise if an operand is marked reduced over ``axis``, and the text does not say so."""
+        """Raise if an operand is marked reduced over ``axis``, which the einsum leaves out."""
         # Its gradient would be equal on all ranks, so one alone would keep it, and a wrapper's mean
         # would be too small. 2 ranks: g and 0, of which DDP takes g / 2.
         if axis in self.result.placement.reduced or self.layout.sizes[axis] == 1:

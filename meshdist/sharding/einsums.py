@@ -364,7 +364,7 @@ def _find_error_of_cuts(
 
 
 def _check_marks(x: torch.Tensor, sharding: NamedSharding, mesh: DeviceMesh, where: str) -> None:
-    """Raise if the marks or the spec of ``x`` contradict ``sharding``."""
+    """Raise if the axis kinds in the type of ``x``, or its spec, contradict ``sharding``."""
     check_spec("einsum", x, sharding, where)
     wanted = kinds_of(sharding)
     for axis, kind in kinds_in(type_of(x)).items():

@@ -155,7 +155,7 @@ def find_argument(
 def _check_lies_so(
     mesh: DeviceMesh, given: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
-    """Raise unless ``x`` is on the mesh of the call, and lies as ``spec`` says."""
+    """Raise unless ``x`` lies on ``mesh`` as ``spec`` says; ``given`` and ``path`` serve errors."""
     if x.mesh != mesh:
         raise MeshError(
             f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
@@ -184,7 +184,7 @@ def _axes(placement: Placement) -> tuple[Any, ...]:
 def _sharding(
     mesh: DeviceMesh, given: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
-    """Return the sharding on the mesh that a spec, pattern or sharding says, or raise."""
+    """Return the sharding on ``mesh`` that ``spec`` says, or raise; ``given`` is for errors."""
     key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
     found = mesh.caches.find(NamedSharding, key)
     if found is not None:

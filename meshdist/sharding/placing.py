@@ -289,7 +289,7 @@ def _make_request(
     shape: tuple[int, ...],
     given: DeviceMesh | None,
 ) -> ReshardRequest:
-    """Return ``request(where, shape)``; an AxisError names an outer mesh with the axis."""
+    """Return ``request(where, shape)``; without ``given``, AxisErrors hint at an outer mesh."""
     try:
         return request(where, tuple(shape))
     except AxisError as error:

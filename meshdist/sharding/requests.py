@@ -366,7 +366,7 @@ def sharding_request(
 def shard_request(
     pattern: str | NamedSharding, mesh: DeviceMesh, shape: tuple[int, ...], sizes: _Sizes
 ) -> ReshardRequest:
-    """Return the request of ``shard``: from the whole array on each rank to shards."""
+    """Return the request of ``shard``, from the whole on each rank; ``sizes`` are of named dims."""
     target = pattern
     if not isinstance(target, NamedSharding):
         check_sizes(target, sizes)

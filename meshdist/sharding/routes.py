@@ -172,7 +172,7 @@ _Between = tuple[Placement | None, Placement | None]
 
 @lru_cache(maxsize=4096)
 def find_route(source: Placement, target: Placement, links: tuple[Link, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the fewest elements received between ``bare`` placements."""
+    """Return the stages with the fewest elements received; ``links`` decide between equals."""
     whole = change_between(source, target)
     if not whole.summed:
         return (whole,)
@@ -282,7 +282,7 @@ def _route(between: _Between, whole: Change) -> tuple[Stage, ...]:
 
 
 def _slicings(whole: Change) -> Iterator[tuple[int, ...]]:
-    """Yield sets of replicated axes along which to slice, which sends nothing, before a sum."""
+    """Yield sets of replicated axes along which to slice before a sum; slicing sends nothing."""
     target = whole.target
     useful = [axis for axis in whole.source.free_axes if target.mesh_sizes[axis] > 1]
     if not target.dims:
@@ -307,11 +307,12 @@ def _home(axis: int, source: Placement, target: Placement) -> int:
 def _with_more_cuts(
     start: Placement, end: Placement, homes: dict[int, int], unreduced: tuple[int, ...]
 ) -> Iterator[Placement]:
-    """Yield ``start`` with its dims cut further, each by the axes of which it is the home.
+    """Yield ``start`` with its dims cut further by the axes of ``homes``, in either order.
 
     Args:
         end: its order is kept for the axes that it has; the others stand behind, in either order.
         homes: the dim that each new axis cuts.
+        unreduced: the axes over which the results are unreduced.
     """
     sizes = start.mesh_sizes
     tried: list[Placement] = []

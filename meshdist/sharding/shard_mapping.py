@@ -198,7 +198,7 @@ class _Mapping:
     """The name of the parameter that takes all further arguments."""
 
     def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Return the mapped function's result on ``args``, with ShardedArrays; or raise."""
+        """Call the function on this rank's parts of ``args``; return results as ShardedArrays."""
         mesh = get_mesh("shard_map", self.mesh)
         self._check_mesh(mesh)
         leaves, tree = self._arguments(mesh, args)

@@ -51,7 +51,7 @@ def whole_sharding(mesh: Any) -> NamedSharding:
 def cut_further(
     sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[int, ...]
 ) -> NamedSharding:
-    """Return ``sharding`` with the dim of the largest cells cut along ``axes`` too."""
+    """Return ``sharding`` with ``axes`` cutting, too, the dim whose cells are the largest."""
     # The new axes are the dim's minor axes, so that a single all-gather undoes it.
     placement = sharding.placement(shape)
     dims = list(placement.dims)

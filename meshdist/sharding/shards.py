@@ -93,7 +93,7 @@ def _num_below(wanted: range, places: Any) -> Any:
 
 
 def _parts_of_index(index: Any, num_dims: int) -> list[Any]:
-    """Return a slice, number or None per part of ``index``, with "..." written out; or raise."""
+    """Return ``index`` as a list of slices, ints and None, "..." written out; raise if unfit."""
     parts: list[Any] = []
     for part in index if isinstance(index, tuple) else (index,):
         if part is None or part is Ellipsis or isinstance(part, slice):

@@ -146,7 +146,7 @@ class VerbStep(GroupStep):
 
     @cached_property
     def price(self) -> Price:
-        """The cost: a part to and from each other member, twice that for an all-reduce."""
+        """The cost: a part to and from each other member; an all-reduce moves its shares twice."""
         others, count = self.size - 1, math.prod(self.part)
         copies = (how for how in (self.pack, self.unpack) if how is not None and not how.is_plain)
         buffered = sum(math.prod(how.shape) for how in copies)
@@ -188,7 +188,7 @@ class Exchange(GroupStep):
 
     @cached_property
     def price(self) -> Price:
-        """The cost of all boxes, each of which is packed or unpacked."""
+        """The cost: the elements of all boxes sent and received, each copied through a buffer."""
         received, sent = (sum(volume(box) for _, box in x) for x in (self.receives, self.sends))
         return Price(received, sent, len(self.receives), received + sent)
 

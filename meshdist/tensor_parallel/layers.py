@@ -256,7 +256,7 @@ def _gathered(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 
 class _KeptGathers:
-    """The gathered sequences of living activations."""
+    """Cache of each activation's gathered sequence, for as long as the activation is in memory."""
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()

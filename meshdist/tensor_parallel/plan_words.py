@@ -134,7 +134,7 @@ def words_of(plan: object) -> dict[str, str]:
 
 
 def word_of(pattern: object, word: object) -> str:
-    """Return our word for a plan's word; raise for an unknown or refused word."""
+    """Return our word for ``word`` in a plan; if unknown or refused, raise, naming ``pattern``."""
     where = f"{pattern!r}: {word!r}"
     if not isinstance(pattern, str):
         raise KindError("parallelize: the keys of a plan are patterns of names", found=where)

@@ -93,7 +93,7 @@ class LeafSlot:
         self.num_unused = 0  # backwards in a row, on all ranks
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Return whether ``leaf``, which this slot is for, can still be cast in a bucket."""
+        """Return whether the slot's leaf is without hooks and as before, so it fits a bucket."""
         return (
             leaf.requires_grad
             and leaf.is_leaf
@@ -126,7 +126,7 @@ class LeafGroups:
         self._alone: dict[int, _Leaf] = {}
 
     def find_bucket(self, leaf: torch.Tensor, missing: str) -> LeafGroup | None:
-        """Return the bucket to cast with ``leaf``, None if the leaf is cast alone."""
+        """Return the bucket to cast with ``leaf`` to kinds ``missing``, None if it is alone."""
         found = self._bucket_of.get((id(leaf), missing))
         if found is None:
             return None
@@ -198,7 +198,7 @@ class Casts:
         return len(self._kept)
 
     def cast(self, x: torch.Tensor, missing: str) -> torch.Tensor:
-        """Return an alias of ``x`` with the types ``missing`` too, the same until ``x`` changes."""
+        """Return an alias of ``x`` with kinds ``missing`` ("V:tp"), cached until ``x`` changes."""
         kept = self._kept.get(id(x))
         if kept is not None:
             found = kept.get(missing)

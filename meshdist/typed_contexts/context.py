@@ -193,7 +193,7 @@ class ContextMode(TorchFunctionMode):
         """End the notes of the mesh's contexts; do nothing in a context without notes."""
 
     def note_next_time(self) -> bool:
-        """Return whether this context has notes; if not, the mesh's next context will."""
+        """Return whether this context notes operations; if not, the mesh's next context will."""
         self.mesh.caches.of(Backwards).has_passed = False
         return False
 

@@ -111,7 +111,7 @@ def annotate_module(module: M, specs: object, mesh: DeviceMesh | None) -> M:
 
 
 def _notes_of(owner: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return the dict of noted marks of a module, made if needed, which its tensors follow."""
+    """Return a module's noted marks, made if needed, by which tensors set later are typed too."""
     notes: dict[str, tuple[str, str]] = owner.__dict__.setdefault(NOTED_MARKS, {})
     for name in ("_parameters", "_buffers"):
         tensors = owner.__dict__[name]

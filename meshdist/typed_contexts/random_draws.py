@@ -123,7 +123,7 @@ def find_seeded_axes() -> tuple[str, ...] | None:
 
 
 def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
-    """Note that the restored state of torch's generator differs along ``axes``."""
+    """Record that the restored seeds of torch's generator differ along ``axes`` of ``layout``."""
     number = torch.initial_seed() % _WORD
     seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
 

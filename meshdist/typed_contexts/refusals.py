@@ -217,7 +217,7 @@ def owned_loss(
 def foreign_leaf(
     leaf: torch.Tensor, owners: Mapping[str, str], mesh: DeviceMesh, verb: str
 ) -> AxisTypeError:
-    """Return the error of a leaf outside of a wrapper that owns the axes of the loss."""
+    """Return the error of a leaf outside of the wrapper named by ``owners``, by the loss's axes."""
     axes, owner = list(owners), next(iter(owners.values()))
     return AxisTypeError(
         f"{verb} of a loss over {shown(axes)}, which {owner} owns, meets a leaf that is not "

@@ -199,7 +199,7 @@ def _with(state: str, states: _Profile) -> list[torch.dtype]:
 
 
 def _summary(rows: Iterable[tuple[str, _Profile]]) -> str:
-    """Return "native", "built", "native, in part built", or "-", for a verb with all its ops."""
+    """Return "native", "built", "native, in part built" or "-" (none) for all ops of a verb."""
     # PREMUL_SUM is built for every wire.
     found = {state for op, states in rows if op != _PREMUL_SUM for state in states if state}
     if len(found) == 2:

@@ -86,7 +86,7 @@ class Needs(NamedTuple):
 
 
 def make_room(needs: Mapping[str, Needs], num_local: int) -> str:
-    """Raise this process's limit of open files for ``needs``, by group; return a lack, or "".
+    """Raise this process's limit of open files for ``needs``, by group; return what lacks, or "".
 
     Args:
         num_local: the ranks of this host, each of which needs as many threads.

@@ -212,7 +212,7 @@ class _Debugger(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def stop_here(self, frame: FrameType) -> bool:
-        """Return whether to stop here: not in a finalizer that runs before the program goes on."""
+        """Return whether to stop in ``frame``; not before ``resume`` has let the program go on."""
         return self._follows and super().stop_here(frame)
 
     def set_continue(self) -> None:

@@ -311,7 +311,7 @@ class _Team:
             self._endings[ending.rank] = ending
 
     def _collect_followers(self) -> None:
-        """Read answers that are on their way, and note other ranks that end."""
+        """Read answers that are on their way, for seconds, and note other ranks that end."""
         grace = Grace(_FOLLOWERS_S)
         while not grace.is_over:
             are_whole = all(answer.is_whole for answer in self._answers.values())

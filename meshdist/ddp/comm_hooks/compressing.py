@@ -254,7 +254,7 @@ def _packed(values: torch.Tensor, size: int, shares_scale: bool) -> torch.Tensor
 
 
 def _parts(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points, of shape (2, n, 1), and steps: the inverse of ``_packed``."""
+    """Return scales and zero points as (2, channels, 1), and steps: the inverse of ``_packed``."""
     facts, steps = packed.split([packed.numel() - numel, numel])
     return facts.clone().view(torch.float32).view(2, -1, 1), steps
 

@@ -377,7 +377,7 @@ class C10dCommunicator(Communicator):
         return cls.arithmetic.find(op, dtype)
 
     def _view(self, prepared: PreparedCall, dtype: torch.dtype) -> Substitute | None:
-        """Return a substitute that reduces the tensor's own memory, None if there is none."""
+        """Return a substitute that reads the tensor's own bits in another dtype, or None."""
         op = prepared.op
         assert op is not None
         found = None if prepared.way in self.lacking else self.find_substitute(op, dtype)

@@ -358,7 +358,7 @@ class EnqueueingCommunicator(C10dCommunicator):
     def _fail(
         self, failure: WireFailure, limit: timedelta, outcome: DeviceResult | None = None
     ) -> None:
-        """Make and log the error of ``failure``, keep it for waits, and abort all works."""
+        """Log and keep for waits the error of ``failure``, of work ``outcome``; abort all works."""
         failure.limit, error = limit, None
         with self.explaining:
             try:

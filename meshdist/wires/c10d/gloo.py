@@ -94,7 +94,7 @@ class GlooOperation(C10dOperation):
         self.communicator, self.work, self.then = communicator, work, then
 
     def wait(self, seconds: float) -> int:
-        """Wait half a second, whatever ``seconds``; return 0 if done well, 1 for ``finish``."""
+        """Wait half a second, whatever ``seconds``; return 0 if done, 1 for ``finish`` to go on."""
         try:
             self.work.wait(_SLICE)
         except RuntimeError as error:

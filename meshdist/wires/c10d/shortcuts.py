@@ -224,7 +224,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
 
 
 def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
-    """Return a copy for the class to overwrite, and a function that frees its memory, or None."""
+    """Return a copy for the class to overwrite, and a function that frees it, None if small."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None
     target = wire.scratch.take(tensors[0].numel(), tensors[0])
@@ -233,7 +233,7 @@ def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
 
 
 def _gathered(size: int, op: ReduceKind, tensors: Tensors) -> Prepared:
-    """Return the arguments of an all-gather, and a function that reduces the result here."""
+    """Return an all-gather's arguments on ``size`` members, and a function to reduce the result."""
     tensor = tensors[0].view(-1)
     whole = tensor.new_empty(size * tensor.numel())
     return (whole, tensor), partial(reduce_parts, tensor, whole, size, op)

@@ -130,7 +130,7 @@ class Stages:
     def exchange_reducing(
         self, output: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int], op: ReduceKind
     ) -> None:
-        """Reduce-scatter parts of ``tensor`` among members at this place into ``output``."""
+        """Reduce-scatter parts of ``sizes`` elements across hosts; write this host's ``output``."""
         assert self._across is not None
         call = PreparedCall("", "reduce_scatter_list", (), (), op=op)
         call.as_own(max(self._deadline.left, _LEAST))
@@ -138,7 +138,7 @@ class Stages:
         started.finish(call.timeout)
 
     def all_reduce_across(self, result: torch.Tensor, part: torch.Tensor, op: ReduceKind) -> None:
-        """All-reduce ``part`` among members at this place; write it, rounded, to ``result``."""
+        """All-reduce ``part`` with its like on other hosts; write it, rounded, to ``result``."""
         if part.dtype is result.dtype or part.numel() < _ROUNDED:
             self.across("all_reduce", [part], [part], op=_step(op))
             self.average(part, op)

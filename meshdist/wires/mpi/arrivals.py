@@ -82,7 +82,7 @@ class Arrivals:
         )
 
     def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Turnout:
-        """Show that this member is at the next collective; if ``waits``, wait for the others.
+        """Show arrival at the next collective; if ``waits``, wait, and return whether all do so.
 
         Args:
             is_even: whether all parts that this member gives and takes are of one size.

@@ -93,7 +93,7 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
 
 
 def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
-    """Return a flat tensor for ``outputs``, and a function that copies it there; None: a view."""
+    """Return a view of ``outputs`` and None; or other memory and a function to copy it there."""
     whole = _in_a_row(outputs)
     if whole is not None:
         return whole, None
@@ -151,7 +151,7 @@ class MpiReduction:
         return self.wide is None and self.in_order is None and not self.divides
 
     def encode(self, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-        """Return the flat array that MPI reduces for ``x``: its own memory or another."""
+        """Return the flat array that MPI reduces for ``x``: a view, a copy, or from ``scratch``."""
         x = x.detach().view(-1)
         if self.wide is not None:
             narrow, x = x, scratch.take(x.numel(), x.new_empty(0, dtype=self.wide))
@@ -222,7 +222,7 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
 def native_reductions(
     MPI: Any, size: int
 ) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[Any, ...]]]]:
-    """Return the reductions that the core does, SUM first: op, number, and entries by dtype."""
+    """Return (op, its number, {dtype: MPI's way}) of what the core reduces, SUM first."""
     found = []
     for op in PLAIN_OPS:
         kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]

@@ -86,7 +86,7 @@ def _look_after_all() -> None:
 
 
 def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
-    """Explain why the call is not finished, and end the process, unless it has ended by now."""
+    """Explain why the collective ``stay`` is not finished; end the process if it still blocks."""
     explain = _watched.get(arrivals)
     if explain is None:
         return

@@ -199,7 +199,7 @@ class Door:
 def enter(
     connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
 ) -> bool:
-    """Greet the door at ``address`` by ``place`` and ``handle``; False if of another user."""
+    """Send ``place`` and a pidfd ``handle`` to the door at ``address``; False if another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)

@@ -90,7 +90,7 @@ _first, _sizes, _paired = itemgetter(0), attrgetter("sizes"), partial(zip, stric
 
 
 def _writes(verb: WireVerb, round_: MemberData) -> Writes:
-    """Return pairs of an output and the data to write there, by the forms of ``verb``."""
+    """Return pairs of an output and the data to write there, as ``verb`` moves the inputs."""
     # All members' tensors stand in columns; a member gets one column, all, or a part of one:
     #
     #     scatter from member 1, of x0 x1 x2     columns (x0) (x1) (x2)      member 2: x2
