@@ -138,7 +138,7 @@ def record_event(device: torch.device) -> StreamPlace:
 
 
 def follow(place: StreamPlace) -> None:
-    """Make this thread's current stream wait for the event, unless the event is of that stream."""
+    """Make this thread's current stream wait for the event, unless it is the event's stream."""
     stream, event = place
     current = torch.cuda.current_stream(stream.device)
     if current != stream:

@@ -235,7 +235,7 @@ def _start(entrant: Entrant, num_ranks: int, address: str) -> list[subprocess.Po
 def _started(
     entrant: Entrant, num_ranks: int, address: str
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Yield the processes of an entrant, which are gone when the context ends."""
+    """Yield an entrant's processes, which connect to ``address``; end them with the context."""
     processes = _start(entrant, num_ranks, address)
     try:
         yield processes

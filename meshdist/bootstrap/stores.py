@@ -203,7 +203,7 @@ def _check_reached(store: TCPStore, address: str, port: int, timeout: timedelta)
 
 
 def connect_store(address: str, port: int, timeout: timedelta, try_number: int = 1) -> TCPStore:
-    """Return a client of the store at ``address``, once it listens; ``try_number`` counts tries."""
+    """Return a client of the store at ``address`` once it listens; try again if it is closing."""
     host, deadline = numeric_loopback(address), Deadline(timeout)
     _wait_for_listener(host, port, timeout)
     outcome: list[TCPStore | RuntimeError] = []

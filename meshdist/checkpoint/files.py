@@ -323,7 +323,7 @@ def _unlock(path: str, lock: int) -> None:
 
 
 def _lock_file(path: str, flags: int = 0) -> int | None:
-    """Return the descriptor of the locked file, None if another process has locked it."""
+    """Open with ``flags`` and lock; return the descriptor, None if another process has the lock."""
     # On a file system without locks a file that may be new is returned all the same; those that
     # were left over count as locked.
     opened = os.open(path, os.O_RDWR | flags, 0o666)

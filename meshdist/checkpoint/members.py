@@ -166,7 +166,7 @@ class MembersInStore:
         self._endings = Endings(world)
 
     def gather(self, told: Any) -> list[Any] | None:
-        """Return all members' JSON values, in order, on the first, else None."""
+        """Send ``told`` to the first member; return all members' values there, else None."""
         members = self._members
         if not members.is_first:
             self._world.store.set(self._key(members.rank), json.dumps(told))

@@ -346,7 +346,7 @@ def check_wire(wire: str, timeout_s: float, num_calls: int = 500) -> dict[str, A
 
 
 def _loopback_under_mpiexec(num_calls: int, timeout_s: float) -> list[float]:
-    """Return the result of ``loopback`` on two ranks that mpiexec has started."""
+    """Return the result of ``loopback`` of each of two ranks that mpiexec has started."""
     from ..errors import BackendError
 
     mpiexec = find_mpiexec()

@@ -16,7 +16,7 @@ import torch
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether the current stream is captured into a CUDA graph."""
+    """Return whether the device's current stream is captured into a CUDA graph."""
     # The CPU may not wait for the device then.
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -87,7 +87,7 @@ class HeaderTables:
         self._views: dict[int, SharedWordsView | None] = {}
 
     def make_words(self) -> WordsAddress | None:
-        """Make this rank's shared words; return their address for the other members, or None."""
+        """Make this rank's shared words; return their address, None if the system has none."""
         self._words = make_shared_words()
         return None if self._words is None else self._words.address
 

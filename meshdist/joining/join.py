@@ -124,7 +124,7 @@ class JoinedOptimizer(ReplicaHook):
         self._share(self._context.announce(optimizer, "step"))
 
     def _share(self, at_work: Sequence[bool]) -> None:
-        """Broadcast gradients and groups' options to ranks without data, if there are any."""
+        """Broadcast gradients and parameter groups' options to ranks not ``at_work``, if any."""
         if all(at_work):
             return
         group, source = self._context.group, at_work.index(True)

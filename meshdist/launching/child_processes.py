@@ -216,7 +216,7 @@ class Launch:
                     os.kill(child.pid, number)
 
     def close(self) -> None:
-        """End the children that still run, at once, and release their handles and the directory."""
+        """End running children at once, release their handles, and remove the job's directory."""
         if not self._is_stopped:
             self.stop(())
         for rank in list(self._handles):

@@ -392,7 +392,7 @@ def _warn_of_moves(x: ShardedArray, held: NamedSharding) -> None:
 def _cells_text(
     dims: Sequence[DimSplit], places: Sequence[int], names: Sequence[str], shown: int = 8
 ) -> str:
-    """Return the cuts of the dims ``places`` as lines: ``dim 0 in 3, 3, 2, 2 along dp``."""
+    """Return lines of ``shown`` cells at most per dim: ``dim 0 in 3, 3, 2, 2 along dp``."""
     lines = []
     for place in places:
         bounds = dims[place].boundaries[: shown + 1]

@@ -302,7 +302,7 @@ class LayoutChooser:
         return sum(num_received_by_all(*ends) for ends in moves)
 
     def choices_along(self, axis: int) -> list[Choice]:
-        """Return the dims or summands that ``axis`` can divide, preferred first; or raise."""
+        """Return what ``axis`` can divide, best first: summand, dims, None (nothing); or raise."""
         cut = [
             name
             for names, side in self.sides

@@ -157,7 +157,7 @@ def _check(each: Assignment, modules: Mapping[str, nn.Module], axis: str, parts:
 
 
 def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any]) -> None:
-    """Raise unless the module is exactly of class ``takes``, with plain parameters."""
+    """Raise unless the module is exactly of class ``takes``, with plain parameters (``own``)."""
     module, wanted = each.module, f"a torch.nn.{takes.__name__}, and no subclass"
     found = fix = None
     if nn.utils.parametrize.is_parametrized(module):

@@ -129,7 +129,7 @@ def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
 
 
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """Return (mesh or None, its axes in order) of ``differ_over``; raise if they do not fit."""
+    """Return the mesh and the axes of ``differ_over``, or (None, ()); raise if they do not fit."""
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(

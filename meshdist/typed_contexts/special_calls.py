@@ -171,7 +171,7 @@ def calls_seen() -> Iterator[None]:
 
 
 def _part_of(cls: Any, name: str) -> Any:
-    """Return attribute ``name`` of a Function class; in a context a watched ``apply``."""
+    """Return attribute ``name`` of a Function class; in a typed context a watched ``apply``."""
     # torch's core asks for `forward` with a mode enabled only where its own `apply` was called.
     found = type.__getattribute__(cls, name)
     if name not in ("apply", "forward") or not is_mode_enabled() or are_transforms_active():

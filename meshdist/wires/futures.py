@@ -281,7 +281,7 @@ def get_watcher() -> Watcher:
 
 
 def watched_future(has_ended: Callable[[], bool], value: Callable[[], Any]) -> WorkFuture:
-    """Return a Future of ``value()``, completed once ``has_ended()``, which never waits."""
+    """Return a Future of ``value()``, completed when a poll of ``has_ended()`` returns True."""
 
     def complete() -> None:
         future.complete(value())

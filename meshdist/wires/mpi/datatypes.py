@@ -166,7 +166,7 @@ class MpiReduction:
         return self.wide is None and self.in_order is None
 
     def decode(self, result: torch.Tensor, output: torch.Tensor, size: int) -> None:
-        """Write MPI's reduction into ``output``, decoded to its dtype and divided for a mean."""
+        """Write MPI's reduction into ``output`` in its dtype; for a mean, divided by ``size``."""
         with writing():
             if self.in_order is not None:
                 result = flip(result).view(self.wide or output.dtype)

@@ -263,7 +263,7 @@ def _check_room(num_bytes: int) -> None:
 
 
 def _attach_memory(shared: Shared) -> Any:
-    """Map memory for buffers, and close the handles of processes, which that does not need."""
+    """Map and return memory for buffers; close the handles of processes, which it does not need."""
     for handle in shared.processes:
         if handle >= 0:
             os.close(handle)

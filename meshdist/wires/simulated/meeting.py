@@ -138,7 +138,7 @@ class PendingCall(Operation):
     failure: Exception | None = field(default=None, init=False)
 
     def finish(self, timeout: timedelta) -> None:
-        """Wait for the operation, while other ranks run, without end; raise its failure, if any."""
+        """Wait without limit, while other ranks run, for the operation; raise any failure."""
         if self.is_done:
             self.rank.check_here()
         else:

@@ -120,7 +120,7 @@ class SimulatedStore(Store):
         self._queues.setdefault(key, deque()).append(_to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of the queue ``key``, waiting for it if ``block``."""
+        """Take the first value of queue ``key``; if empty, wait, or raise unless ``block``."""
         act = self._wait if block else self._poll
         if not act(lambda: bool(self._queues.get(key)), f"store.queue_pop({key!r})"):
             raise QueueEmptyError(f"queue {key!r} is empty")
