@@ -211,7 +211,7 @@ def combine(rows: T, route: Route, weights: Any = None) -> T:
 
 
 def _dispatch(tokens: Any, experts: Any, axes: DeviceMesh, num_experts: int) -> tuple[Any, Route]:
-    """Send rows to their experts' ranks; return them, sorted by expert, and the route back."""
+    """Send rows to their experts' ranks; return those that come, by expert, and the route back."""
     x = as_tensor(tokens, argument="tokens", verb="experts.dispatch", writable=False)
     chosen = as_tensor(experts, argument="experts", verb="experts.dispatch", writable=False)
     num_experts = get_whole_number(num_experts, "experts.dispatch: num_experts", 1)

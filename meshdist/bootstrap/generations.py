@@ -137,7 +137,7 @@ class Attempt:
         return joined
 
     def _enter(self) -> int:
-        """Return the open generation's number; raise if its first rank gave another size."""
+        """Return the open generation's number; raise if its first rank gave another world size."""
         held, terms = b"", [0]
         for _ in range(_MOST_TRIES):
             opened = f"[{terms[0]}, {self.size}]"

@@ -299,7 +299,7 @@ def _check_launcher(MPI: Any, environment: Mapping[str, str]) -> None:
 
 
 def _abort_after_error(MPI: Any, pid: int) -> None:
-    """Abort the MPI job if an uncaught error ends process ``pid``, this rank, and no fork of it."""
+    """Abort the MPI job if an uncaught error ends this rank (process ``pid``, no fork of it)."""
     error = getattr(sys, "last_value", None)
     if error is None or pid != os.getpid() or MPI.Is_finalized():
         return

@@ -107,7 +107,7 @@ class CallWords:
         self._enter(self._write(data) if word is None else word)
 
     def show_round(self) -> None:
-        """Show that this member's next statement travels by the wire."""
+        """Show that this member's next statement travels by the wire, not by shared words."""
         self._enter(_ROUND)
 
     def _enter(self, word: int) -> None:

@@ -186,7 +186,7 @@ class Regions:
         self._found: dict[int, tuple[SharedWordsView | None, int]] = {}
 
     def find(self, member: int, num_words: int) -> memoryview | None:
-        """Return the words of ``member``, or None while they cannot be found."""
+        """Return ``num_words`` words of ``member``, or None while they cannot be found."""
         view, key = self._look(member)
         return None if view is None else view.find(key, num_words)
 

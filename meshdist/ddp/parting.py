@@ -83,7 +83,7 @@ _ROUNDED = "use equal processors and threads, and torch.use_deterministic_algori
 
 
 class Parting:
-    """Compares a model's replicas after some early backwards, and each ``every``-th if not 0."""
+    """Compares a model's replicas after a few early and each ``every``-th backward; never for 0."""
 
     def __init__(self, module: nn.Module, every: int, device: torch.device) -> None:
         self._module = module

@@ -441,7 +441,7 @@ class Reducer:
             self._verdict = verdict
 
     def _learn(self) -> None:
-        """Read how the last backward ended on all ranks; teach the history, or raise."""
+        """Read how the last backward ended on all ranks; update the history by it, or raise."""
         stays = self.sending.hook is not None
         self._verdict.raise_or_learn(self.sending.history, stays=stays)
 

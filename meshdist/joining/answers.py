@@ -119,7 +119,7 @@ class _NeutralArguments:
         return [self.tensor(count) for count in counts], self.tensor(taken[self.group.rank()])
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return the elements to take from, and give to, each member; 0 where it has joined."""
+        """Return an all-to-all's elements from, and to, each member; 0 where it has joined."""
         me = self.group.rank()
         takes = [0 if statement.has_joined else statement.sizes[0][me] for statement in self._said]
         gives = [0 if statement.has_joined else statement.sizes[1][me] for statement in self._said]

@@ -174,7 +174,7 @@ class Waits:
     def _broken(
         self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
     ) -> JoinError:
-        """Abort the group of ``place`` on all members; return a JoinError with all other texts."""
+        """Abort the group of ``place`` on all members; return a JoinError of the given texts."""
         self._end(place, f"{summary}: {found}" if found else summary)
         where = f"rank {self._world.rank}, {place.channel.group.name}"
         return JoinError(summary, where=where, found=found, **more)

@@ -177,7 +177,7 @@ class Launch:
             os.close(handle)
 
     def ask_where(self) -> dict[int, bytes]:
-        """Return, by rank, where the running ranks are; "" for a rank that gives no answer."""
+        """Return, by rank, where in the program running ranks are; "" for a rank without answer."""
         running, grace = {*self.running}, Grace(_ANSWER_S)
         ask_where(self.directory)
         while True:

@@ -189,7 +189,7 @@ def _patterns_of(names: list[str], specs: Mapping[str, Any]) -> dict[str, str]:
 def _checked(
     name: str, tensor: torch.Tensor, given: object, mesh: DeviceMesh | None
 ) -> PartitionSpec:
-    """Return the spec for tensor ``name``; raise if it cannot fit, or a wrapper has the tensor."""
+    """Return ``given`` as tensor ``name``'s spec; raise if it is unfit, or a wrapper's tensor."""
     if type(tensor) not in PLAIN_TENSORS:
         raise _about(of_a_subclass(tensor, "annotate"), name)
     if not tensor.__dict__.keys().isdisjoint((REDUCED_BY_OWNER, RANKS_OF_OWNER)):

@@ -262,7 +262,7 @@ class PreparedCall:
         self.inputs = self.outputs = tensors
 
     def find_copy_back(self) -> Callable[[], None] | None:
-        """Return a function that copies the result to the caller's arrays; None if it is there."""
+        """Return a function that copies the result to the caller's arrays, None if it is there."""
         if not self.is_elsewhere:
             return None
         elsewhere = [array for array in self.written if array[0] is not array[2]]

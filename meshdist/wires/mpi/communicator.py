@@ -303,7 +303,7 @@ class MpiCommunicator(Communicator):
     def _copy_back(
         self, plan: MpiReduction, result: torch.Tensor, output: torch.Tensor, *used: torch.Tensor
     ) -> Callable[[], None]:
-        """Return a function that decodes ``result`` into ``output``, and frees its memory."""
+        """Return a function that decodes ``result`` into ``output`` and frees what was ``used``."""
 
         def copy_back() -> None:
             plan.decode(result, output, self.size)

@@ -134,7 +134,7 @@ class SimulatedCommunicator(Communicator):
         return Note(self._started, self._group, *note[2:])
 
     def _sizes(self, tensors: Tensors) -> tuple[int, ...]:
-        """Return the number of elements to or from each member; a lone tensor is for each alike."""
+        """Return the number of elements to or from each member, equal if there is a lone tensor."""
         counts = tuple(tensor.numel() for tensor in tensors)
         return counts * self.size if len(counts) == 1 else counts
 
