@@ -1,7 +1,9 @@
 #include "kernels.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 namespace meshdist {
 
@@ -48,6 +50,15 @@ void copy_bytes(void* to, const void* from, std::size_t bytes, bool past_cache) 
     kernels().stream(to, from, bytes);
   } else if (bytes != 0) {
     std::memcpy(to, from, bytes);
+  }
+}
+
+void stream_scaled(float* to, const float* from, std::size_t count, float factor) {
+  float block[4096];  // stays in the cache
+  for (std::size_t at = 0, n = 0; at < count; at += n) {
+    n = std::min(std::size(block), count - at);
+    for (std::size_t i = 0; i < n; ++i) block[i] = from[at + i] * factor;
+    kernels().stream(to + at, block, n * sizeof(float));
   }
 }
 

@@ -37,4 +37,7 @@ const Kernels& kernels();
 // Copy, with stores that go past the cache where that is wanted and worth their fence.
 void copy_bytes(void* to, const void* from, std::size_t bytes, bool past_cache);
 
+// Copy floats times `factor`, with stores that go past the cache.
+void stream_scaled(float* to, const float* from, std::size_t count, float factor);
+
 }  // namespace meshdist

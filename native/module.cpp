@@ -100,6 +100,12 @@ NB_MODULE(native, m) {
   m.def("can_reduce", [](unsigned dtype, unsigned op) {
     return dtype < kNumDtypes && op < kNumOps && kernels().reduce[dtype][op] != nullptr;
   });
+  m.def("stream", [](Address to, Address from, Count num_bytes) {
+    kernels().stream(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);
+  });
+  m.def("stream_scaled", [](Address to, Address from, Count count, float factor) {
+    stream_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), count, factor);
+  });
   m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("reduce_parts", &reduce_parts);
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from ..collectives.flat_sums import assign_buckets, views_into
+from ..collectives.shared_buffers import copy_past_caches
 from ..groups.process_group import ProcessGroup
 from .autograd_engines import is_in_task
 from .device_streams import GradientStreams, streams_for
@@ -367,10 +368,7 @@ class Flat(Taking):
             self._multiply(view)
         else:
             self._refuse_sparse(filling.bucket, slot, grad)
-            if scale is None:
-                view.copy_(grad)
-            else:
-                torch.mul(grad, scale, out=view)  # one pass
+            copy_past_caches(view, grad, scale)
             if self.as_views:
                 member.grad = view
         filling.taken.add(slot)

@@ -382,6 +382,12 @@ def add_to(dtype: int, data: object, result: object, datatype: object, /) -> Non
 def reduce_parts(output: object, data: object, num_parts: int, dtype: int, op: int, /) -> None:
     """Reduce equal parts of ``data``, first to last, into ``output``; both are plain."""
 
+def stream(to: int, source: int, num_bytes: int, /) -> None:
+    """Copy memory by stores that go past the caches: its lines are not read before."""
+
+def stream_scaled(to: int, source: int, count: int, factor: float, /) -> None:
+    """Copy float32 numbers times ``factor``, as ``stream`` does."""
+
 def can_reduce(dtype: int, op: int, /) -> bool: ...
 def let_timeouts_stand(stand: bool) -> None:
     """Pause the clock of timeouts, or resume it, in this process."""
