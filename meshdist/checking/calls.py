@@ -341,7 +341,11 @@ def _code(name: object) -> int:
 
 
 def likeness(note: Note | None) -> str:
-    """Return a text of what must be equal on all members; ``note``: this member's call or None."""
+    """Return the words by which an error says what the members' calls must have in common.
+
+    Args:
+        note: this member's call, whose title and sizes count; None if it has been overwritten.
+    """
     title = "" if note is None else note.call.title
     under = " under the same title" if title else ""
     if title.startswith("lax."):

@@ -218,7 +218,11 @@ class OpenFiles:
 
 
 def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
-    """Return (folder, {file: bytes}, manifest or None) of a folder or safetensors file."""
+    """Return (folder, {file: bytes}, manifest's text or None) of a folder or safetensors file.
+
+    Raises:
+        CheckpointError: there is neither such a file nor a manifest.
+    """
     if os.path.isfile(path) and path.endswith(SUFFIX):
         folder, file = os.path.split(path)
         return folder, {file: os.stat(path).st_size}, None

@@ -163,7 +163,7 @@ class Backward:
         self.is_open = True
 
     def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
-        """Count the gradient at ``slot`` of bucket number ``place``; send full buckets in order."""
+        """Count gradient ``slot`` of bucket ``place``; send full buckets in order, once learned."""
         if not self.is_open:
             self.open()
         filling, history = self.fillings[place], self.sending.history

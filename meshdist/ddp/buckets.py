@@ -197,7 +197,8 @@ class Filling:
     """A bucket's state in one backward: gradients awaited, and gradients copied in.
 
     Args:
-        at_forward: the gradients without a hook as they were behind the forward, if that is known.
+        at_forward: ``bucket.see()`` behind the forward: gradients that differ from it now were
+            brought by other backwards; None if it was not taken.
     """
 
     def __init__(self, bucket: Bucket, at_forward: Seen | None = None) -> None:

@@ -61,7 +61,13 @@ class GradientTaker(Protocol):
         """Return the backward that has reached the model's outputs and has not ended."""
 
     def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the averaged backward that a gradient is of; None if it is kept for ``hook``."""
+        """Return the running averaged backward; if None, the gradient ``index`` is kept for later.
+
+        Args:
+            index: of ``parameter`` among those of the wrapper.
+            hook: called again if this autograd task reaches an output that is to be averaged; if it
+                reaches none, the gradient stays as it is.
+        """
 
 
 class GradientHooks:

@@ -129,7 +129,7 @@ class Reducer:
 
     @property
     def has_final_buckets(self) -> bool:
-        """Return whether the buckets are laid in a learned order; equal on every rank."""
+        """Return whether buckets lie as learned and will not be laid anew; equal on every rank."""
         return self.layout.is_learned and self.layout.fits(self.sending.history)
 
     def close(self) -> None:

@@ -225,7 +225,7 @@ def _normalize(
     momentum: float,
     group: ProcessGroup,
 ) -> torch.Tensor:
-    """Return ``x`` normalized by the group's statistics; update the running estimates."""
+    """Return the group's batch norm of ``x`` with weight and bias; update the running estimates."""
     weight, bias, tracks = module.weight, module.bias, module.track_running_stats
     has_backward = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)

@@ -262,7 +262,11 @@ def pswapaxes(
 def blocks_to_exchange(
     x: torch.Tensor, group: ProcessGroup, split_axis: int, concat_axis: int, tiled: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return blocks of ``x``, without the split dim unless ``tiled``, and the dim to join along."""
+    """Return the blocks of ``x``, stacked in dim 0, and ``concat_axis`` counted from 0; or raise.
+
+    Args:
+        tiled: whether blocks keep the split dim; else it counts the members, and becomes dim 0.
+    """
     split = get_dim(split_axis, x.dim(), "split_axis", "all_to_all")
     concat = get_dim(concat_axis, x.dim(), "concat_axis", "all_to_all")
     return cut(x, split, group, "all_to_all", "split_axis", tiled=tiled), concat

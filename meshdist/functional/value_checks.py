@@ -384,7 +384,8 @@ def _compare(backward: _ObservedBackward, ended: _Ended, last: WeakIdKeyDictiona
     """Add this rank's ``backward`` to ``ended``; raise if all members' are there and differ.
 
     Args:
-        last: this rank's latest note of each leaf, updated here.
+        ended: of all ranks, which are simulated and share it.
+        last: of this rank: the latest note of each leaf, set here and read in later backwards.
     """
     names = names_of(
         (leaf.tensor for leaf in backward.leaves.values()), program_frame(sys._getframe())

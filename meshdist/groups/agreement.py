@@ -319,7 +319,7 @@ class _PendingAgreement:
                 self._store.delete_key(f"{_WAITING}/{self._rank}")
 
     def _look(self) -> None:
-        """Post this rank's wait, search for missing members, when due; raise if any has no data."""
+        """Raise if a missing member has no data left; when due, post this wait or seek members."""
         self._refuse_joined()
         if self._notice_due is not None and self._notice_due.is_over:
             self._notice_due = None

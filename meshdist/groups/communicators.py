@@ -164,10 +164,10 @@ class Registry:
 
     @contextmanager
     def opening(self, agreement: Agreement | None = None) -> Iterator[Callable[..., Agreement]]:
-        """Yield a function that agrees with members on what the body opens; then wait for them.
+        """Yield ``Agreements.agree``; then wait for members, close communicators that they dropped.
 
         Args:
-            agreement: what the members are known to agree on.
+            agreement: already made for what the body opens; its members are awaited as well.
         """
         # When all is open this waits shortly for the other members, and longer on the rank whose
         # process serves the store: a member that ended now would fail others that still connect.
@@ -203,7 +203,12 @@ class Registry:
                 _log.warning("calls on a group that was dropped, and is closed now: %s", error)
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
-        """Mark and return unused communicators all in ``here``, but for those in ``offers``."""
+        """Mark as leaving, and return, unused communicators; none during other openings or joins.
+
+        Args:
+            here: the members of the agreement to be made; only communicators within these leave.
+            offers: communicators that this agreement may share, which stay.
+        """
         found, kept = [], {label for label, _ in offers.values()}
         with self._lock:
             if self._num_openings > 1 or self.guard is not None:  # they may be in use there
@@ -335,7 +340,7 @@ class Registry:
         self._abort_here({"rank": self.world.rank, "labels": [label], "reason": reason, **more})
 
     def find_abort(self, label: str) -> dict[str, Any] | None:
-        """Return ``label``'s abort message, from here or the store, or None; apply it if new."""
+        """Return ``label``'s abort message or None; abort if an abort or disagreement is stored."""
         known, store, key = self.aborts.get(label), self.world.store, f"{label}/abort"
         if known is None and store.check([key]):
             known = read_json(store, key, parse_abort)

@@ -303,10 +303,11 @@ class HostComparisons:
         self._is_stopped = False
 
     def make(self, label: str, ranks: tuple[int, ...], is_alone: bool) -> HostComparison | None:
-        """Return the comparison of a new communicator, None if its members are on one host.
+        """Return the comparison of calls between hosts; None on one host or if simulated.
 
         Args:
-            is_alone: whether no other member compares its calls with this member's.
+            is_alone: whether this member compares its own calls; else the first member of its host
+                does for all members there, whose header tables compare theirs.
         """
         hosts, rank = self._world.hosts, self._world.rank
         if not (self._world.has_processes and self._world.spans_hosts(ranks)):

@@ -56,7 +56,11 @@ class Presence:
         return _DONE if self.world.server == self.world.rank else None
 
     def count(self, key: str, members: tuple[int, ...], patience: timedelta | None = None) -> bool:
-        """Count this rank; return whether all came, or any ended, in ``patience``; None: now."""
+        """Count this rank; return whether all came, or a missing rank ended, within ``patience``.
+
+        Args:
+            patience: None waits and looks for nothing: only the last rank to come returns True.
+        """
         # Where a member of this host is seen to have ended, none waits any more.
         store, all_key, rank = self.world.store, key_of_all(key), self.world.rank
         counts, read = head_count_of(members, self.world.hosts), partial(read_number, store)

@@ -129,7 +129,12 @@ def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
 
 
 def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """Return the mesh and the axes of ``differ_over``, or (None, ()); raise if they do not fit."""
+    """Return the mesh and its axes that ``differ_over`` names, (None, ()) if none; or raise.
+
+    Args:
+        differ_over: an axis's name, or a tuple or list of names.
+        mesh: None takes the mesh in force, if there are names.
+    """
     names = (differ_over,) if isinstance(differ_over, str) else differ_over
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
         raise KindError(

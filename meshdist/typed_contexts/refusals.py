@@ -23,7 +23,11 @@ def type_of(tensor: torch.Tensor) -> str:
 
 
 def tensor_text(tensor: torch.Tensor, text: str | None = None) -> str:
-    """Return a tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``."""
+    """Return a tensor as messages and ``md.typeof`` show it: ``float32[8, 4]{V:dp}``.
+
+    Args:
+        text: the type in braces; "" shows no braces, and None the type that the tensor has.
+    """
     text = type_of(tensor) if text is None else text
     return type_as_text(tensor.dtype, ", ".join(map(str, tensor.shape)), text)
 

@@ -143,7 +143,7 @@ def is_mesh(given: object) -> bool:
 
 @contextmanager
 def group_in_state(state: object, group: ProcessGroup) -> Iterator[None]:
-    """Set the group of a torch state that names None or a mesh; restore it afterwards."""
+    """Set a torch state's group: ``group`` if it is None, a mesh's if a mesh; restore it later."""
     given = getattr(state, "process_group", None)
     if not isinstance(state, (PowerSGDState, PostLocalSGDState)) or not (
         given is None or is_mesh(given)

@@ -133,7 +133,7 @@ class MpiConnection:
         return self._process_id != os.getpid()
 
     def find_dead(self) -> list[int]:
-        """Return the members whose processes are seen to have ended."""
+        """Return the group ranks of members whose processes are seen to have ended."""
         return [member for member, card in enumerate(self.cards) if is_alive(card) is False]
 
     def start(self, operation: MpiOperation) -> MpiOperation:
