@@ -93,16 +93,18 @@ _NAMES: dict[Kind, str] = {
         storage tolist untyped_storage
     """,
     Kind.DRAW: """
-        _cudnn_rnn _efficient_attention_forward _flash_attention_forward
-        _flash_attention_forward_no_dropout_inplace _fused_dropout _philox_normal_ _philox_uniform_
-        _sample_dirichlet _scaled_dot_product_attention_math_for_mps
-        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
-        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
-        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-        _scaled_dot_product_fused_attention_overrideable _standard_gamma alpha_dropout
-        alpha_dropout_ bernoulli bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d
-        dropout3d dropout_ exponential exponential_ feature_alpha_dropout feature_alpha_dropout_
-        feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+        _cudnn_attention_backward _cudnn_attention_forward _cudnn_rnn _efficient_attention_forward
+        _fill_mem_eff_dropout_mask_ _flash_attention_forward
+        _flash_attention_forward_no_dropout_inplace _fused_dropout _lstm_mps _philox_normal_
+        _philox_uniform_ _sample_dirichlet _scaled_dot_product_attention_math
+        _scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
+        _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
+        _scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+        _standard_gamma _triton_scaled_dot_attention alpha_dropout alpha_dropout_ bernoulli
+        bernoulli_ binomial cauchy cauchy_ dropout dropout1d dropout2d dropout3d dropout_
+        exponential exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout
+        feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
         fractional_max_pool3d fractional_max_pool3d_with_indices geometric geometric_ gru
         gumbel_softmax kaiming_normal_ kaiming_uniform_ log_normal log_normal_ lstm miopen_rnn
         multi_head_attention_forward multinomial native_dropout normal normal_ normal_functional
@@ -348,6 +350,7 @@ _DRAWS_IF: MappingProxyType[str, tuple[tuple[Place, Any], ...]] = MappingProxyTy
         **dict.fromkeys(("feature_alpha_dropout", "feature_alpha_dropout_"), _ALPHA_DROPOUT),
         **dict.fromkeys(("rrelu", "rrelu_"), (((3, "training"), False),)),
         "scaled_dot_product_attention": (((4, "dropout_p"), 0.0),),
+        "_scaled_dot_product_attention_math": (((4, "dropout_p"), 0.0),),
         "multi_head_attention_forward": (((10, "dropout_p"), 0.0), ((13, "training"), True)),
         **dict.fromkeys(("lstm", "gru", "rnn_relu", "rnn_tanh"), _RNN),
     }

@@ -19,14 +19,20 @@ from meshdist.typed_contexts.torch_functions import (
 Tensor = torch.Tensor
 
 
+# Tagged by torch, but they choose a kernel, make a state, or take a softmax.
+NO_DRAWS = "_cudnn_init_dropout_state", "_fused_sdp_choice", "_nested_tensor_softmax_with_shape"
+
+
 def seeded_functions() -> list[Any]:
     """Every function of torch that is tagged as drawing from a generator."""
     found = []
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        for overload in packet.overloads() if hasattr(packet, "overloads") else ():
-            if torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags:
-                found.append(getattr(packet, overload))
+    # ``dir(torch.ops.aten)`` has those alone that something has asked for before.
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and packet not in NO_DRAWS:
+            function = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+                found.append(function)
     return found
 
 
