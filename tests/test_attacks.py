@@ -90,7 +90,7 @@ def run(pool: Pool, body: str, size: int) -> tuple[str, str]:
     """Run ``body`` as processes that outlive each other; return what they wrote."""
     opening = "import os, signal, sys, time\nfrom datetime import timedelta\n"
     opening += "import torch\nimport meshdist as md\n"
-    ended = pool.start(opening + textwrap.dedent(body), places(size))
+    ended = pool.start(opening + textwrap.dedent(body), places(size), has_teardown=False)
     written = "".join(one.stderr for one in ended)
     return "".join(one.stdout for one in ended), REQUEST_UNDER_WAY.sub("", written)
 

@@ -222,7 +222,9 @@ def test_all_pairs_that_differ_are_named(wire: str | None, table: str, two_hosts
 
 
 def test_the_demo(two_hosts: TwoHosts) -> None:
-    first, *others = two_hosts.start(DEMO, places_on("AABB"), *TINY.split(), hosts="AABB")
+    first, *others = two_hosts.start(
+        DEMO, places_on("AABB"), *TINY.split(), hosts="AABB", has_teardown=False
+    )
     assert [one.returncode for one in (first, *others)] == [0] * 4, first.stderr
     assert "loss" in first.stdout, first.stdout
 
@@ -232,7 +234,7 @@ def launched(launcher: str, words: str, hosts: TwoHosts) -> list[subprocess.Comp
     text, *lines = LAUNCHERS[launcher]
     program = f"import os, sys\nsys.argv = os.environ['LINE'].split()\n{text}"
     environments = [{"LINE": f"{line} {words}"} for line in lines]
-    return hosts.start(program, environments, hosts="AB", timeout_s=120.0)
+    return hosts.start(program, environments, hosts="AB", timeout_s=120.0, has_teardown=False)
 
 
 @pytest.mark.soak

@@ -42,7 +42,9 @@ md.destroy_process_group()
 )
 def test_all_ranks_stop_at_one_step(pool: Pool, wire: str, rank: int, number: int) -> None:
     step = random.Random(f"{wire}{rank}").randint(2, 50)
-    ended = pool.start(PROGRAM, places(3), str(rank), str(step), str(int(number)), wire)
+    ended = pool.start(
+        PROGRAM, places(3), str(rank), str(step), str(int(number)), wire, has_teardown=False
+    )
     assert [(done.returncode, done.stdout) for done in ended] == [(0, f"ended at {step}\n")] * 3
 
 
@@ -120,6 +122,6 @@ def test_each_rank_killed_at_random_steps(wire: str, tmp_path: Path) -> None:
 def test_the_example_goes_on_on_other_ranks(pool: Pool, tmp_path: Path) -> None:
     words = ["--root", str(tmp_path / "run"), "--check", "--simulate"]
     for more in (["4", "--tp", "2", "--steps", "10"], ["3"], ["1", "--steps", "25"]):
-        (ended,) = pool.start(EXAMPLE, ({},), *words, *more)
+        (ended,) = pool.start(EXAMPLE, ({},), *words, *more, has_teardown=False)
         assert ended.returncode == 0, ended.stderr
     assert torch.is_tensor(md.checkpoint.open(tmp_path / "run" / "step-25").read("model.0.bias"))

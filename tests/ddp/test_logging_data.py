@@ -110,7 +110,7 @@ torch.distributed.destroy_process_group()
 @pytest.fixture(scope="module")
 def beside_torch(pool: Pool) -> list[list[list[dict[str, Any]]]]:
     """What torch's wrapper and ours tell after each step, for each case."""
-    (done,) = pool.start(BESIDE_TORCH, places(1))
+    (done,) = pool.start(BESIDE_TORCH, places(1), has_teardown=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -25,7 +25,7 @@ def local_sgd(load: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.mark.soak
 def test_on_two_processes(pool: Pool) -> None:
     script = ROOT / "examples" / "local_sgd.py"
-    ended = pool.start(script, places(2), "--hosts", "2", "--check")
+    ended = pool.start(script, places(2), "--hosts", "2", "--check", has_teardown=False)
     assert [done.returncode for done in ended] == [0, 0], ended
     said = "".join(done.stdout for done in ended)
     ((ranks, verdict, found),) = CHECKED.findall(said)

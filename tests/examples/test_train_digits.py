@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.soak
 def test_on_two_processes(pool: Pool) -> None:
-    ended = pool.start(ROOT / "examples" / "train_digits.py", places(2))
+    ended = pool.start(ROOT / "examples" / "train_digits.py", places(2), has_teardown=False)
     assert [done.returncode for done in ended] == [0, 0], ended
     said = "".join(done.stdout for done in ended)
     (reached,) = re.findall(r"test accuracy (\S+)% \(360 images; ranks: 2\)", said)

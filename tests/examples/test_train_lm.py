@@ -275,7 +275,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]  # at a port of the s
 
 def test_on_two_processes(pool: Pool) -> None:
     words = ["--mesh", "dp=1,tp=2", "--check", "--steps", "5", *TINY]
-    ended = pool.start(ROOT / SCRIPT, places(2), *words)
+    ended = pool.start(ROOT / SCRIPT, places(2), *words, has_teardown=False)
     assert [done.returncode for done in ended] == [0, 0], ended
     said = "".join(done.stdout for done in ended)
     assert "dp=1, tp=2  step 5/5  loss " in said
@@ -330,7 +330,9 @@ def test_axis_backends_are_read(lm: ModuleType, capsys: pytest.CaptureFixture[st
 
 
 def test_without_a_launcher_a_mesh_of_several_says_how_to_start(pool: Pool) -> None:
-    (done,) = pool.start(ROOT / SCRIPT, [{"COLUMNS": "200"}], "--mesh", "dp=2,tp=2", *TINY)
+    (done,) = pool.start(
+        ROOT / SCRIPT, [{"COLUMNS": "200"}], "--mesh", "dp=2,tp=2", *TINY, has_teardown=False
+    )
     assert done.returncode == 1
     assert "the program was started without a launcher" in done.stderr
     assert "meshdist run -n 4 train_lm.py" in done.stderr

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "uneven_inputs.py"
 
 
 def test_it_checks_itself(pool: Pool) -> None:
-    for ended in pool.start(SCRIPT, places(3), "--check", is_strict=True):
+    for ended in pool.start(SCRIPT, places(3), "--check", is_strict=True, has_teardown=False):
         assert ended.returncode == 0, ended.stderr
         if "difference" in ended.stdout:
             assert float(ended.stdout.split()[-1]) < 1e-9

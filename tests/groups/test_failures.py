@@ -144,7 +144,9 @@ def test_a_wait_for_others_goes_on_though_a_third_looks_how_it_does(pool: Pool) 
 
     Torch's server wakes those that wait for a key when another compares it, set or not.
     """
-    for rank, ended in enumerate(pool.start(BY_WAY_OF_A_THIRD, places(3))[1:], 1):
+    for rank, ended in enumerate(
+        pool.start(BY_WAY_OF_A_THIRD, places(3), has_teardown=False)[1:], 1
+    ):
         awaited = "ranks 0, 2 did" if rank == 1 else "rank 0 did"
         start = f"CollectiveTimeoutError {awaited} not come within 3 s to make a"
         assert ended.stdout.startswith(start), ended.stdout + ended.stderr
@@ -218,7 +220,7 @@ def say(text):
 
 def run(pool: Pool, body: str, size: int) -> list[tuple[int, str, str]]:
     """Run ``body`` as ``size`` processes: of each the exit code, stdout and stderr."""
-    ended = pool.start(HEADER + textwrap.dedent(body), places(size))
+    ended = pool.start(HEADER + textwrap.dedent(body), places(size), has_teardown=False)
     return [(one.returncode, one.stdout, one.stderr) for one in ended]
 
 

@@ -281,7 +281,7 @@ def test_a_program_that_ends_without_a_word_is_told(pool: Pool) -> None:
         {**place, "MESHDIST_HOST_ID": host, "GLOO_SOCKET_IFNAME": "lo"}
         for place, host in zip(places(2), "AB", strict=True)
     ]
-    for ended in pool.start(SHORT_PROGRAM, environments):
+    for ended in pool.start(SHORT_PROGRAM, environments, has_teardown=False):
         assert "AgreementError: the members of a group disagree about their call 1" in ended.stderr
         assert "rank 0: all_reduce((2,) float32, SUM) at " in ended.stderr
         assert "rank 1: all_reduce((2,) float32, MAX) at " in ended.stderr

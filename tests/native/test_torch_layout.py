@@ -68,7 +68,9 @@ def answers(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     found = {}
     for choice in ("", "0"):
         environment = {"MESHDIST_TORCH_LAYOUT": choice}
-        (ended,) = pool.start(PROGRAM, [environment], str(folder / f"store{choice}"))
+        (ended,) = pool.start(
+            PROGRAM, [environment], str(folder / f"store{choice}"), has_teardown=False
+        )
         assert ended.returncode == 0, ended.stderr
         found[choice] = ended.stdout.splitlines()
     return found
@@ -109,5 +111,5 @@ print(core.knows_torch())
 def test_it_is_found_whatever_the_first_call_is_in(
     context: str, pool: Pool, tmp_path: Path
 ) -> None:
-    (ended,) = pool.start(FIRST_CALL, [{}], str(tmp_path / "store"), context)
+    (ended,) = pool.start(FIRST_CALL, [{}], str(tmp_path / "store"), context, has_teardown=False)
     assert ended.stdout.strip() == "True", ended.stderr

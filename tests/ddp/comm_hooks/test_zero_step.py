@@ -242,7 +242,7 @@ def test_buckets_that_are_laid_anew_are_refused(pool: Pool) -> None:
 
 def test_torchs_world_that_ours_adopts(pool: Pool) -> None:
     (script,) = BLOCK.findall((ROOT / "docs/ddp.md").read_text(encoding="utf-8"))
-    for done in pool.start(script + CHECKS, places(2)):
+    for done in pool.start(script + CHECKS, places(2), has_teardown=False):
         assert done.returncode == 0, done.stderr
 
 
