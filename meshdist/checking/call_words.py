@@ -90,7 +90,7 @@ class CallWords:
 
     def has_room(self, data: bytes) -> bool:
         """Return whether ``data`` fits now without overwriting what a member has yet to read."""
-        fits = data in self._told or _num_words(data) <= self._left_over()
+        fits = data in self._told or _num_words(data) <= self._num_free_words()
         least = self.number + 2 - WINDOW if fits else self.number
         if self._all_reached < least:
             reached = (view[_REACHED] for view in self._views.values())
@@ -120,7 +120,9 @@ class CallWords:
         num_words = _num_words(data)
         if num_words > _HALF:
             raise StatementTooLong
-        if num_words > self._left_over():  # all have come behind the last use of the other half
+        if (
+            num_words > self._num_free_words()
+        ):  # all have come behind the last use of the other half
             self._turn = (self._turn + 1) % _NUM_TURNS
             self._end = _FIRST + self._turn % 2 * _HALF
             self._told.clear()
@@ -132,8 +134,8 @@ class CallWords:
         self._told[data] = word
         return word
 
-    def _left_over(self) -> int:
-        """Return how many words are free in the half of the room that is being filled."""
+    def _num_free_words(self) -> int:
+        """Return how many words are free in the half that is being filled."""
         return _FIRST + (self._turn % 2 + 1) * _HALF - self._end
 
     # -- of the others ----------------------------------------------------------------------------
@@ -200,8 +202,8 @@ class CallWords:
         return None
 
 
-def num_bytes() -> int:
-    """Return the most bytes that the description of a call may have in call words."""
+def most_statement_bytes() -> int:
+    """Return the most bytes that a statement may have."""
     return 8 * (_HALF - 1)
 
 

@@ -57,21 +57,21 @@ class JoinedReplica(ReplicaHook):
             said.append(_SYNCHRONISED)
         if self._model.takes_buffers(is_before=True):
             said.append(_BUFFERS)
-        at_work = context.announce(joinable, " ".join(said))
-        self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
+        have_data = context.announce(joinable, " ".join(said))
+        self._reducer.work_among(have_data, divides_by_all=self._divides_by_all)
 
-    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Follow the forward or backward ``what`` of members with data, ``at_work``; collective."""
-        if what == _BACKWARD:
+    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
+        """Follow a forward or backward (``action``) of members with data; collective."""
+        if action == _BACKWARD:
             self._reducer.take_part()
             return
-        self._reducer.work_among(at_work, divides_by_all=self._divides_by_all)
-        if _SYNCHRONISED in what:
+        self._reducer.work_among(have_data, divides_by_all=self._divides_by_all)
+        if _SYNCHRONISED in action:
             with torch.enable_grad():
                 self._reducer.before_forward()
         else:
             self._reducer.end_last()
-        if _BUFFERS in what:
+        if _BUFFERS in action:
             self._model.take_buffers()
 
     def post_hook(self, is_last_joiner: bool) -> None:

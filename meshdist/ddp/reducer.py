@@ -472,10 +472,10 @@ class Reducer:
             verdict = self._verdict.followed_by_none(Ending.INTERRUPTED, num)
         self._end(backward, verdict)
 
-    def work_among(self, at_work: Sequence[bool], *, divides_by_all: bool) -> None:
+    def work_among(self, have_data: Sequence[bool], *, divides_by_all: bool) -> None:
         """Set the members that have data; averages divide by their number, or by all."""
-        num, source = sum(at_work), list(at_work).index(True)
-        self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(at_work) / num)
+        num, source = sum(have_data), list(have_data).index(True)
+        self.sending.at_work = AtWork(num, source, 1.0 if divides_by_all else len(have_data) / num)
 
     def take_part(self) -> None:
         """Take part in other ranks' backward with zeros, on a rank without data; collective."""

@@ -75,11 +75,11 @@ class ReplicaHook(JoinHook, ABC):
     def end(self) -> None:
         """Undo ``begin`` as the context ends; post-hooks follow."""
 
-    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
-        """Take part, on a rank without data, in the joinable's action ``what``.
+    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
+        """Take part, on a rank without data, in the joinable's ``action``.
 
         Args:
-            at_work: which ranks of the context have data.
+            have_data: which ranks of the context have data.
         """
 
 
@@ -105,9 +105,9 @@ class JoinedOptimizer(ReplicaHook):
         """Remove the hook that announces the optimizer's steps to joined ranks."""
         self._handle.remove()
 
-    def take_part(self, what: str, at_work: Sequence[bool]) -> None:
+    def take_part(self, action: str, have_data: Sequence[bool]) -> None:
         """Send gradients to ranks without data, then step the optimizer here; collective."""
-        self._share(at_work)
+        self._share(have_data)
         self._has_joined = True
         self._optimizer.step()
 
@@ -123,11 +123,11 @@ class JoinedOptimizer(ReplicaHook):
             )
         self._share(self._context.announce(optimizer, "step"))
 
-    def _share(self, at_work: Sequence[bool]) -> None:
-        """Broadcast gradients and parameter groups' options to ranks not ``at_work``, if any."""
-        if all(at_work):
+    def _share(self, have_data: Sequence[bool]) -> None:
+        """Broadcast gradients and parameter groups' options to ranks without data, if any."""
+        if all(have_data):
             return
-        group, source = self._context.group, at_work.index(True)
+        group, source = self._context.group, have_data.index(True)
         groups = self._optimizer.param_groups
         parameters = [parameter for each in groups for parameter in each["params"]]
         said: list[Any] = [
@@ -135,7 +135,7 @@ class JoinedOptimizer(ReplicaHook):
             [{name: of for name, of in each.items() if name != "params"} for each in groups],
         ]
         broadcast_object_list(said, group=group, group_src=source)
-        if not at_work[group.rank()]:
+        if not have_data[group.rank()]:
             for each, numbers in zip(groups, said[1], strict=True):
                 each.update(numbers)
             for parameter, has_gradient in zip(parameters, said[0], strict=True):
@@ -423,28 +423,28 @@ class Join:
                 if isinstance(hook, ReplicaHook):
                     hook.end()
 
-    def handle(self, call: Call, at_work: Sequence[bool]) -> None:
+    def handle(self, call: Call, have_data: Sequence[bool]) -> None:
         """Take part in a notice of a joinable, or in a call that it owns, on a joined rank."""
-        index, what = call.owner.split(":", 1)
+        index, action = call.owner.split(":", 1)
         own = self._hooks[int(index)]
         hooks = self._hooks
-        if isinstance(own, ReplicaHook) and what != _ITERATION:
-            own.take_part(what, at_work)
+        if isinstance(own, ReplicaHook) and action != _ITERATION:
+            own.take_part(action, have_data)
             hooks = hooks[1:]
         if call.verb == NOTICE and int(index) == 0:
             for hook in hooks:
                 hook.main_hook()
 
-    def announce(self, joinable: Joinable, what: str) -> list[bool]:
-        """Give notice that ``joinable`` begins ``what``; return which members have data.
+    def announce(self, joinable: Joinable, action: str) -> list[bool]:
+        """Give notice that ``joinable`` begins ``action``; return which members have data.
 
         Its hook takes part on joined ranks.
         """
-        return self._shadow.announce(f"{joinable._join_config.index}:{what}")
+        return self._shadow.announce(f"{joinable._join_config.index}:{action}")
 
-    def owned_by(self, joinable: Joinable, what: str) -> Any:
+    def owned_by(self, joinable: Joinable, action: str) -> Any:
         """Return a context for calls of ``joinable``, in which its hook takes part elsewhere."""
-        return self._shadow.owned_by(f"{joinable._join_config.index}:{what}")
+        return self._shadow.owned_by(f"{joinable._join_config.index}:{action}")
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
@@ -464,8 +464,8 @@ class Join:
         context = config.context
         if context is None or not config.is_first_joinable:
             return None
-        at_work = context.announce(joinable, _ITERATION)
-        count = torch.tensor([float(sum(at_work))], device=joinable.join_device)
+        have_data = context.announce(joinable, _ITERATION)
+        count = torch.tensor([float(sum(have_data))], device=joinable.join_device)
         channel = context.group.open_channel(count.device.type)
         done = PreparedCall("notify_join_context", "barrier", (), ())
         done.operation, done.result = DONE, [count]

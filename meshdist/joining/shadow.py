@@ -103,7 +103,7 @@ class Shadow(CallGuard):
         # The call to which all members have come, and which an answer of this rank starts next.
         self._admitted: Call | None = None
         # The open communicators with several members.
-        self._places: dict[OpenCommunicator, JoinedCommunicator] = {}
+        self._communicators: dict[OpenCommunicator, JoinedCommunicator] = {}
 
     def begin(self) -> None:
         """Open the main group, and guard this rank's channels until ``end``; raise if nested."""
@@ -127,15 +127,15 @@ class Shadow(CallGuard):
         for opened in registry.all_opened():
             for group in opened.groups():
                 self.cover(group)
-        self._main = self._places.get(main)  # None where this rank is alone there
+        self._main = self._communicators.get(main)  # None where this rank is alone there
 
     def cover(self, group: ProcessGroup) -> None:
         """Guard the open channels of ``group``: each of its calls begins with a statement."""
         group.leave_fast_paths()
         for channel in group.channels:
             if channel.communicator.size > 1:
-                if channel.opened not in self._places:
-                    self._places[channel.opened] = JoinedCommunicator(group, channel)
+                if channel.opened not in self._communicators:
+                    self._communicators[channel.opened] = JoinedCommunicator(group, channel)
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
@@ -148,10 +148,10 @@ class Shadow(CallGuard):
                 group.release()
         if error is not None:
             # Members of a broken group learn from their own calls that it is broken.
-            places = self._places.values()
-            labels = [place.label for place in places if not place.channel.is_broken()]
+            communicators = self._communicators.values()
+            labels = [each.label for each in communicators if not each.channel.is_broken()]
             self._whereabouts.leave(labels, self._whereabouts.reason_of(error))
-        self._waits.leave(tuple(self._places.values()))
+        self._waits.leave(tuple(self._communicators.values()))
 
     @untraced
     def leave(self, error: BaseException | None = None) -> bool:
@@ -185,16 +185,16 @@ class Shadow(CallGuard):
 
     def announce_call(self, group: ProcessGroup, verb: str) -> list[int]:
         """Announce a call that uses no channel; return the ranks with data, which make the call."""
-        place = self._places.get(group.open_channel(group.first_device_type()).opened)
-        if place is None:
+        communicator = self._communicators.get(group.open_channel(group.first_device_type()).opened)
+        if communicator is None:
             return list(group.ranks)
-        at_work = self._tell(place, get_call(verb, None))
-        return list(compress(group.ranks, at_work))
+        have_data = self._tell(communicator, get_call(verb, None))
+        return list(compress(group.ranks, have_data))
 
-    def _tell(self, place: JoinedCommunicator, call: Call) -> list[bool]:
+    def _tell(self, communicator: JoinedCommunicator, call: Call) -> list[bool]:
         """Announce a call that no channel carries to its members; return whether each has data."""
-        said = self._agree(place, Statement(call), waits=True)
-        place.is_settled = True
+        said = self._agree(communicator, Statement(call), waits=True)
+        communicator.is_settled = True
         return [not statement.has_joined for statement in said]
 
     @contextmanager
@@ -208,14 +208,14 @@ class Shadow(CallGuard):
 
     def enter(self, channel: Channel, prepared: PreparedCall) -> None:
         """State a call to the members, then enter it in its channel; raise for members' errors."""
-        place = self._places[channel.opened]  # `cover` has added it
+        communicator = self._communicators[channel.opened]  # `cover` has added it
         mine = Statement.of(prepared, self.owner)
-        self._agree(place, mine, waits=has_source(mine.call))
+        self._agree(communicator, mine, waits=has_source(mine.call))
         try:
             channel.enter(prepared, is_guarded=False)
         except AgreementError as error:
             raise self.cause_of(channel, error) from None
-        place.is_settled = True
+        communicator.is_settled = True
 
     def find_joined(self, ranks: Collection[int]) -> list[int]:
         """Return the ranks of ``ranks`` that have joined and make no more calls."""
@@ -234,7 +234,7 @@ class Shadow(CallGuard):
         raise refusal
 
     def _agree(
-        self, place: JoinedCommunicator, mine: Statement, *, waits: bool
+        self, communicator: JoinedCommunicator, mine: Statement, *, waits: bool
     ) -> Sequence[Statement]:
         """State ``mine``; return all members' statements, or () without waiting for them.
 
@@ -244,53 +244,55 @@ class Shadow(CallGuard):
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.header == mine.call.header:
             return ()
-        waits = waits or self._has_joined or self._is_strict(place)
+        waits = waits or self._has_joined or self._is_strict(communicator)
         while True:
-            self._say(place, mine._replace(has_joined=self._has_joined))
-            if not waits and not place.is_in_round():
-                place.end()
-                self._waits.refuse_gone(place)
+            self._say(communicator, mine._replace(has_joined=self._has_joined))
+            if not waits and not communicator.is_in_round():
+                communicator.end()
+                self._waits.refuse_gone(communicator)
                 return ()
-            said = self._read(place)
-            going = self._check(place, said)
+            said = self._read(communicator)
+            going = self._check(communicator, said)
             if not self._has_joined or going is None or going.call.header == mine.call.header:
                 return said
-            self._respond(place, said, going)
+            self._respond(communicator, said, going)
 
-    def _say(self, place: JoinedCommunicator, mine: Statement) -> None:
+    def _say(self, communicator: JoinedCommunicator, mine: Statement) -> None:
         """State ``mine`` to the members, once there is room for it; raise after the timeout."""
-        if not place.has_room(mine):
-            self._wait(place, partial(place.has_room, mine), mine)
-            if not place.has_room(mine):
-                raise place.not_begun(mine)
+        if not communicator.has_room(mine):
+            self._wait(communicator, partial(communicator.has_room, mine), mine)
+            if not communicator.has_room(mine):
+                raise communicator.not_begun(mine)
         try:
-            place.say(mine)
+            communicator.say(mine)
         except StatementTooLong:
-            self._whereabouts.leave([place.label], TOO_LONG)
-            self._waits.refuse_left([place])
+            self._whereabouts.leave([communicator.label], TOO_LONG)
+            self._waits.refuse_left([communicator])
 
-    def _read(self, place: JoinedCommunicator) -> list[Statement]:
+    def _read(self, communicator: JoinedCommunicator) -> list[Statement]:
         """Wait for all members' statements of a call and return them; answer calls if joined."""
-        assert place.begun is not None
+        assert communicator.begun is not None
         try:
-            while self._has_joined and not place.is_due():
-                self._serve_next(place)
-            self._wait(place, place.is_ready, place.begun)
-            return place.read()
+            while self._has_joined and not communicator.is_due():
+                self._serve_next(communicator)
+            self._wait(communicator, communicator.is_ready, communicator.begun)
+            return communicator.read()
         finally:
-            place.end()
+            communicator.end()
 
-    def _check(self, place: JoinedCommunicator, said: Sequence[Statement]) -> Statement | None:
+    def _check(
+        self, communicator: JoinedCommunicator, said: Sequence[Statement]
+    ) -> Statement | None:
         """Return the statement of members with data, None if all joined; or raise JoinError."""
         try:
-            return find_call(place.channel, said, is_strict=self._is_strict(place))
+            return find_call(communicator.channel, said, is_strict=self._is_strict(communicator))
         except JoinError as refusal:
-            place.is_settled = True  # no rank makes the call
+            communicator.is_settled = True  # no rank makes the call
             self._whereabouts.refuse(refusal)
             raise
 
-    def _is_strict(self, place: JoinedCommunicator) -> bool:
-        return self.joinables.is_strict and place is self._main
+    def _is_strict(self, communicator: JoinedCommunicator) -> bool:
+        return self.joinables.is_strict and communicator is self._main
 
     # -- a rank that has none left ----------------------------------------------------------------
 
@@ -301,16 +303,16 @@ class Shadow(CallGuard):
         if main is None:
             return True
         self._whereabouts.join()
-        for place in tuple(self._places.values()):
-            if place is main or self._begins_at_once(place):
-                self._say_joined(place)
+        for communicator in tuple(self._communicators.values()):
+            if communicator is main or self._begins_at_once(communicator):
+                self._say_joined(communicator)
         while not main.is_over or self._is_at_work():
             self._serve_next()
         self._waits.end_answers()
         return self._is_late
 
-    def _say_joined(self, place: JoinedCommunicator) -> None:
-        self._say(place, Statement(has_joined=True, is_late=self._is_late))
+    def _say_joined(self, communicator: JoinedCommunicator) -> None:
+        self._say(communicator, Statement(has_joined=True, is_late=self._is_late))
 
     def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
         """Answer a call of a member; if there is none, wait for a call or for ``awaited``."""
@@ -327,73 +329,75 @@ class Shadow(CallGuard):
             if not self._leave_broken(due):
                 raise
 
-    def _serve(self, place: JoinedCommunicator) -> None:
-        """Answer a call on ``place`` that all members have stated."""
-        said = self._read(place)
-        going = self._check(place, said)
+    def _serve(self, communicator: JoinedCommunicator) -> None:
+        """Answer a call on ``communicator`` that all members have stated."""
+        said = self._read(communicator)
+        going = self._check(communicator, said)
         if going is None:
-            place.is_settled = place.is_over = True
+            communicator.is_settled = communicator.is_over = True
             return
-        if place is self._main:
+        if communicator is self._main:
             self._is_late = False
-        self._respond(place, said, going)
-        if self._begins_at_once(place):
-            self._say_joined(place)
+        self._respond(communicator, said, going)
+        if self._begins_at_once(communicator):
+            self._say_joined(communicator)
 
     def _respond(
-        self, place: JoinedCommunicator, said: Sequence[Statement], going: Statement
+        self, communicator: JoinedCommunicator, said: Sequence[Statement], going: Statement
     ) -> None:
         """Take part in ``going``, the call or notice of the members that in ``said`` have data."""
         with set_aside(), self.owned_by(""):  # this rank may be inside a call of its own
-            at_work, call = [not statement.has_joined for statement in said], going.call
+            have_data, call = [not statement.has_joined for statement in said], going.call
             if call.verb == NOTICE:
-                self.joinables.handle(call, at_work)
+                self.joinables.handle(call, have_data)
             else:
                 self._admitted = call
                 if call.owner:
-                    self.joinables.handle(call, at_work)
+                    self.joinables.handle(call, have_data)
                 else:
-                    device_type = place.channel.device_type
-                    self._waits.keep(answer(place.group, device_type, said, going))
+                    device_type = communicator.channel.device_type
+                    self._waits.keep(answer(communicator.group, device_type, said, going))
                 self._admitted = None  # the answer may have entered no channel
-        place.is_settled = True
+        communicator.is_settled = True
 
     # -- where it is needed -----------------------------------------------------------------------
 
-    def _reaches(self, place: JoinedCommunicator) -> bool:
-        """Return whether all members of ``place`` are in the join context's main group."""
-        return {*self.group.ranks}.issuperset(place.group.ranks)
+    def _reaches(self, communicator: JoinedCommunicator) -> bool:
+        """Return whether all members of ``communicator`` are in the join context's main group."""
+        return {*self.group.ranks}.issuperset(communicator.group.ranks)
 
-    def _begins_at_once(self, place: JoinedCommunicator) -> bool:
-        """Return whether to say "joined" at once on ``place``, where no calls of others show."""
-        is_seen = place.uses_words or place.channel.shows_calls
-        return not is_seen and self._reaches(place) and place.is_open()
+    def _begins_at_once(self, communicator: JoinedCommunicator) -> bool:
+        """Return whether to say "joined" at once: the communicator shows no calls of others."""
+        is_seen = communicator.uses_words or communicator.channel.shows_calls
+        return not is_seen and self._reaches(communicator) and communicator.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
         """Return a communicator with a call to answer, or that waits for this rank, else None."""
-        for place in tuple(self._places.values()):
-            if place.begun is not None:
-                if not place.is_held() and place.is_due():
-                    return place
-            elif place.is_open() and place.is_awaited() and not self._is_ahead(place):
-                return place
+        for communicator in tuple(self._communicators.values()):
+            if communicator.begun is not None:
+                if not communicator.is_held() and communicator.is_due():
+                    return communicator
+            elif (
+                communicator.is_open()
+                and communicator.is_awaited()
+                and not self._is_ahead(communicator)
+            ):
+                return communicator
         return None
 
-    def _is_ahead(self, place: JoinedCommunicator) -> bool:
-        """Return whether a member of ``place`` is in a context that this rank has yet to enter."""
-        if not (place.uses_words or place.is_ahead):
-            labels = [each.label for each in self._places.values()]
-            place.is_ahead = self._whereabouts.is_ahead(place.group.ranks, labels)
-        return place.is_ahead
+    def _is_ahead(self, communicator: JoinedCommunicator) -> bool:
+        """Return whether a member is in a context that this rank has yet to enter."""
+        if not (communicator.uses_words or communicator.is_ahead):
+            labels = [each.label for each in self._communicators.values()]
+            communicator.is_ahead = self._whereabouts.is_ahead(communicator.group.ranks, labels)
+        return communicator.is_ahead
 
     def _is_at_work(self) -> bool:
         """Return whether this rank waits for statements, or a member waits for its answer."""
         return any(
-            place.begun is not None
-            or (
-                place.uses_words and self._reaches(place) and place.is_open() and place.is_awaited()
-            )
-            for place in self._places.values()
+            each.begun is not None
+            or (each.uses_words and self._reaches(each) and each.is_open() and each.is_awaited())
+            for each in self._communicators.values()
         )
 
     def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
@@ -401,20 +405,20 @@ class Shadow(CallGuard):
         # Members that go on make no calls on a broken group. A call of this rank that waits there
         # must raise, and so must any wait on the main group.
         broken = [
-            place
-            for place in self._places.values()
-            if place.channel.is_broken() and (place is due or place.begun is not None)
+            each
+            for each in self._communicators.values()
+            if each.channel.is_broken() and (each is due or each.begun is not None)
         ]
-        if not broken or any(place.is_held() or place is self._main for place in broken):
+        if not broken or any(each.is_held() or each is self._main for each in broken):
             return False
-        for place in broken:
-            place.end()
+        for communicator in broken:
+            communicator.end()
         return True
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(
-        self, place: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
+        self, communicator: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
     ) -> None:
         """Wait until ``is_ready`` or the timeout of ``mine``; raise if a member left.
 
@@ -423,34 +427,34 @@ class Shadow(CallGuard):
         """
 
         def is_over() -> bool:
-            return is_ready() or place.find_left() is not None
+            return is_ready() or communicator.find_left() is not None
 
-        self._waits.until(is_over, [place], place.timeout_of(mine))
+        self._waits.until(is_over, [communicator], communicator.timeout_of(mine))
         if not is_ready():
-            self._waits.refuse_gone(place)
+            self._waits.refuse_gone(communicator)
 
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
         """Wait for a call to answer, or until ``awaited``, if any, is due; raise if it is late."""
-        places = [
-            place
-            for place in self._places.values()
-            if place.begun is not None or (place is self._main and not place.is_over)
+        communicators = [
+            each
+            for each in self._communicators.values()
+            if each.begun is not None or (each is self._main and not each.is_over)
         ]
 
         def is_ready() -> bool:
             is_done = awaited is not None and awaited.is_due()
             return bool(self._waits.has_ready_answer() or is_done or self._find_due())
 
-        self._waits.until(is_ready, places, awaited.channel.timeout if awaited else NEVER)
+        self._waits.until(is_ready, communicators, awaited.channel.timeout if awaited else NEVER)
         if awaited is not None and not is_ready():
             awaited.read()  # raises, since members with data did not come
 
     def cause_of(self, channel: Channel, error: MeshdistError) -> MeshdistError:
         """Return the error of a member that left by an exception, if any did, else ``error``."""
-        place = self._places.get(channel.opened)
-        if place is None or not isinstance(error, (AgreementError, BackendError)):
+        communicator = self._communicators.get(channel.opened)
+        if communicator is None or not isinstance(error, (AgreementError, BackendError)):
             return error
-        return self._waits.end_for_cause(place) or error
+        return self._waits.break_if_left(communicator) or error
 
 
 def find_shadow(world: World) -> Shadow | None:

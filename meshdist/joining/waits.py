@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 from ..bootstrap.world import World
-from ..checking.call_words import num_bytes
+from ..checking.call_words import most_statement_bytes
 from ..checking.program import call_site, set_aside
 from ..errors import JoinError
 from ..groups.communicators import get_registry
@@ -58,13 +58,13 @@ class Waits:
     def until(
         self,
         is_ready: Callable[[], bool],
-        places: Sequence[JoinedCommunicator],
+        communicators: Sequence[JoinedCommunicator],
         timeout: timedelta,
     ) -> None:
         """Wait until ``is_ready()``, which is called often, or the timeout.
 
         Args:
-            places: the communicators whose members are waited for.
+            communicators: those whose members are waited for.
 
         Raises:
             JoinError: a member there has left the context by an exception.
@@ -72,14 +72,14 @@ class Waits:
         """
 
         def has_left() -> bool:
-            return any(self._whereabouts.find_left(place.label) for place in places)
+            return any(self._whereabouts.find_left(each.label) for each in communicators)
 
         here = find_rank_here()
         if here is not None:
             what = "a join context, for the others' next call"
             here.wait(CallWait(what, call_site(), lambda: is_ready() or has_left()))
             if not is_ready():
-                self.refuse_left(places)
+                self.refuse_left(communicators)
             return
         end = time.monotonic() + _YIELDS_S
         while time.monotonic() < end:  # where all members are there, the wait is short
@@ -90,64 +90,65 @@ class Waits:
 
         def check() -> None:
             nonlocal next_look, next_look_at_lives
-            for place in places:
-                place.channel.refuse_broken()
+            for communicator in communicators:
+                communicator.channel.refuse_broken()
             now = time.monotonic()
             if now >= next_look:
                 next_look = now + _LOOK_S
                 # A member that left after its part in the call: the call is done here soon.
                 if has_left() and not wait_until(is_ready, Grace(_LEAVING_S)):
-                    self.refuse_left(places)
+                    self.refuse_left(communicators)
             if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
-                for place in places:  # in a round the wire sees members end
-                    gone = None if place.is_in_round() else place.find_gone()
+                for communicator in communicators:  # in a round the wire sees members end
+                    gone = None if communicator.is_in_round() else communicator.find_gone()
                     if gone is not None and not is_ready():  # it may have come before it ended
-                        raise place.channel.explain(MemberLost("has ended", gone))
+                        raise communicator.channel.explain(MemberLost("has ended", gone))
 
         wait_until(is_ready, Deadline(timeout), check, longest_pause_s=_PAUSE_S)
 
-    def end_for_cause(self, place: JoinedCommunicator) -> JoinError | None:
+    def break_if_left(self, communicator: JoinedCommunicator) -> JoinError | None:
         """Break the group if a member has left it by an exception; return the error, or None."""
-        left = self._whereabouts.find_left(place.label)
+        left = self._whereabouts.find_left(communicator.label)
         if left is None:
             return None
         if left["reason"] == TOO_LONG:
             return self._broken(
-                place,
-                f"a call on {place.channel.group.name} is too long to be told to ranks without "
-                "data",
-                expected=f"a verb, shapes, dtypes and a title that take {num_bytes()} bytes",
+                communicator,
+                f"a call on {communicator.channel.group.name} is too long to be told to ranks "
+                "without data",
+                expected="a verb, shapes, dtypes and a title that take "
+                f"{most_statement_bytes()} bytes",
                 found=f"a longer call on rank {left['rank']}",
                 fix="give it a shorter title or fewer tensors, or call it outside of the join "
                 "context; the group is broken now",
             )
         return self._broken(
-            place,
+            communicator,
             f"rank {left['rank']} has left the join context by an exception",
             found=left["reason"],
             fix=f"look at rank {left['rank']}; the group is broken now",
         )
 
-    def refuse_left(self, places: Sequence[JoinedCommunicator]) -> None:
-        """Raise if a member of any of ``places`` has left by an exception."""
-        for place in places:
-            cause = self.end_for_cause(place)
+    def refuse_left(self, communicators: Sequence[JoinedCommunicator]) -> None:
+        """Raise if a member of any of ``communicators`` has left by an exception."""
+        for communicator in communicators:
+            cause = self.break_if_left(communicator)
             if cause is not None:
                 raise cause
 
-    def refuse_gone(self, place: JoinedCommunicator) -> None:
-        """Raise if a member of ``place`` has left the context, or has ended."""
-        member = place.find_left()
+    def refuse_gone(self, communicator: JoinedCommunicator) -> None:
+        """Raise if a member of ``communicator`` has left the context, or has ended."""
+        member = communicator.find_left()
         if member is None:
             return
-        self.refuse_left([place])
-        ended = place.find_gone()
+        self.refuse_left([communicator])
+        ended = communicator.find_gone()
         if ended is not None:
-            raise place.channel.explain(MemberLost("has ended", ended))
-        rank = place.channel.group.ranks[member]
+            raise communicator.channel.explain(MemberLost("has ended", ended))
+        rank = communicator.channel.group.ranks[member]
         raise self._broken(
-            place,
+            communicator,
             f"rank {rank} has left its join context, which this rank is in still",
             expected="equally many calls of a group on all of its members, or a join context that "
             "all of them leave together",
@@ -155,26 +156,31 @@ class Waits:
             "now",
         )
 
-    def leave(self, places: Sequence[JoinedCommunicator]) -> None:
+    def leave(self, communicators: Sequence[JoinedCommunicator]) -> None:
         """Leave the context, and end each group whose members may wait for this rank."""
-        for place in places:
-            place.leave()
-        if any(place.uses_words for place in places):
+        for communicator in communicators:
+            communicator.leave()
+        if any(each.uses_words for each in communicators):
             time.sleep(_SEEN_S)  # by then members that did not see it have shown their next call
-        for place in places:
-            if place.is_missed() and self.end_for_cause(place) is None:
-                self._end(place, f"rank {self._world.rank} has left its join context")
+        for communicator in communicators:
+            if communicator.is_missed() and self.break_if_left(communicator) is None:
+                self._end(communicator, f"rank {self._world.rank} has left its join context")
 
-    def _end(self, place: JoinedCommunicator, reason: str) -> None:
-        """Abort the group of ``place`` on all members with ``reason``, unless it is broken."""
-        if not place.channel.is_broken():
-            message = {"reason": reason, "group": place.channel.group.name}
-            get_registry(self._world).abort([place.label], message)
+    def _end(self, communicator: JoinedCommunicator, reason: str) -> None:
+        """Abort the communicator's group on all members with ``reason``, unless it is broken."""
+        if not communicator.channel.is_broken():
+            message = {"reason": reason, "group": communicator.channel.group.name}
+            get_registry(self._world).abort([communicator.label], message)
 
     def _broken(
-        self, place: JoinedCommunicator, summary: str, *, found: str | None = None, **more: str
+        self,
+        communicator: JoinedCommunicator,
+        summary: str,
+        *,
+        found: str | None = None,
+        **more: str,
     ) -> JoinError:
-        """Abort the group of ``place`` on all members; return a JoinError of the given texts."""
-        self._end(place, f"{summary}: {found}" if found else summary)
-        where = f"rank {self._world.rank}, {place.channel.group.name}"
+        """Abort the communicator's group on all members; return a JoinError of the given texts."""
+        self._end(communicator, f"{summary}: {found}" if found else summary)
+        where = f"rank {self._world.rank}, {communicator.channel.group.name}"
         return JoinError(summary, where=where, found=found, **more)

@@ -12,7 +12,7 @@ from meshdist.checking.call_words import (
     WINDOW,
     CallWords,
     StatementTooLong,
-    num_bytes,
+    most_statement_bytes,
 )
 from meshdist.checking.shared_words import Regions, SharedWords, find_view
 
@@ -136,13 +136,13 @@ def test_a_member_that_reads_nothing_may_be_a_window_ahead(pair: Team) -> None:
 
 def test_a_statement_may_fill_a_half(pair: Team) -> None:
     first, second = pair.members
-    for data in (b"x" * num_bytes(), b"a", b"y" * num_bytes()):
+    for data in (b"x" * most_statement_bytes(), b"a", b"y" * most_statement_bytes()):
         second.show(b"mine")
         assert first.has_room(data)
         first.show(data)
         assert second.find_all() == [data, b"mine"]
     with pytest.raises(StatementTooLong):
-        first.show(b"x" * (num_bytes() + 1))
+        first.show(b"x" * (most_statement_bytes() + 1))
     assert not second.is_awaited()
 
 

@@ -139,7 +139,7 @@ def test_no_object_of_a_context_has_more_than_twelve_attributes(
             md.all_reduce(torch.ones(1))
             shadow = find_shadow(get_world())
             assert shadow is not None
-            places = list(shadow._places.values())
+            places = list(shadow._communicators.values())
             parts: list[Any] = [shadow, shadow._waits, shadow._whereabouts, *places]
             parts += [place.words for place in places if place.words is not None]
             return {type(part).__name__: len(vars(part)) for part in parts}
