@@ -131,7 +131,7 @@ def _leaves(parameters: Any) -> list[torch.Tensor]:
 
 def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
     """Raise if a leaf is not of invariant type over the axes, or if a DDP wrapper reduces it."""
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         owned = leaf.__dict__.get(REDUCED_BY_OWNER, "").split(",")
         for axis in axes.axis_names:
             kind = kinds_in(type_of(leaf)).get(axis, "I")
@@ -140,7 +140,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                     f"accumulate_gradients over {axis!r} of a parameter that DDP reduces there",
                     where=where(axes, [axis]),
                     expected="one owner of the gradients over an axis",
-                    found=f"parameter {place}: {tensor_text(leaf)}",
+                    found=f"parameter {index}: {tensor_text(leaf)}",
                     fix="run all but the last microbatch in `with ddp.no_sync():`, or take the "
                     "module without DDP",
                 )
@@ -151,7 +151,7 @@ def _check(leaves: Sequence[torch.Tensor], axes: DeviceMesh) -> None:
                     where=where(axes, [axis]),
                     expected=f"parameters that are invariant over {axis!r}: of others each rank "
                     "has its own gradient, or something else reduces it",
-                    found=f"parameter {place}: {tensor_text(leaf)}",
+                    found=f"parameter {index}: {tensor_text(leaf)}",
                     fix="leave it out of the parameters",
                 )
 
@@ -192,17 +192,17 @@ def _sums(
 ) -> list[torch.Tensor | None]:
     """Return, for each leaf, the sum of all members' gradients, None if no member has any."""
     own = [0] * len(leaves)
-    for place, grad in enumerate(grads):
+    for index, grad in enumerate(grads):
         if grad is not None:
-            own[place] = grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE
+            own[index] = grad.sparse_dim() if grad.layout is torch.sparse_coo else _DENSE
     layouts = torch.tensor(own, dtype=torch.uint8, device=leaves[0].device)
     all_reduce(layouts, ReduceOp.MAX, group)
     sums: list[torch.Tensor | None] = [None] * len(leaves)
     dense = []
-    for place, layout in enumerate(layouts.tolist()):
-        leaf, grad = leaves[place], grads[place]
+    for index, layout in enumerate(layouts.tolist()):
+        leaf, grad = leaves[index], grads[index]
         if layout == _DENSE:
-            dense.append(place)
+            dense.append(index)
         elif layout:
             if grad is None:
                 grad = torch.sparse_coo_tensor(
@@ -211,15 +211,15 @@ def _sums(
                     leaf.shape,
                     check_invariants=False,
                 )
-            sums[place] = sparse_psum(grad, group)
+            sums[index] = sparse_psum(grad, group)
     items = items_of(leaves)
     for bucket in assign_buckets(items, dense, (BUCKET_BYTES,)):
-        members = [leaves[place] for place in bucket]
+        members = [leaves[index] for index in bucket]
         parts = [
             torch.zeros_like(leaf) if grad is None else grad.to_dense()
-            for leaf, grad in ((leaves[place], grads[place]) for place in bucket)
+            for leaf, grad in ((leaves[index], grads[index]) for index in bucket)
         ]
         found = reduce_together(parts, group, likes=members)
-        for place, total in zip(bucket, found, strict=True):
-            sums[place] = total.data  # whose version is its own
+        for index, total in zip(bucket, found, strict=True):
+            sums[index] = total.data  # whose version is its own
     return sums

@@ -229,11 +229,11 @@ def _flat_list(params: Parameters) -> list[torch.nn.Parameter]:
 @torch.no_grad()
 def _average(parameters: list[torch.nn.Parameter], group: ProcessGroup, step: int) -> None:
     """Average in place parameters with a ``.grad``; raise if these, or ``step``, differ by rank."""
-    chosen = {place: mine for place, mine in enumerate(parameters) if mine.grad is not None}
+    chosen = {index: mine for index, mine in enumerate(parameters) if mine.grad is not None}
     num_ranks = check_equal_lines(
         [
-            f"parameter {place} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}"
-            for place, parameter in chosen.items()
+            f"parameter {index} {tuple(parameter.shape)} {dtype_name(parameter.dtype)}"
+            for index, parameter in chosen.items()
         ],
         group,
         device=parameters[0].device if parameters else torch.device("cpu"),
@@ -304,22 +304,22 @@ def _check_sizes(sizes: list[Any], overall: ProcessGroup) -> None:
             )
 
 
-def _mesh_of_axes(axes: list[str], given: object) -> DeviceMesh:
-    """Return ``given``, or the current mesh for None; raise if it is no mesh with these axes."""
+def _mesh_of_axes(axes: list[str], given_mesh: object) -> DeviceMesh:
+    """Return the given or the current mesh; raise if it is no mesh with these axes."""
     call, over = "HierarchicalModelAverager", f" over axes {', '.join(map(repr, axes))}"
-    mesh = mesh_in_force(call, over, "process_group=mesh") if given is None else given
+    mesh = mesh_in_force(call, over, "process_group=mesh") if given_mesh is None else given_mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
             f"{call}{over}: a group has no axes",
             expected="the mesh that has these axes",
-            found=f"process_group={given!r}",
+            found=f"process_group={given_mesh!r}",
             fix="pass process_group=mesh",
         )
     try:
         mesh.layout.axis_indices(axes)
     except AxisError as error:
         fix = "name the mesh that is meant: process_group=mesh"
-        raise with_hidden_mesh(error, given, fix) from None
+        raise with_hidden_mesh(error, given_mesh, fix) from None
     return mesh
 
 

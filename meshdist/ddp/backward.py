@@ -162,11 +162,11 @@ class Backward:
             raise error
         self.is_open = True
 
-    def arrived(self, place: int, slot: int, parameter: torch.Tensor) -> None:
-        """Count gradient ``slot`` of bucket ``place``; send full buckets in order, once learned."""
+    def arrived(self, number: int, slot: int, parameter: torch.Tensor) -> None:
+        """Count gradient ``slot`` of bucket ``number``; send full buckets in order once learned."""
         if not self.is_open:
             self.open()
-        filling, history = self.fillings[place], self.sending.history
+        filling, history = self.fillings[number], self.sending.history
         index = filling.bucket.indices[slot]
         if parameter.grad is None:  # a backward of its own has left it undefined
             history.by_count.add(index)
@@ -180,7 +180,7 @@ class Backward:
         if more < 0:
             return
         is_scaled = slot in filling.taken and filling.bucket.averaging.scale is not None
-        if place < len(self.works) or is_scaled:  # nothing may be added to it
+        if number < len(self.works) or is_scaled:  # nothing may be added to it
             self._late.append(index)
             return
         if slot < filling.bucket.num_at_once:
@@ -227,7 +227,9 @@ class Backward:
         lines = [reports.came_late(index) for index in dict.fromkeys(late)]
         if history.is_learned and options.is_static:
             changes = history.find_changes(self.counts, came)
-            lines += [reports.changed(index, *counts) for index, counts in changes.items()]
+            lines += [
+                reports.came_unlike_first(index, *counts) for index, counts in changes.items()
+            ]
         elif history.is_learned and options.skips_unused:
             lines += [reports.was_skipped(index) for index in self.layout.unsent if came[index]]
         return lines

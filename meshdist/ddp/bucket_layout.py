@@ -50,8 +50,8 @@ def bucket_caps(
         )
     if bucket_cap_mb_list:
         return tuple(
-            _cap_bytes(f"bucket_cap_mb_list[{place}]", cap)
-            for place, cap in enumerate(bucket_cap_mb_list)
+            _cap_bytes(f"bucket_cap_mb_list[{index}]", cap)
+            for index, cap in enumerate(bucket_cap_mb_list)
         )
     if bucket_cap_mb is None:
         return _MIB, 25 * _MIB
@@ -105,9 +105,9 @@ def lay_out(
     early = list(assign_buckets(items, [i for i in order if i not in apart], caps))
     if delayed:
         together = assign_buckets(items, [i for i in order if i in delayed], (sys.maxsize,))
-        places = [place for place, bucket in enumerate(early) if delayed_behind in bucket]
-        place = places[0] + 1 if places else len(early)
-        early[place:place] = together
+        before = [number for number, bucket in enumerate(early) if delayed_behind in bucket]
+        number = before[0] + 1 if before else len(early)
+        early[number:number] = together
     last = assign_buckets(items, [i for i in order if i in trailing and i not in delayed], caps)
     return (*map(LaidBucket, early), *(LaidBucket(bucket, True) for bucket in last))
 

@@ -346,7 +346,7 @@ class Flat(Taking):
         items = [(size * small_flat.itemsize, None) for size in sizes]
         cap = sys.maxsize if scale is None else _SCALED_TOGETHER_BYTES
         runs = assign_buckets(items, range(len(items)), (cap,))
-        targets = small_flat.split([sum(sizes[place] for place in run) for run in runs])
+        targets = small_flat.split([sum(sizes[index] for index in run) for run in runs])
         cuts = [slice(run[0], run[-1] + 1) for run in runs]
         self._runs = list(zip(cuts, targets, strict=True))
 

@@ -49,7 +49,7 @@ from ..mesh.layout_arguments import no_axis
 from ..reduce_ops import ReduceOp
 from ..typed_contexts.gradients import find_type_of_grad, gradient_type_of
 from ..typed_contexts.refusals import axes_argument, mesh_text, where
-from .norm_flags import Held, flags_of, name_of, refused_norm
+from .norm_flags import NormParameter, flags_of, name_of, refused_norm
 
 __all__ = ["clip_grad_norm_"]
 
@@ -120,9 +120,9 @@ def clip_grad_norm_(
     found = _find_mesh(given, mesh)
     if found is None:
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-    held, gradients = _gradients_of(given, found, mesh)
+    norm_parameters, gradients = _gradients_of(given, found, mesh)
     groups = _grouped(gradients, foreach)
-    is_cut = any(each.axes for each in held) or any(axes for _, axes in gradients)
+    is_cut = any(each.axes for each in norm_parameters) or any(axes for _, axes in gradients)
     device = _local(given[0]).device if given else torch.device(found.device_type)
     total = _local_power(groups, found if is_cut else None, norm_type, device)
     if is_cut:
@@ -132,7 +132,7 @@ def clip_grad_norm_(
             f"{bool(error_if_nonfinite)}) with {len(equal)} gradients, of {sum(equal)} elements, "
             "that are equal on all ranks"
         )
-        total = _summed(total, held, found, title, norm_type)
+        total = _summed(total, norm_parameters, found, title, norm_type)
     is_double = any(parameter.dtype in _DOUBLE for parameter in given)
     norm = (total if math.isinf(norm_type) else total.pow(1 / norm_type)).to(
         device=gradients[0][0].device if gradients else device,
@@ -159,14 +159,18 @@ def clip_grad_norm_(
 
 
 def _summed(
-    share: torch.Tensor, held: Sequence[Held], mesh: DeviceMesh, title: str, order: float
+    share: torch.Tensor,
+    parameters: Sequence[NormParameter],
+    mesh: DeviceMesh,
+    title: str,
+    order: float,
 ) -> torch.Tensor:
     """Return the sum of the ranks' shares, or their maximum if ``order`` is infinite.
 
     Raises:
         GradientError: a gradient is local, or some of its holders lack it; on a device NaN results.
     """
-    is_local, lacking = flags_of(held, mesh)
+    is_local, lacking = flags_of(parameters, mesh)
     # Of the largest value nothing is missing where a holder lacks the gradient.
     flags = [is_local] if math.isinf(order) else [is_local, lacking]
     told = torch.cat((share.view(1), share.new_tensor(flags)))
@@ -176,7 +180,7 @@ def _summed(
     if share.device.type != "cpu":  # which the host does not wait for
         return torch.where(is_refused, torch.nan, total)
     if is_refused:
-        raise refused_norm(held, mesh)
+        raise refused_norm(parameters, mesh)
     return total
 
 
@@ -191,18 +195,18 @@ def _listed(parameters: Any) -> list[torch.Tensor]:
             fix="give it module.parameters()",
         )
     given = list(parameters)
-    for place, parameter in enumerate(given):
+    for index, parameter in enumerate(given):
         if not isinstance(parameter, torch.Tensor):
             raise KindError(
                 "clip_grad_norm_ takes parameters alone",
                 expected="tensors with gradients",
-                found=f"entry {place} is a {type(parameter).__name__}",
+                found=f"entry {index} is a {type(parameter).__name__}",
                 fix="give it module.parameters(), without names",
             )
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise KindError(
                 "clip_grad_norm_ takes dense gradients",
-                found=f"{name_of(place, parameter)}, whose gradient is {parameter.grad.layout}",
+                found=f"{name_of(index, parameter)}, whose gradient is {parameter.grad.layout}",
                 fix="parameter.grad = parameter.grad.to_dense()",
             )
     if not given and isinstance(parameters, GeneratorType):
@@ -237,9 +241,9 @@ def _find_mesh(given: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Device
         )
     mesh = mesh or find_current_mesh()
     if mesh is None:
-        for place, parameter in enumerate(given):
+        for index, parameter in enumerate(given):
             kinds = kinds_in(gradient_type_of(parameter))
-            _refuse_unreduced(place, parameter, kinds, None)
+            _refuse_unreduced(index, parameter, kinds, None)
             if axes := [axis for axis, kind in kinds.items() if kind == "V"]:
                 mesh_in_force("clip_grad_norm_", f" of a parameter that is cut over {shown(axes)}")
         if len({getattr(parameter, "device_mesh", None) for parameter in given}) > 1:
@@ -254,36 +258,36 @@ _Gradient: TypeAlias = tuple[torch.Tensor, frozenset[str]]
 
 
 def _gradients_of(
-    given: Sequence[Any], mesh: DeviceMesh, of_call: DeviceMesh | None
-) -> tuple[list[Held], list[_Gradient]]:
-    """Return parameters, and gradients, with the axes that cut them; ``of_call`` is for errors."""
+    given: Sequence[Any], mesh: DeviceMesh, given_mesh: DeviceMesh | None
+) -> tuple[list[NormParameter], list[_Gradient]]:
+    """Return parameters, and gradients, with the axes that cut them."""
     known: dict[object, frozenset[str]] = {}  # parameters have few types
 
-    def axes_of(place: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
+    def axes_of(index: int, parameter: Any, tensor: Any, text: str) -> frozenset[str]:
         key = (text, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None))
         if key not in known:
-            kinds = _kinds_of(tensor, text, place, mesh)
+            kinds = _kinds_of(tensor, text, index, mesh)
             if tensor is not parameter:
-                _refuse_unreduced(place, parameter, kinds, mesh)
-            axes = _axes_cut(kinds, mesh, of_call)
+                _refuse_unreduced(index, parameter, kinds, mesh)
+            axes = _axes_cut(kinds, mesh, given_mesh)
             if "U" in kinds.values():  # each gradient is looked at, to be named
                 return axes
             known[key] = axes
         return known[key]
 
-    held, gradients = list[Held](), list[_Gradient]()
-    for place, parameter in enumerate(given):
+    parameters, gradients = list[NormParameter](), list[_Gradient]()
+    for index, parameter in enumerate(given):
         # By the parameter itself, too: a rank that lacks its gradient takes part all the same.
-        cut = axes_of(place, parameter, parameter, gradient_type_of(parameter))
-        held.append(Held(place, parameter, cut))
+        cut = axes_of(index, parameter, parameter, gradient_type_of(parameter))
+        parameters.append(NormParameter(index, parameter, cut))
         if (grad := parameter.grad) is not None:
-            axes = axes_of(place, parameter, grad, find_type_of_grad(parameter, grad))
+            axes = axes_of(index, parameter, grad, find_type_of_grad(parameter, grad))
             gradients.append((_local(grad), axes))
-    return held, gradients
+    return parameters, gradients
 
 
-def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[str, str]:
-    """Return the letter by axis of the type ``text``, or of a DTensor, parameter ``place``."""
+def _kinds_of(tensor: Any, text: str, index: int, mesh: DeviceMesh) -> Mapping[str, str]:
+    """Return the letter by axis of the type ``text``, or of a DTensor, parameter ``index``."""
     if not hasattr(tensor, "placements"):
         return kinds_in(text)
     kinds: dict[str, str] = {}
@@ -300,7 +304,7 @@ def _kinds_of(tensor: Any, text: str, place: int, mesh: DeviceMesh) -> Mapping[s
                 "clip_grad_norm_: a DTensor lies over ranks that are along no axes of the mesh",
                 where=where(mesh),
                 expected=f"ranks along one or several axes of {mesh_text(mesh)}",
-                found=f"{name_of(place, tensor)}, as {placement} over "
+                found=f"{name_of(index, tensor)}, as {placement} over "
                 + (ranks_text(ranks) if ranks else "other ranks"),
                 fix="clip with a mesh that has the axis: mesh=md.DeviceMesh.from_torch(...)",
             )
@@ -318,22 +322,22 @@ def _find_axes(ranks: frozenset[int], mesh: DeviceMesh) -> tuple[str, ...] | Non
 
 
 def _axes_cut(
-    kinds: Mapping[str, str], mesh: DeviceMesh, of_call: DeviceMesh | None
+    kinds: Mapping[str, str], mesh: DeviceMesh, given_mesh: DeviceMesh | None
 ) -> frozenset[str]:
     """Return axes larger than 1 with the kind "V"; raise for an axis that ``mesh`` lacks.
 
     Args:
-        of_call: the mesh that the program's call names; None if it takes the mesh in force.
+        given_mesh: the mesh that the program's call names; None if it takes the mesh in force.
     """
     for axis in kinds:
         if axis not in mesh.axis_names:
             error = no_axis(axis, mesh.axis_names, f"clip_grad_norm_ on {mesh_text(mesh)}")
-            raise with_hidden_mesh(error, of_call)
+            raise with_hidden_mesh(error, given_mesh)
     return frozenset(a for a, kind in kinds.items() if kind == "V" and mesh.axis_sizes[a] > 1)
 
 
 def _refuse_unreduced(
-    place: int, parameter: torch.Tensor, kinds: Mapping[str, str], mesh: DeviceMesh | None
+    index: int, parameter: torch.Tensor, kinds: Mapping[str, str], mesh: DeviceMesh | None
 ) -> None:
     sizes = {} if mesh is None else mesh.axis_sizes
     axes = [axis for axis, kind in kinds.items() if kind == "U" and sizes.get(axis, 2) > 1]
@@ -345,7 +349,7 @@ def _refuse_unreduced(
         f"clip_grad_norm_ of a gradient that is unreduced over {shown(axes)}",
         where=None if mesh is None else where(mesh, axes),
         expected="complete gradients: the norm of a sum does not follow from those of its summands",
-        found=name_of(place, parameter),
+        found=name_of(index, parameter),
         fix="p.grad = p.grad.redistribute(placements=p.placements)"
         if hasattr(parameter, "placements")
         else f"sum it first: p.grad = md.annotate(lax.psum(p.grad, {axes_argument(axes)}){mark}); "

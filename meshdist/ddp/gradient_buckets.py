@@ -107,11 +107,11 @@ class LeafPaths:
         paths = list(self._leaves)
         depth = next(count for count in range(len(keys)) if keys[: count + 1] not in paths)
         known = [repr(path[-1]) for path in paths[1:] if path[:-1] == keys[:depth]]
-        place = f"at {keys[:depth]!r}" if depth else "in the tree"
+        where = f"at {keys[:depth]!r}" if depth else "in the tree"
         raise ArgumentError(
             f"{self._caller}: there is no leaf at path {keys!r}",
             expected="the keys that lead to a leaf, or to a part of the tree",
-            found=f"{place} there is {first_texts(known, ', ') or 'a leaf itself'}",
+            found=f"{where} there is {first_texts(known, ', ') or 'a leaf itself'}",
             fix="optree.tree_paths(tree, namespace='meshdist') lists the paths of all leaves",
         )
 
@@ -202,14 +202,14 @@ class GradientBuckets:
         views: list[Any] = [None] * len(likes)
         self._flats: list[Any] = []
         self._bucket_of = [0] * len(likes)
-        for place, members in enumerate(assignment):
+        for number, members in enumerate(assignment):
             first = likes[members[0]]
             count = sum(likes[leaf].numel() for leaf in members)
             flat = flat_memory(count, first.dtype, first.device, self._group).zero_()
             inside = views_into(flat, [likes[leaf] for leaf in members])
             for leaf, view in zip(members, inside, strict=True):
                 views[leaf] = like(view, originals[leaf])
-                self._bucket_of[leaf] = place
+                self._bucket_of[leaf] = number
             # CuPy has a stream of its own, which verbs regard where they are given its arrays.
             arrays = [originals[leaf] for leaf in members]
             foreign = [each for each in arrays if not isinstance(each, (torch.Tensor, np.ndarray))]

@@ -83,14 +83,14 @@ class GradientHooks:
         self.close()
         for parameter in self._parameters:
             _reduced_parameters[parameter] = get_world()
-        for place, bucket in enumerate(buckets):
+        for number, bucket in enumerate(buckets):
             for slot, (member, is_hooked) in enumerate(
                 zip(bucket.members, bucket.is_hooked, strict=True)
             ):
                 if is_hooked:
                     is_trained = member.requires_grad  # else it may be again, and keeps its hook
                     member.requires_grad_(True)
-                    hook = self._hook(bucket.indices[slot], place, slot)
+                    hook = self._hook(bucket.indices[slot], number, slot)
                     handle = member.register_post_accumulate_grad_hook(hook)
                     self._handles.append((member, handle))
                     member.requires_grad_(is_trained)
@@ -110,7 +110,7 @@ class GradientHooks:
         for parameter in self._parameters:
             _reduced_parameters.pop(parameter, None)
 
-    def _hook(self, index: int, place: int, slot: int) -> Hook:
+    def _hook(self, index: int, number: int, slot: int) -> Hook:
         taker = self._taker
 
         @untraced
@@ -120,6 +120,6 @@ class GradientHooks:
                 backward = taker.find_backward(index, gradient_came, parameter)
                 if backward is None:
                     return
-            backward.arrived(place, slot, parameter)
+            backward.arrived(number, slot, parameter)
 
         return gradient_came

@@ -86,11 +86,11 @@ class LocalBackwards:
 
     def warn_of_complete(self, task: int, group: ProcessGroup, reports: Reports) -> None:
         """Warn, once, if the loss of autograd task ``task`` was reduced over ``group`` before."""
-        noted, ranks, place = group.world.complete
-        if noted == task and place and not self._has_warned_of_complete:
+        noted, ranks, group_and_line = group.world.complete
+        if noted == task and group_and_line and not self._has_warned_of_complete:
             self._has_warned_of_complete = len({*ranks} & {*group.ranks}) > 1
             if self._has_warned_of_complete:
-                reports.warn_of_complete(place)
+                reports.warn_of_complete(group_and_line)
 
     def _end(self, task: int, reports: Reports) -> None:
         """Drop the gradients of ``task``, which reached no output; warn if that looks wrong."""

@@ -73,24 +73,24 @@ def local_ranks(grad: torch.Tensor | None) -> tuple[int, ...]:
     return noted[0] if noted and grad is not None and noted[1] == grad._version else ()
 
 
-class Held(NamedTuple):
-    """A parameter of a norm: its place among all parameters, and the axes that cut it."""
+class NormParameter(NamedTuple):
+    """A parameter of a norm: its index among all parameters, and the axes that cut it."""
 
-    place: int
+    parameter_index: int
     parameter: torch.Tensor
     axes: frozenset[str]
 
 
-def name_of(place: int, parameter: torch.Tensor) -> str:
-    """Return the text "parameter 3, ..." of a parameter at ``place`` of those given to a norm."""
-    return f"parameter {place}, {tensor_text(parameter)}"
+def name_of(index: int, parameter: torch.Tensor) -> str:
+    """Return the text "parameter 3, ..." of a parameter at ``index`` of those given to a norm."""
+    return f"parameter {index}, {tensor_text(parameter)}"
 
 
-def flags_of(held: Sequence[Held], mesh: DeviceMesh) -> tuple[float, float]:
+def flags_of(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> tuple[float, float]:
     """Return whether a gradient was left local here, and ``lacking_flag``, both as floats."""
     has: dict[frozenset[str], list[bool]] = {}
     local: set[tuple[int, ...]] = set()
-    for _, parameter, axes in held:
+    for _, parameter, axes in parameters:
         grad = parameter.grad
         if axes:  # gradients that are equal on all ranks are counted in the message's title
             has.setdefault(axes, []).append(grad is not None)
@@ -108,7 +108,7 @@ def lacking_flag(has: Mapping[frozenset[str], Sequence[bool]], mesh: DeviceMesh)
     """
     flag = 0
     for axes, which in has.items():
-        part, number, count = _place(axes, mesh, mesh.world.rank)
+        part, number, count = _part_and_index(axes, mesh, mesh.world.rank)
         here, next_one = (
             _weight(repr((part, each)).encode()) for each in (number, (number + 1) % count)
         )
@@ -121,15 +121,15 @@ def _weight(text: bytes) -> int:
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "big") & _BITS
 
 
-def _place(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, int, int]:
+def _part_and_index(axes: Collection[str], mesh: DeviceMesh, rank: int) -> tuple[object, int, int]:
     """Return (coordinates on ``axes``, ``rank``'s index among ranks with the same, their count)."""
     part, number, count = [], 0, 1
     coordinate = mesh.layout.coordinate_of(rank) or ()
-    for (axis, size), place in zip(mesh.axis_sizes.items(), coordinate, strict=True):
+    for (axis, size), index in zip(mesh.axis_sizes.items(), coordinate, strict=True):
         if axis in axes:
-            part.append((axis, place))
+            part.append((axis, index))
         else:
-            number, count = number * size + place, count * size
+            number, count = number * size + index, count * size
     return tuple(part), number, count
 
 
@@ -141,12 +141,12 @@ def _are_several_on(ranks: Sequence[int], mesh: DeviceMesh) -> bool:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
+def refused_norm(parameters: Sequence[NormParameter], mesh: DeviceMesh) -> GradientError:
     """Return a norm's error, on local gradients or gradients that ranks lack; collective."""
     group = mesh.open_group()
     mine = [
-        (name_of(place, x), axes, x.grad is not None, local_ranks(x.grad))
-        for place, x, axes in held
+        (name_of(index, x), axes, x.grad is not None, local_ranks(x.grad))
+        for index, x, axes in parameters
     ]
     of_all: list[Any] = [None] * group.size()
     all_gather_object(of_all, mine, group)
@@ -161,7 +161,7 @@ def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
                 axes_of_wrapper.update(axes_spanned(mesh.layout, ranks))
             if not axes:
                 continue
-            key = axes, _place(axes, mesh, rank)[0], places[axes]
+            key = axes, _part_and_index(axes, mesh, rank)[0], places[axes]
             has_it.setdefault(key, (text, {}))[1][rank] = has
             places[axes] += 1
     if local:
@@ -169,7 +169,7 @@ def refused_norm(held: Sequence[Held], mesh: DeviceMesh) -> GradientError:
         return _refused_local(lines, axes_of_wrapper, mesh)
     lacking: dict[str, list[int]] = {}
     for (axes, part, _), (text, by_rank) in has_it.items():
-        holders = [rank for rank in group.ranks if _place(axes, mesh, rank)[0] == part]
+        holders = [rank for rank in group.ranks if _part_and_index(axes, mesh, rank)[0] == part]
         without = [rank for rank in holders if not by_rank.get(rank)]
         if len(without) < len(holders):
             lacking.setdefault(text, []).extend(without)

@@ -57,16 +57,16 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
         False
     """
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for place in dict.fromkeys(tensor.device for tensor in tensors):
-        length = _ROW if place.type == "cpu" else 64 * _ROW  # else: by few kernels
-        sums = torch.zeros(length, dtype=torch.int64, device=place)
-        here = [x.resolve_conj().resolve_neg() for x in tensors if x.device == place]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        length = _ROW if device.type == "cpu" else 64 * _ROW  # else: by few kernels
+        sums = torch.zeros(length, dtype=torch.int64, device=device)
+        here = [x.resolve_conj().resolve_neg() for x in tensors if x.device == device]
         for alike in _take_tensors(here, 4 * _ROW):  # a large tensor alone, small together
             words = _WORDS.get(alike[0].itemsize, torch.int32)
             for row in _flatten_dense_tensors(alike).view(words).split(length):
                 part = sums[: len(row)]  # times a factor, plus the row: one pass, little memory
                 torch.add(row, part, alpha=_FACTOR, out=part)
-        weights = torch.arange(1, length + 1, device=place).mul_(_FACTOR)
+        weights = torch.arange(1, length + 1, device=device).mul_(_FACTOR)
         weights = (weights ^ (weights >> 29)).mul_(_SPREAD).bitwise_or_(1)
         total = total * _FACTOR + sums.mul_(weights).sum().to(device, non_blocking=True)
     return total

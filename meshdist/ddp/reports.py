@@ -49,19 +49,19 @@ class Reports:
         summary += ": its gradients stay local"
         warn_caller(explain(summary, where=self._where, expected=expected, fix=fix))
 
-    def warn_of_complete(self, place: str) -> None:
-        """Warn that a loss was reduced over ranks before backward(), by the verb at ``place``."""
+    def warn_of_complete(self, group_and_line: str) -> None:
+        """Warn that a loss was reduced over ranks before backward(), by that group's verb."""
         summary = "a DistributedDataParallel averages the gradients of a loss that its ranks made "
         summary += "together: they are divided by the number of ranks once too often"
-        where = f"{self._where}; the loss is made of what all ranks have along {place}"
+        where = f"{self._where}; the loss is made of what all ranks have along {group_and_line}"
         expected = "the loss of this rank's own samples: the wrapper takes the mean"
         fix = "call backward() on the loss before it is reduced, or gathered; where it is made of "
         fix += "such a result, cast that: y = lax.pvary(lax.pmean(x, axis), axis)"
         warn_caller(explain(summary, where=where, expected=expected, fix=fix))
 
-    def lacking(self, held: Mapping[int, Sequence[int]]) -> GradientError:
-        """Return the error for parameters (``held``, by rank) that got no gradient."""
-        lines = {rank: [*map(self.describe, indices)] for rank, indices in held.items()}
+    def lacking(self, indices_by_rank: Mapping[int, Sequence[int]]) -> GradientError:
+        """Return the error for parameters that got no gradient."""
+        lines = {rank: [*map(self.describe, indices)] for rank, indices in indices_by_rank.items()}
         return self._error(
             "parameters got no gradient in the backward since the last forward",
             expected="every parameter that requires a gradient takes part in every rank's loss",
@@ -85,12 +85,12 @@ class Reports:
             fix="look at the exception there; after zero_grad() a new step may begin",
         )
 
-    def unexpected(self, held: Mapping[int, Sequence[str]]) -> GradientError:
-        """Return the error for unexpected gradients; ``held`` has lines that name them, by rank."""
+    def unexpected(self, lines_by_rank: Mapping[int, Sequence[str]]) -> GradientError:
+        """Return the error for unexpected gradients, which the lines name."""
         return self._error(
             "gradients came that were not expected: those of this step are dropped",
             expected="the gradients that the backwards before had, each as often",
-            found=_shown(held, "; "),
+            found=_shown(lines_by_rank, "; "),
             fix="pass find_unused_parameters=True where steps differ in the parameters they use, "
             "and neither static_graph=True nor skip_all_reduce_unused_params=True; let checkpoints "
             "be use_reentrant=False",
@@ -100,7 +100,7 @@ class Reports:
         """Return a line on a gradient that grew after its bucket had been sent."""
         return f"{self.describe(index)} got more after its bucket had been sent"
 
-    def changed(self, index: int, count: int, learned: int) -> str:
+    def came_unlike_first(self, index: int, count: int, learned: int) -> str:
         """Return a line that gradient ``index`` came ``count`` times, and ``learned`` in step 1."""
         return f"{self.describe(index)} came {_times(count)}, in the first step {_times(learned)}"
 

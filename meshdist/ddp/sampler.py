@@ -74,12 +74,14 @@ class DistributedSampler(data.DistributedSampler[T]):
                 "drop_last=True leaves samples out, and pad=False reads each of them once",
                 fix="drop one of the two: pad=False is to evaluate, drop_last=True to train",
             )
-        size, place = _size_and_place(num_replicas, rank)
-        super().__init__(dataset, size, place, shuffle, get_whole_number(seed, "seed"), drop_last)
+        size, own_rank = _size_and_rank(num_replicas, rank)
+        super().__init__(
+            dataset, size, own_rank, shuffle, get_whole_number(seed, "seed"), drop_last
+        )
         self.pad = pad
         if not pad:
             self.total_size = self._length
-            self.num_samples = len(range(place, self._length, size))
+            self.num_samples = len(range(own_rank, self._length, size))
         self._may_lack_axis = not isinstance(num_replicas, (DeviceMesh, ProcessGroup))
         self._warn_of_axes()
         self._begin = 0  # in samples of all ranks: where a pass begins
@@ -110,8 +112,8 @@ class DistributedSampler(data.DistributedSampler[T]):
                 consumed = self._length  # what is dropped here is dropped on other numbers of ranks
         if type(consumed) is not int or consumed < 0:
             raise ArgumentError(f"consumed={consumed!r} is no number of samples")
-        place = {"epoch": self.epoch, "consumed": min(consumed, self._length)}
-        return {**place, "length": self._length, "seed": self.seed, "shuffle": self.shuffle}
+        position = {"epoch": self.epoch, "consumed": min(consumed, self._length)}
+        return {**position, "length": self._length, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Let the next pass go on where ``state_dict()`` was taken, at any number of ranks.
@@ -209,7 +211,7 @@ def _find_reader() -> dict[str, Any] | None:
     return None if type(reader).__module__.startswith("torchdata.") else vars(reader)
 
 
-def _size_and_place(
+def _size_and_rank(
     num_replicas: int | DeviceMesh | ProcessGroup | None, rank: int | None
 ) -> tuple[int, int]:
     """Return the number of shares (None: the world's) and this rank's index; raise off the mesh."""
@@ -237,12 +239,12 @@ def _size_and_place(
         if num_replicas is None
         else get_whole_number(num_replicas, "num_replicas", expected=choices)
     )
-    place = get_rank() if rank is None else get_whole_number(rank, "rank")
-    if not 0 <= place < size:
+    own_rank = get_rank() if rank is None else get_whole_number(rank, "rank")
+    if not 0 <= own_rank < size:
         raise ArgumentError(
-            f"rank {place} has no share among {size} replicas",
+            f"rank {own_rank} has no share among {size} replicas",
             expected=f"a rank from 0 to {size - 1}" if size > 0 else "at least one replica",
             fix="pass the mesh axis over which the data is split: DistributedSampler(data, "
             "mesh['dp'])",
         )
-    return size, place
+    return size, own_rank

@@ -377,7 +377,7 @@ def find_devices(
                 fix="drop output_device, or pass device_ids too",
             )
         return None, None
-    given = [_as_device(f"device_ids[{place}]", entry) for place, entry in enumerate(device_ids)]
+    given = [_as_device(f"device_ids[{index}]", entry) for index, entry in enumerate(device_ids)]
     if len(given) != 1 or devices != [str(given[0])] or given[0].type == "cpu":
         raise ArgumentError(
             f"device_ids={device_ids} does not fit the module",

@@ -153,7 +153,7 @@ def _pieces(
 ) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
     """Iterate over (is_first, piece of ``buffer``, same piece of ``half``) in order."""
     pairs = zip(buffer.split(_PIECE), half.split(_PIECE), strict=True)
-    return ((place == 0, *pair) for place, pair in enumerate(pairs))
+    return ((index == 0, *pair) for index, pair in enumerate(pairs))
 
 
 def _converted(
