@@ -382,7 +382,7 @@ def all_to_all(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:
     messages = [prepared.by("recv", (), [outputs[j]], root=j, tag=EXCHANGE_TAG) for j in others]
     messages += [prepared.by("send", [inputs[j]], (), root=j, tag=EXCHANGE_TAG) for j in others]
     # A receive that waits would keep others from sending.
-    return Chain([wire.start(message.later()) for message in messages])
+    return Chain([wire.start(message.as_async()) for message in messages])
 
 
 def all_to_all_single(wire: BuildingCommunicator, prepared: PreparedCall) -> Operation:

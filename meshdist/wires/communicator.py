@@ -156,7 +156,7 @@ class Communicator(ABC):
         """Connect now, not at the first verb; collective; raise WireFailure if it fails."""
 
     def is_awaited(self, verb: str | None = None) -> bool:
-        """Return whether a member waits in the next collective, of ``verb`` if this is known."""
+        """Return whether a member is in the next collective, a ``verb`` if the wire can tell."""
         return False
 
     def take_error(self) -> MeshdistError | None:

@@ -237,7 +237,7 @@ class PreparedCall:
         other.sequence, other.number, other.recorder = self.sequence, self.number, self.recorder
         return other
 
-    def later(self) -> PreparedCall:
+    def as_async(self) -> PreparedCall:
         """Set that the caller does not wait at once, and return this call."""
         self.waits = False
         return self

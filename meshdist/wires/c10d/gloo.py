@@ -314,7 +314,7 @@ class GlooCommunicator(C10dCommunicator):
         # by itself.
         sizes, timeout = cuts(tensor.numel(), self.size), prepared.timeout
         mine = (shares := parts(tensor, sizes))[self.rank]
-        later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).later()
+        later = prepared.by("all_to_all", [mine] * self.size, shares, prepared.op).as_async()
         reduced = reduce_scatter_by_exchange(self, later, mine, tensor, sizes)
 
         def share() -> None:

@@ -143,7 +143,7 @@ def open_fast_path(
     if kind is None or core is None:
         return None
     waiting = PreparedCall("", "", (), ()).as_own(timeout)
-    going_on = PreparedCall("", "", (), ()).as_own(timeout).later()
+    going_on = PreparedCall("", "", (), ()).as_own(timeout).as_async()
     failing = partial(_explained, explain, timeout)
     find = partial(_find_shortcut, wire, waiting)
     runner = core.TorchRunner(wire, find, partial(finish, waiting), failing)
@@ -198,7 +198,7 @@ def _find_reduction(
     substitute = wire.find_substitute(op, dtype)
     if substitute is not None and substitute.dtype is dtype:
         if call.root is not None and wire.spoils_others and call.root != wire.rank:
-            prepare = partial(_aside, wire)
+            prepare = partial(_copy_to_overwrite, wire)
         return method, wire.options_for(kind, call, substitute.op), prepare, _ANY_SIZE
     if not row.is_substituted:
         return None
@@ -223,7 +223,7 @@ def _divided(size: int, tensors: Tensors) -> Prepared:
     return (tensors,), partial(divide, tensors[0], size)
 
 
-def _aside(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
+def _copy_to_overwrite(wire: ShortCommunicator, tensors: Tensors) -> Prepared:
     """Return a copy for the class to overwrite, and a function that frees it, None if small."""
     if tensors[0].nbytes <= _SMALL_BYTES:
         return ([tensors[0].clone()],), None

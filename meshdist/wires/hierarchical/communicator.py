@@ -109,7 +109,7 @@ class HierarchicalCommunicator(Communicator):
         near_out, near_in = [outputs[k] for k in here], [inputs[k] for k in here]
         far_out, far_in = _without(outputs, here), _without(inputs, here)
         # Started without waiting: the part inside the host, which compares the calls, is first.
-        far = self._over_all.start(prepared.by("all_to_all", far_in, far_out).later())
+        far = self._over_all.start(prepared.by("all_to_all", far_in, far_out).as_async())
         near = self._stages(prepared.by("all_to_all", near_in, near_out))
         return Chain([near, far])
 

@@ -37,8 +37,8 @@ _EVEN = 4
 _NUMBER_SHIFT = 3
 
 
-class Turnout(IntEnum):
-    """Result of an arrival: APART (not all wait), TOGETHER (all do), EVEN (with equal parts)."""
+class EntryKind(IntEnum):
+    """Way into a collective: APART (not all wait), TOGETHER (all do), EVEN (with equal parts)."""
 
     APART = 0
     """Some do not wait for it: no member may go into MPI's blocking call."""
@@ -81,7 +81,7 @@ class Arrivals:
             number_shift=_NUMBER_SHIFT,
         )
 
-    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> Turnout:
+    def enter(self, waits: bool, timeout: timedelta, *, is_even: bool = False) -> EntryKind:
         """Show arrival at the next collective; if ``waits``, wait, and return whether all do so.
 
         Args:
@@ -94,14 +94,14 @@ class Arrivals:
             self._wait_for_the_slowest(number, timeout)
         if not waits:
             self._write(number, _GOES_ON)
-            return Turnout.APART
+            return EntryKind.APART
         try:
             self._write(number, _WAITS, is_even)
             return self._wait_for_all(number, timeout)
         except BaseException as error:  # Ctrl-C, too
             return self.leave(error)
 
-    def wait_for_all(self, timeout: timedelta) -> Turnout:
+    def wait_for_all(self, timeout: timedelta) -> EntryKind:
         """Wait for the others' arrival, after this member's; return whether all wait there."""
         # Where a signal's handler raises before the first line runs, the caller must ``leave``.
         try:
@@ -109,7 +109,7 @@ class Arrivals:
         except BaseException as error:
             return self.leave(error)
 
-    def leave(self, error: BaseException) -> Turnout:
+    def leave(self, error: BaseException) -> EntryKind:
         """Raise ``error`` if a member is missing; else return how all came; ``end`` raises it."""
         # Where all have come by now the others may be inside MPI's call, which takes this one, too.
         number = self.mine[_WINDOW]
@@ -125,7 +125,7 @@ class Arrivals:
         self._write(number, _WAITS, is_even)
         self._interruption = None if isinstance(error, WireFailure) else error
         self.link.wait(partial(self._look_for_all, number), _SETTLING)
-        return self._turnout(number)
+        return self._entry_kind(number)
 
     def stay_inside(self, call: Callable[..., Any], arguments: Any, timeout: timedelta) -> None:
         """Run MPI's blocking ``call``; meanwhile show the other members its ``timeout``."""
@@ -135,7 +135,7 @@ class Arrivals:
         finally:
             self.mine[_INSIDE] = 0
 
-    def find_stay(self) -> tuple[int, float] | None:
+    def find_blocked_collective(self) -> tuple[int, float] | None:
         """Return (number, timeout in s) of the collective that blocks this member, or None."""
         number, limit_ms = self.mine[_WINDOW], self.mine[_INSIDE]
         return (number, limit_ms / 1000) if limit_ms else None
@@ -146,20 +146,20 @@ class Arrivals:
         if interruption is not None:
             raise interruption
 
-    def _wait_for_all(self, number: int, timeout: timedelta) -> Turnout:
+    def _wait_for_all(self, number: int, timeout: timedelta) -> EntryKind:
         word = number << _NUMBER_SHIFT | _WAITS
         for theirs in self.others:
             if theirs[number % _WINDOW] & ~_EVEN != word:
                 self.link.wait(partial(self._look_for_all, number, progress=True), timeout)
                 break
-        return self._turnout(number)
+        return self._entry_kind(number)
 
-    def _turnout(self, number: int) -> Turnout:
+    def _entry_kind(self, number: int) -> EntryKind:
         words = [words[number % _WINDOW] for words in (self.mine, *self.others)]
         # A member that is at _LEAVES for its moment waits with all others in the end.
         if _GOES_ON in [word & _STATE for word in words]:
-            return Turnout.APART
-        return Turnout.TOGETHER if 0 in [word & _EVEN for word in words] else Turnout.EVEN
+            return EntryKind.APART
+        return EntryKind.TOGETHER if 0 in [word & _EVEN for word in words] else EntryKind.EVEN
 
     def _write(self, number: int, state: int, is_even: bool = False) -> None:
         self.mine[number % _WINDOW] = number << _NUMBER_SHIFT | is_even * _EVEN | state

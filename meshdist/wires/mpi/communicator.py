@@ -24,7 +24,7 @@ from ..messages import Mailbox, TagNumbers
 from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, followed
 from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall, Sizes, Tensors
 from ..registry import Opening, Wire, register_wire
-from .arrivals import Arrivals, Turnout
+from .arrivals import Arrivals, EntryKind
 from .connection import MpiConnection, MpiOperation
 from .datatypes import (
     MpiBuffers,
@@ -32,10 +32,10 @@ from .datatypes import (
     find_plan,
     mpi_type,
     op_of,
-    packed,
     plain_sums,
     plan_of,
-    unpacked,
+    view_or_pack,
+    view_or_unpack,
 )
 from .opening import forget, make_fast_path, open_link, watch
 from .staging import StagedCommunicator
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
-_EVEN = Turnout.EVEN
+_EVEN = EntryKind.EVEN
 
 
 class MpiCommunicator(Communicator):
@@ -116,7 +116,7 @@ class MpiCommunicator(Communicator):
         return self._reduce_blocks(prepared, prepared.inputs[0], None)
 
     def _reduce_scatter_list(self, prepared: PreparedCall) -> Operation:
-        whole, give_back = packed(prepared.inputs, self.scratch)
+        whole, give_back = view_or_pack(prepared.inputs, self.scratch)
         sizes = [part.numel() for part in prepared.inputs]
         return followed(self._reduce_blocks(prepared, whole, sizes), give_back)
 
@@ -163,7 +163,7 @@ class MpiCommunicator(Communicator):
         sizes = [output.numel() for output in outputs]
         if sum(sizes) * tensor.itemsize > self._buffers.most:
             return self.build(prepared)
-        whole, unpack = unpacked(outputs, self.scratch)
+        whole, unpack = view_or_unpack(outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = self._buffers.moved(tensor), self._buffers.cut(whole, sizes)
         return self._collective("Allgatherv", prepared, (whole, tensor), unpack, *buffers)
@@ -173,7 +173,7 @@ class MpiCommunicator(Communicator):
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Gather", prepared, tensor, None, mine(tensor), None, root)
-        whole, unpack = unpacked(prepared.outputs, self.scratch)
+        whole, unpack = view_or_unpack(prepared.outputs, self.scratch)
         tensor = apart(tensor, whole)
         buffers = mine(tensor), mine(whole, self.size)
         return self._collective("Gather", prepared, (whole, tensor), unpack, *buffers, root)
@@ -183,7 +183,7 @@ class MpiCommunicator(Communicator):
         mine = self._buffers.moved
         if self.rank != root:
             return self._collective("Scatter", prepared, tensor, None, None, mine(tensor), root)
-        whole, give_back = packed(prepared.inputs, self.scratch)
+        whole, give_back = view_or_pack(prepared.inputs, self.scratch)
         whole = apart(whole, tensor)
         buffers = mine(whole, self.size), mine(tensor)
         return self._collective("Scatter", prepared, (whole, tensor), give_back, *buffers, root)
@@ -206,8 +206,8 @@ class MpiCommunicator(Communicator):
         messages = [self.start(message) for message in large]
         outputs, inputs = _without_large(outputs, most), _without_large(inputs, most)
         takes, gives = ([x.numel() for x in some] for some in (outputs, inputs))
-        whole, unpack = unpacked(outputs, self.scratch)
-        together, give_back = packed(inputs, self.scratch)
+        whole, unpack = view_or_unpack(outputs, self.scratch)
+        together, give_back = view_or_pack(inputs, self.scratch)
         started = self._exchange(prepared, whole, apart(together, whole), takes, gives)
 
         return followed(Chain([*messages, started], unpack), give_back)
@@ -349,9 +349,9 @@ class MpiCommunicator(Communicator):
             of_one_size = buffers if is_even else ()  # of which MPI's alltoall takes a single count
             even = tuple([(memory, counts[0], kind) for memory, (counts, _), kind in of_one_size])
             even_call = self._comm.Alltoall
-            turnout = arrivals.enter(prepared.waits, prepared.timeout, is_even=is_even)
-            if turnout:  # from here to MPI's call no handler of a signal runs
-                if turnout is _EVEN:  # faster than with sizes for each
+            entry_kind = arrivals.enter(prepared.waits, prepared.timeout, is_even=is_even)
+            if entry_kind:  # from here to MPI's call no handler of a signal runs
+                if entry_kind is _EVEN:  # faster than with sizes for each
                     call, arguments = even_call, even
                 arrivals.stay_inside(call, arguments, prepared.timeout)
                 if then is not None:

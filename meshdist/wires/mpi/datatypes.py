@@ -82,7 +82,7 @@ class MpiBuffers:
         return whole.Commit()
 
 
-def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def view_or_pack(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """Return a flat tensor of all ``tensors``, and a function that frees it; None for a view."""
     whole = _in_a_row(tensors)
     if whole is not None:
@@ -92,7 +92,7 @@ def packed(tensors: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards
     return whole, partial(scratch.give, whole)
 
 
-def unpacked(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
+def view_or_unpack(outputs: Tensors, scratch: Scratch) -> tuple[torch.Tensor, Afterwards]:
     """Return a view of ``outputs`` and None; or other memory and a function to copy it there."""
     whole = _in_a_row(outputs)
     if whole is not None:

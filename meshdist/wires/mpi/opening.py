@@ -72,8 +72,8 @@ def _look_after_all() -> None:
     since: dict[Arrivals, tuple[int, Deadline]] = {}
     while True:
         time.sleep(_PERIOD_S)
-        stays = {group: group.find_stay() for group in tuple(_watched)}
-        inside = {group: stay for group, stay in stays.items() if stay is not None}
+        blocked = {group: group.find_blocked_collective() for group in tuple(_watched)}
+        inside = {group: found for group, found in blocked.items() if found is not None}
         since = {
             group: since[group]
             if group in since and since[group][0] == number
@@ -85,14 +85,14 @@ def _look_after_all() -> None:
                 _end_process(arrivals, inside[arrivals])
 
 
-def _end_process(arrivals: Arrivals, stay: tuple[int, float]) -> None:
-    """Explain why the collective ``stay`` is not finished; end the process if it still blocks."""
+def _end_process(arrivals: Arrivals, blocked: tuple[int, float]) -> None:
+    """Explain why a collective is not finished; end the process if it is still ``blocked``."""
     explain = _watched.get(arrivals)
     if explain is None:
         return
-    error = explain(WireTimeout(f"not finished after {stay[1]:g} s"), None)
-    if arrivals.find_stay() != stay:  # the group is broken, and the next verb on it says so
-        return
+    error = explain(WireTimeout(f"not finished after {blocked[1]:g} s"), None)
+    if arrivals.find_blocked_collective() != blocked:
+        return  # the group is broken, and the next verb on it says so
     _end_with(error, arrivals.link.opening)
 
 

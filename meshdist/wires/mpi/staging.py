@@ -96,7 +96,7 @@ class StagedCommunicator(Communicator):
             is_next = self._queue.is_idle
             if not is_next or (events and not prepared.waits):
                 # The thread has to start others, too.
-                queued = _Queued(self, partial(self._begin, host.later(), events, then))
+                queued = _Queued(self, partial(self._begin, host.as_async(), events, then))
                 queued.job = self._queue.start(queued.run)
                 return queued
         return self._begin(host, events, then)

@@ -206,7 +206,7 @@ class ShmWire(Wire):
     across_hosts = "hierarchical"
     compares_calls = True
     communicator_kind = ShmCommunicator
-    descriptors_per_peer = 2  # its process's handle, and while members meet a connection
+    descriptors_per_peer = 2  # its process's pidfd, and while members meet a connection
 
     def is_available(self) -> bool:
         return _core is not None
@@ -264,9 +264,9 @@ def _check_room(num_bytes: int) -> None:
 
 def _attach_memory(shared: Shared) -> Any:
     """Map and return memory for buffers; close the handles of processes, which it does not need."""
-    for handle in shared.processes:
-        if handle >= 0:
-            os.close(handle)
+    for pidfd in shared.processes:
+        if pidfd >= 0:
+            os.close(pidfd)
     return _core.Memory(shared.memory)
 
 

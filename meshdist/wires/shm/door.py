@@ -197,9 +197,9 @@ class Door:
 
 
 def enter(
-    connection: socket.socket, address: str, place: int, handle: int, deadline: Deadline
+    connection: socket.socket, address: str, place: int, pidfd: int, deadline: Deadline
 ) -> bool:
-    """Send ``place`` and a pidfd ``handle`` to the door at ``address``; False if another user's."""
+    """Send ``place`` and a ``pidfd`` to the door at ``address``; False if another user's."""
     try:
         name, secret = address.split()
         greeting = _GREETING.pack(bytes.fromhex(secret), place)
@@ -212,7 +212,7 @@ def enter(
     if _peer_user(connection) != os.getuid():
         return False
     with suppress(ConnectionError):  # a member that is turned away still has an answer to read
-        send_part(connection, greeting, [handle], deadline)
+        send_part(connection, greeting, [pidfd], deadline)
     return True
 
 

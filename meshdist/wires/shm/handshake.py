@@ -1,8 +1,8 @@
 """How processes of one host come to share memory, or learn together that they cannot.
 
 The first member makes the memory and a Unix socket without a file (``door``), and writes the
-socket's address to the store. Each member connects and sends a handle to its own process (a pidfd).
-When all have connected, each gets the memory and all handles, and confirms that it has mapped them.
+socket's address to the store. Each member connects and sends a pidfd, a handle to its own process.
+When all have connected, each gets the memory and all pidfds, and confirms that it has mapped them.
 A member that fails writes its reason to the store, where the first reason stays, and disconnects:
 so in the end all members share, or all raise the same reason.
 """
@@ -116,7 +116,7 @@ class _Member:
             self.store.set(_ADDRESS, "")
             raise
         self.store.set(_ADDRESS, door.address)
-        handles = {0: own}
+        pidfds = {0: own}
         connections: dict[socket.socket, int] = {}
         while door.awaited:
             for socket_ in self._ready([*door.watched(), *connections], door.awaited):
@@ -126,12 +126,12 @@ class _Member:
                 with _as_trouble(self.ranks[0], "a member"):
                     came = door.look(socket_)
                 if came is not None:
-                    member, connection, handle = came
+                    member, connection, pidfd = came
                     self.stack.enter_context(connection)
-                    held.append(handle)
-                    handles[member], connections[connection] = handle, member
+                    held.append(pidfd)
+                    pidfds[member], connections[connection] = pidfd, member
         door.close()
-        in_order = [handles[member] for member in range(len(self.ranks))]
+        in_order = [pidfds[member] for member in range(len(self.ranks))]
         with _as_trouble(self.ranks[0], "a member"):
             for connection in connections:
                 send(connection, 0, [memory, *in_order], self.deadline)
@@ -167,10 +167,10 @@ class _Member:
                 if answer == OF_ANOTHER_USER:
                     raise PermissionError(f"rank {self.ranks[0]} runs as another user")
                 raise OSError(f"rank {self.ranks[0]} has sent {len(files)} files")
-            memory, *handles = files
-            os.close(handles[self.rank])
-            handles[self.rank] = -1
-            self.attach(Shared(memory, tuple(handles)))
+            memory, *pidfds = files
+            os.close(pidfds[self.rank])
+            pidfds[self.rank] = -1
+            self.attach(Shared(memory, tuple(pidfds)))
             send(connection, self.rank, [], self.deadline)
             receive(connection, self.deadline)
 

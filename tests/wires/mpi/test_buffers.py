@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshdist.wires.mpi.datatypes import MpiBuffers, packed, unpacked
+from meshdist.wires.mpi.datatypes import MpiBuffers, view_or_pack, view_or_unpack
 from tests.inner import Scratch, load_mpi
 
 
 def test_parts_in_a_row_are_one_view_and_others_are_copied() -> None:
     x = torch.arange(6.0)
-    whole, give_back = packed(list(x.split([1, 0, 2, 3])), Scratch())
+    whole, give_back = view_or_pack(list(x.split([1, 0, 2, 3])), Scratch())
     assert whole.data_ptr() == x.data_ptr() and torch.equal(whole, x) and give_back is None
-    whole, give_back = packed([x[3:], x[:3]], Scratch())
+    whole, give_back = view_or_pack([x[3:], x[:3]], Scratch())
     assert whole.tolist() == [3.0, 4.0, 5.0, 0.0, 1.0, 2.0] and give_back is not None
 
 
@@ -23,7 +23,7 @@ def test_parts_in_a_row_are_one_view_and_others_are_copied() -> None:
 def test_taken_apart_again(dtype: torch.dtype) -> None:
     data = torch.arange(5).to(dtype)
     outputs = [torch.empty(2, dtype=dtype), torch.empty((3, 1), dtype=dtype)]
-    whole, take_apart = unpacked(outputs, Scratch())
+    whole, take_apart = view_or_unpack(outputs, Scratch())
     assert take_apart is not None
     whole.copy_(data)
     take_apart()

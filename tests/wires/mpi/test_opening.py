@@ -71,7 +71,7 @@ def test_the_watchdog_ends_no_process_whose_call_has_ended(monkeypatch: pytest.M
     ended: list[tuple[str, str]] = []
     monkeypatch.setattr(module, "_end_with", lambda error, of: ended.append((str(error), of)))
     stays = [(3, 2.0)]
-    arrivals: Any = SimpleNamespace(find_stay=lambda: stays[0])
+    arrivals: Any = SimpleNamespace(find_blocked_collective=lambda: stays[0])
     arrivals.link = SimpleNamespace(opening="its opening")
     watched: dict[Any, Any] = {}
     monkeypatch.setattr(module, "_watched", SimpleNamespace(get=lambda _: watched.get("group")))
