@@ -157,8 +157,8 @@ class Attempt:
         generation, agreed = parse_value("open", held, lambda it: (int(it[0]), int(it[1])))
         self._terms = held.decode()
         if agreed != self.size:
-            keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
-            self._fail(keys, generation, self._disagreement(agreed), agreed)
+            generation_store = PrefixStore(f"{self.prefix}/{generation}", self.handle)
+            self._fail(generation_store, generation, self._disagreement(agreed), agreed)
             self._pass_over(generation)
             return self._enter()
         return generation
@@ -169,49 +169,51 @@ class Attempt:
 
     def try_generation(self, generation: int) -> Rendezvous | None:
         """Return the world, None if it is stale or closed; raise RendezvousError if it failed."""
-        keys = PrefixStore(f"{self.prefix}/{generation}", self.handle)
-        mine = self._claim(keys, generation)
+        generation_store = PrefixStore(f"{self.prefix}/{generation}", self.handle)
+        mine = self._claim(generation_store, generation)
         if mine is None:
             return None
         try:
             outcome = None
-            _, is_last = self._heads.count(keys.add, "joined", mine)
+            _, is_last = self._heads.count(generation_store.add, "joined", mine)
             if is_last:
-                keys.set("full", "1")
-            if not is_last and not self._wait_for(keys, "full"):
-                outcome = self._give_up(keys, self._missing)
-            elif self._heads.count(keys.add, "confirmed", mine)[1]:
-                outcome = self._complete(keys)
-            elif not self._wait_for(keys, "state"):
-                outcome = self._give_up(keys, self._silent)
-            return self._conclude(keys, generation, mine, outcome)
+                generation_store.set("full", "1")
+            if not is_last and not self._wait_for(generation_store, "full"):
+                outcome = self._give_up(generation_store, self._missing)
+            elif self._heads.count(generation_store.add, "confirmed", mine)[1]:
+                outcome = self._complete(generation_store)
+            elif not self._wait_for(generation_store, "state"):
+                outcome = self._give_up(generation_store, self._silent)
+            return self._conclude(generation_store, generation, mine, outcome)
         except KeyboardInterrupt:
-            self._resolve(keys, _failure(f"rank {mine} was interrupted", where=str(self._card)))
+            self._resolve(
+                generation_store, _failure(f"rank {mine} was interrupted", where=str(self._card))
+            )
             self._pass_over(generation)
             raise
 
-    def _claim(self, keys: Store, generation: int) -> int | None:
+    def _claim(self, generation_store: Store, generation: int) -> int | None:
         """Claim a rank by this process's card; return the rank, or None in a closed generation."""
         about = {"local_rank": self.local_rank, "wires": sorted(self.wires), "serves": self.serves}
         about["is_server"] = self.handle.is_served_here
         text = json.dumps({**self._card.to_json(), **about, "by": secrets.token_hex(8)})
         while True:
-            rank = keys.add("arrived", 1) - 1 if self.rank is None else self.rank
+            rank = generation_store.add("arrived", 1) - 1 if self.rank is None else self.rank
             if rank >= self.size:
-                if not self._wait_for(keys, "state"):
-                    self._raise(self._missing(keys))
+                if not self._wait_for(generation_store, "state"):
+                    self._raise(self._missing(generation_store))
                 return None
-            found = keys.compare_set(f"card/{rank}", "", text)
+            found = generation_store.compare_set(f"card/{rank}", "", text)
             if found == text.encode():
                 return rank
             if self.rank is not None:
                 break
         other = parse_value(f"card/{rank}", found, ProcessCard.from_json)
-        if keys.check(["state"]):
+        if generation_store.check(["state"]):
             return None
         if self.is_unique or is_alive(other) is False:
             # Left by a process that has ended: this generation can never be complete.
-            self._resolve(keys, {"kind": "stale"})
+            self._resolve(generation_store, {"kind": "stale"})
             return None
         failure = _failure(
             f"rank {rank} was claimed by two processes",
@@ -221,10 +223,10 @@ class Attempt:
             fix="give each process its own rank; or, if a job that has crashed used this "
             "store, start with a new address, file or store",
         )
-        self._fail(keys, generation, failure, self.size)
+        self._fail(generation_store, generation, failure, self.size)
         return None
 
-    def _wait_for(self, keys: Store, key: str) -> bool:
+    def _wait_for(self, generation_store: Store, key: str) -> bool:
         """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
         notice = Grace(_NOTICE_S)
 
@@ -233,33 +235,37 @@ class Attempt:
             if notice.is_over:
                 notice = Grace(float("inf"))
                 # The first of the ranks that wait tells which others are missing.
-                if key == "full" and keys.add("noticed", 1) == 1:
-                    absent = ranks_text(self._absent(keys, "joined"))
+                if key == "full" and generation_store.add("noticed", 1) == 1:
+                    absent = ranks_text(self._absent(generation_store, "joined"))
                     limit_s = f"{self.timeout.total_seconds():g} s"
                     text = f"{absent} to join the world of {self.size}; the timeout is {limit_s}"
                     _log.warning("meshdist: the ranks have waited for %g s for %s", _NOTICE_S, text)
 
-        return await_key(keys, key, self._deadline, look)
+        return await_key(generation_store, key, self._deadline, look)
 
     def _give_up(
-        self, keys: Store, make_outcome: Callable[[Store], dict[str, Any]]
+        self, generation_store: Store, make_outcome: Callable[[Store], dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return ``make_outcome(keys)``; None where another rank has written an outcome first."""
-        is_told = keys.add("gave up", 1) > 1 and await_key(keys, "state", Grace(_TELLING_S))
-        return None if is_told else make_outcome(keys)
+        """Return the made outcome; None where another rank has written an outcome first."""
+        is_told = generation_store.add("gave up", 1) > 1 and await_key(
+            generation_store, "state", Grace(_TELLING_S)
+        )
+        return None if is_told else make_outcome(generation_store)
 
-    def _resolve(self, keys: Store, outcome: dict[str, Any]) -> None:
+    def _resolve(self, generation_store: Store, outcome: dict[str, Any]) -> None:
         """Close the generation with ``outcome``, unless another rank has done so."""
         text = json.dumps({**outcome, "by": secrets.token_hex(8)})
-        if keys.compare_set("state", "", text) == text.encode():
-            keys.set("full", "1")  # ranks that wait for the others look at the state now
+        if generation_store.compare_set("state", "", text) == text.encode():
+            generation_store.set(
+                "full", "1"
+            )  # ranks that wait for the others look at the state now
 
     def _conclude(
-        self, keys: Store, generation: int, rank: int, outcome: dict[str, Any] | None
+        self, generation_store: Store, generation: int, rank: int, outcome: dict[str, Any] | None
     ) -> Rendezvous | None:
         if outcome is not None:
-            self._resolve(keys, outcome)
-        state = _state(keys, self.size)
+            self._resolve(generation_store, outcome)
+        state = _state(generation_store, self.size)
         if outcome is not None or state["kind"] != "complete":
             self._pass_over(generation)
         if state["kind"] == "stale":
@@ -288,25 +294,29 @@ class Attempt:
             self.origin,
         )
 
-    def _fail(self, keys: Store, generation: int, failure: dict[str, Any], size: int) -> None:
+    def _fail(
+        self, generation_store: Store, generation: int, failure: dict[str, Any], size: int
+    ) -> None:
         """Close an open generation with ``failure``; raise the error that closed it, if any did."""
-        self._resolve(keys, failure)
+        self._resolve(generation_store, failure)
         self._pass_over(generation)
-        self._raise(_state(keys, size))
+        self._raise(_state(generation_store, size))
 
     def _raise(self, state: dict[str, Any]) -> None:
         if state["kind"] == "failed":
             raise RendezvousError(state["summary"], **state["fields"])
 
-    def _card_of(self, keys: Store, rank: int) -> ProcessCard | None:
-        value = find_value(keys, f"card/{rank}")
+    def _card_of(self, generation_store: Store, rank: int) -> ProcessCard | None:
+        value = find_value(generation_store, f"card/{rank}")
         if value is None:
             return None
         return parse_value(f"card/{rank}", value, ProcessCard.from_json)
 
-    def _complete(self, keys: Store) -> dict[str, Any]:
+    def _complete(self, generation_store: Store) -> dict[str, Any]:
         """Return the world's facts from every rank's card, or "stale" if a process has ended."""
-        seen = read_jsons(keys, [f"card/{rank}" for rank in range(self.size)], _parse_card)
+        seen = read_jsons(
+            generation_store, [f"card/{rank}" for rank in range(self.size)], _parse_card
+        )
         cards = [card for card, _ in seen]
         values = [value for _, value in seen]
         if any(is_alive(card) is False for card in cards):
@@ -326,13 +336,15 @@ class Attempt:
             "served_by": served_by,
         }
 
-    def _missing(self, keys: Store) -> dict[str, Any]:
-        absent = self._absent(keys, "joined")
+    def _missing(self, generation_store: Store) -> dict[str, Any]:
+        absent = self._absent(generation_store, "joined")
         present = sorted(set(range(self.size)).difference(absent))
         if not absent:
-            found = {rank: self._card_of(keys, rank) for rank in present}
+            found = {rank: self._card_of(generation_store, rank) for rank in present}
             if ended := [rank for rank, card in found.items() if card and is_alive(card) is False]:
-                return self._silent(keys, ended)  # they were counted, and could not say so
+                return self._silent(
+                    generation_store, ended
+                )  # they were counted, and could not say so
             return _failure(
                 f"the last ranks of the world of {self.size} came after "
                 f"{self.timeout.total_seconds():g} s, when others had given up",
@@ -342,7 +354,7 @@ class Attempt:
             )
         ranks = ranks_text(absent)
         verb = "has" if len(absent) == 1 else "have"
-        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in present[:8]]
+        cards = [f"rank {rank}: {self._card_of(generation_store, rank)}" for rank in present[:8]]
         more = ["..."] if len(present) > 8 else []
         return _failure(
             f"{ranks} {verb} not joined the world of {self.size} within "
@@ -354,13 +366,13 @@ class Attempt:
             "more time: init_process_group(timeout=timedelta(minutes=30))",
         )
 
-    def _silent(self, keys: Store, absent: list[int] | None = None) -> dict[str, Any]:
-        absent = absent or self._absent(keys, "confirmed")
+    def _silent(self, generation_store: Store, absent: list[int] | None = None) -> dict[str, Any]:
+        absent = absent or self._absent(generation_store, "confirmed")
         if not absent:  # the last rank has ended before it told the others, maybe on another host
-            found = {rank: self._card_of(keys, rank) for rank in range(self.size)}
+            found = {rank: self._card_of(generation_store, rank) for rank in range(self.size)}
             absent = [rank for rank, card in found.items() if not (card and is_alive(card))]
         ranks = ranks_text(absent)
-        cards = [f"rank {rank}: {self._card_of(keys, rank)}" for rank in absent[:8]]
+        cards = [f"rank {rank}: {self._card_of(generation_store, rank)}" for rank in absent[:8]]
         return _failure(
             f"{ranks} came to the world of {self.size}, and then fell silent",
             where=self.origin,
@@ -369,8 +381,8 @@ class Attempt:
             fix=f"look at the output of {ranks}, and start the job again at a new address",
         )
 
-    def _absent(self, keys: Store, counter: str) -> list[int]:
-        return self._heads.find_absent(partial(read_number, keys), [counter])
+    def _absent(self, generation_store: Store, counter: str) -> list[int]:
+        return self._heads.find_absent(partial(read_number, generation_store), [counter])
 
     def _disagreement(self, agreed: int) -> dict[str, Any]:
         process = "a process" if self.rank is None else f"rank {self.rank}"
@@ -403,7 +415,7 @@ def _parse_card(value: dict[str, Any]) -> tuple[ProcessCard, dict[str, Any]]:
     }
 
 
-def _state(keys: Store, size: int) -> dict[str, Any]:
+def _state(generation_store: Store, size: int) -> dict[str, Any]:
     """Return a closed generation's outcome, of ``size`` ranks; raise StoreError if malformed."""
 
     def parse(value: dict[str, Any]) -> dict[str, Any]:
@@ -424,7 +436,7 @@ def _state(keys: Store, size: int) -> dict[str, Any]:
             "served_by": served_by and ProcessCard.from_json(served_by),
         }
 
-    return parse_value("state", find_value(keys, "state") or b"", parse)
+    return parse_value("state", find_value(generation_store, "state") or b"", parse)
 
 
 def _failure(summary: str, **fields: str) -> dict[str, Any]:

@@ -271,8 +271,8 @@ _used_contexts: list[ContextVar[World | None]] = []
 """``_of_context``, once any thread has a world of its own: till then no call need ask it."""
 
 
-def places_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
-    """Return two lists, updated in place: the worlds' ContextVar, if used; the process's group."""
+def live_lists_of_worlds() -> tuple[list[ContextVar[World | None]], list[Closable | None]]:
+    """Return, as live lists, the worlds' ContextVar, if used, and the process's group."""
     return _used_contexts, _group_of_process
 
 

@@ -242,7 +242,7 @@ def find_files(path: str) -> tuple[str, dict[str, int], str | None]:
             "no checkpoint is here",
             where=path,
             expected=f"a folder with {NAME}, or with files of safetensors; or such a file",
-            found=_kind_of(path),
+            found=_found_text(path),
             fix=None
             if not (steps := sorted(find_steps(path)))
             else "it is the root of a "
@@ -282,8 +282,8 @@ def lock_folder(path: str) -> int | None:
     return _lock_file(os.path.join(path, ".lock"), os.O_CREAT)
 
 
-def _kind_of(path: str) -> str:
-    """Return words for what is at ``path``, no checkpoint: a folder, another file, or nothing."""
+def _found_text(path: str) -> str:
+    """Return a text on what lies at ``path`` in place of a checkpoint."""
     if os.path.isdir(path):
         return "a folder without these"
     return "another file" if os.path.lexists(path) else "nothing of this name"

@@ -107,19 +107,19 @@ class Members:
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
             self._raise_difference(facts)
 
-    def gather(self, told: Any) -> list[Any] | None:
+    def gather(self, value: Any) -> list[Any] | None:
         """Return all members' JSON values, in order, on the first, else None; collective."""
         if self.group is None:
-            return [told]
+            return [value]
         of_all: list[Any] | None = [None] * len(self.ranks) if self.is_first else None
-        gather_object(told, of_all, group=self.group, group_dst=0)
+        gather_object(value, of_all, group=self.group, group_dst=0)
         return of_all
 
-    def share(self, told: Any) -> Any:
-        """Return the first member's JSON value ``told`` on all; collective."""
+    def share(self, value: Any) -> Any:
+        """Return the first member's JSON value ``value`` on all; collective."""
         if self.group is None:
-            return told
-        box = [told]
+            return value
+        box = [value]
         broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
@@ -165,21 +165,21 @@ class MembersInStore:
         self._world, self._members, self._name = world, members, name
         self._endings = Endings(world)
 
-    def gather(self, told: Any) -> list[Any] | None:
-        """Send ``told`` to the first member; return all members' values there, else None."""
+    def gather(self, value: Any) -> list[Any] | None:
+        """Send ``value`` to the first member; return all members' values there, else None."""
         members = self._members
         if not members.is_first:
-            self._world.store.set(self._key(members.rank), json.dumps(told))
+            self._world.store.set(self._key(members.rank), json.dumps(value))
             return None
-        return [told, *map(self._take, members.ranks[1:])]
+        return [value, *map(self._take, members.ranks[1:])]
 
-    def share(self, told: Any) -> Any:
-        """Return the first member's JSON value ``told`` on all members; others wait for it."""
+    def share(self, value: Any) -> Any:
+        """Return the first member's JSON value ``value`` on all members; others wait for it."""
         members = self._members
         if not members.is_first:
             return self._read(members.ranks[0])
-        self._world.store.set(self._key(members.rank), json.dumps(told))
-        return told
+        self._world.store.set(self._key(members.rank), json.dumps(value))
+        return value
 
     def forget(self) -> None:
         """Delete the shared value from the store, on the first member; all have read it."""
@@ -188,9 +188,9 @@ class MembersInStore:
                 self._world.store.delete_key(self._key(self._members.rank))
 
     def _take(self, rank: int) -> Any:
-        told = self._read(rank)
+        value = self._read(rank)
         self._world.store.delete_key(self._key(rank))
-        return told
+        return value
 
     def _read(self, rank: int) -> Any:
         store, key = self._world.store, self._key(rank)

@@ -21,7 +21,7 @@ import torch
 import torch.autograd.profiler as profiler
 from torch.autograd import forward_ad
 
-from ..bootstrap.world import places_of_worlds
+from ..bootstrap.world import live_lists_of_worlds
 from ..checking.program import end_here, run_unnested
 from ..errors import MeshdistError
 from ..groups.process_group import ProcessGroup, resolve_group
@@ -148,7 +148,7 @@ def _run_slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def _surroundings() -> Any:
     """Return the modules and variables that the native core reads before each call."""
-    contexts, group_of_process = places_of_worlds()
+    contexts, group_of_process = live_lists_of_worlds()
     return core.Surroundings(
         profiler=vars(profiler),
         forward_ad=vars(forward_ad),

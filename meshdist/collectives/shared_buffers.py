@@ -85,7 +85,7 @@ def shared_empty(
             fix="ask for less, or use torch.empty: verbs take such tensors, too",
         ) from None
     except BaseException as error:
-        raise channel.failed(error) from None
+        raise channel.explained(error) from None
     return memory.view(dtype).view(like.shape)
 
 

@@ -131,7 +131,7 @@ class Channel:
         # In a join context are members that know only how much is sent.
         return self.opened.sees_all_calls and self.guard is None
 
-    def failed(self, error: BaseException) -> BaseException:
+    def explained(self, error: BaseException) -> BaseException:
         """Return ``error``, or its explanation if a wire or a signal's handler raised ``error``."""
         if isinstance(error, WireFailure):
             return self.explain(error)
@@ -228,7 +228,7 @@ class Channel:
             operation, then = self.communicator.start(prepared), prepared.then
             prepared.operation = operation if then is None else followed(operation, then)
         except BaseException as error:
-            raise self._failed(prepared, error) from None
+            raise self._error_of_call(prepared, error) from None
 
     def start_together(self, messages: Sequence[PreparedCall]) -> None:
         """Start sends and receives in a batch without order; ``finish`` or a Work awaits each."""
@@ -246,7 +246,7 @@ class Channel:
         except BaseException as error:
             if left is not None and isinstance(error, WireTimeout):
                 error = WireTimeout.after(prepared.timeout)
-            raise self._failed(prepared, error) from None
+            raise self._error_of_call(prepared, error) from None
         if prepared.is_elsewhere or prepared.foreign:
             prepared.finish_here()
 
@@ -327,9 +327,9 @@ class Channel:
             self._note(call)
         _, _, prepared.number = recorder.counts
         if failed is not None:
-            raise self._failed(prepared, failed) from None
+            raise self._error_of_call(prepared, failed) from None
 
-    def _failed(self, prepared: PreparedCall, error: BaseException) -> BaseException:
+    def _error_of_call(self, prepared: PreparedCall, error: BaseException) -> BaseException:
         """Return the error to raise for a failed call: ``error``, or an explained WireFailure."""
         if isinstance(error, WireFailure):
             error.limit = prepared.timeout
@@ -337,7 +337,7 @@ class Channel:
         # A message that a handler leaves may still come. A receive from any host would take another
         # message then, so that it breaks the group.
         stays = prepared.is_message and not (prepared.root is None and self.spans_hosts)
-        return error if stays else self.failed(error)
+        return error if stays else self.explained(error)
 
     def is_broken(self) -> bool:
         """Return whether the group failed or was aborted, so that every call on it is refused."""
@@ -425,7 +425,7 @@ class Channel:
                 device = self.device_type if first is None else first.device
                 self._compare_by_a_round(call.header, sent, taken, device)
         except BaseException as error:
-            raise self.failed(error) from None
+            raise self.explained(error) from None
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""

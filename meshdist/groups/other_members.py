@@ -38,7 +38,7 @@ __all__ = ["LateMembers", "MembersOfWorld", "silent_ranks", "wait_notice"]
 
 T = TypeVar("T")
 
-_BY_THE_FIRST_S = 4.0  # it asks for two seconds at most
+_FIRST_ANSWER_S = 4.0  # it asks for two seconds at most
 _LIFE_SIGN_S = 1.0
 _LEAVING_S = 1.0
 _STOPPED = "is stopped, by SIGSTOP or a debugger"
@@ -67,7 +67,7 @@ class MembersOfWorld(OtherMembers):
         if comparison is None or self.is_closed or self.find_abort() is not None:
             return
 
-        def find() -> list[Any]:
+        def compare() -> list[Any]:
             try:
                 comparison.compare_now()
             except MembersDisagree as failure:
@@ -75,7 +75,7 @@ class MembersOfWorld(OtherMembers):
             return []
 
         with suppress(StoreError, ValueError, TypeError, LookupError):  # others may write junk
-            found, _ = self._by_the_first(f"again/{comparison.last}", find, lambda it: list(it))
+            found, _ = self._first_answer(f"again/{comparison.last}", compare, list)
             if found:
                 first, last = map(int, found[1])
                 raise MembersDisagree("calls of hosts differ", int(found[0]), late=(first, last))
@@ -100,8 +100,8 @@ class MembersOfWorld(OtherMembers):
             return ""
         try:
             if not call.is_message and but is None:  # many may give up together
-                name, find = f"late/{call.sequence}", partial(self._find_grouped, call)
-                texts, _ = self._by_the_first(name, find, self._parse_grouped)
+                name, ask_all = f"late/{call.sequence}", partial(self._find_grouped, call)
+                texts, _ = self._first_answer(name, ask_all, self._parse_grouped)
             else:
                 missing = None if but is None else self._group.ranks[but]
                 texts = self.find_texts(call, [rank for rank in self.others if rank != missing])
@@ -135,17 +135,17 @@ class MembersOfWorld(OtherMembers):
             texts[rank] = line
         return texts
 
-    def _by_the_first(
-        self, name: str, find: Callable[[], T], parse: Callable[[Any], T]
+    def _first_answer(
+        self, name: str, make_answer: Callable[[], T], parse_answer: Callable[[Any], T]
     ) -> tuple[T, bool]:
-        """Return the first caller's ``find()``, stored as ``name``, and whether this was first."""
+        """Return the first caller's answer, stored as ``name``, and whether this was first."""
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
-        if is_first or not await_key(store, key, Grace(_BY_THE_FIRST_S)):
-            text = json.dumps(find())
+        if is_first or not await_key(store, key, Grace(_FIRST_ANSWER_S)):
+            text = json.dumps(make_answer())
             is_first = store.compare_set(key, "", text) == text.encode()
-        return read_json(store, key, parse), is_first
+        return read_json(store, key, parse_answer), is_first
 
     def ending(self, member: int) -> str:
         try:
@@ -191,7 +191,7 @@ class MembersOfWorld(OtherMembers):
         disagreement = {**disagreement, "where": where, "fix": fix}
         calls = {rank: FORGOTTEN if mine is None else mine.text}
 
-        def find() -> dict[str, str]:
+        def ask_others() -> dict[str, str]:
             answers = ask(self._world, asked, {"label": label, **about})
             for other in asked:
                 answer = answers.get(other)
@@ -204,7 +204,9 @@ class MembersOfWorld(OtherMembers):
             return {**disagreement, "found": found}
 
         try:
-            disagreement, is_first = self._by_the_first(DISAGREEMENT, find, parse_disagreement)
+            disagreement, is_first = self._first_answer(
+                DISAGREEMENT, ask_others, parse_disagreement
+            )
             reason = reason_of(disagreement)
             if is_first:
                 message = {"reason": reason, "group": self._group.name}

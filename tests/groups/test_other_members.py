@@ -175,7 +175,7 @@ def test_a_report_of_many_ranks_is_short(asked: Asked) -> None:
 def test_where_the_first_that_gives_up_ends_another_one_asks(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_members, "_BY_THE_FIRST_S", 0.1)
+    monkeypatch.setattr(other_members, "_FIRST_ANSWER_S", 0.1)
     store = HashStore()
     store.set("label/late/3/by", "1")
     asked.answers = {rank: answer(("label", 2)) for rank in range(3)}
