@@ -34,9 +34,9 @@ from .marks import num_bytes, recorded
 
 
 @lru_cache(maxsize=4096)  # the native core knows a title by its address, too
-def lax_title(verb: str, leaf: str, shape: torch.Size) -> str:
+def lax_title(verb: str, leaf_name: str, shape: torch.Size) -> str:
     """Return the title of a call of lax: "lax.psum((2, 3) at tree['w'])"."""
-    return f"lax.{verb}({tuple(shape)} at {leaf})"
+    return f"lax.{verb}({tuple(shape)} at {leaf_name})"
 
 
 def prepare(verb: str, group: Any, *given: Any, title: str = "") -> Collective:

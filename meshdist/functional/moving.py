@@ -73,8 +73,8 @@ def ragged_all_to_all(
     _check_here(operand, output, lists, group)
     starts, sent, places, taken = lists
     with outside_transforms():
-        arriving, offsets = _exchange_sizes(sent, places, group)
-        _check_everywhere(output, arriving, offsets, taken, group)
+        arriving_sizes, offsets = _exchange_sizes(sent, places, group)
+        _check_everywhere(output, arriving_sizes, offsets, taken, group)
     count = len(sent) // group.size()
     rows = operand.index_select(0, _rows(starts, sent, operand.device))
     title = f"lax.ragged_all_to_all(rows of {tuple(rows.shape[1:])})"
@@ -137,23 +137,22 @@ def _exchange_sizes(
 
 def _check_everywhere(
     output: torch.Tensor,
-    arriving: list[int],
+    arriving_sizes: list[int],
     offsets: list[int],
-    taken: list[int],
+    expected_sizes: list[int],
     group: ProcessGroup,
 ) -> None:
     """Raise the same error on every member unless the slices that come fit every output.
 
     Args:
-        arriving, offsets: the rows of each slice, and its first row in ``output``, as the senders
-            gave them.
-        taken: the rows that this rank expects in each slice.
+        arriving_sizes: the rows of each slice, as its sender gave them.
+        offsets: the first row of each slice in ``output``, likewise.
     """
     spans = sorted(
-        (start, start + size) for start, size in zip(offsets, arriving, strict=True) if size
+        (start, start + size) for start, size in zip(offsets, arriving_sizes, strict=True) if size
     )
     fault = 0
-    if arriving != taken:
+    if arriving_sizes != expected_sizes:
         fault = 1
     elif spans and max(end for _, end in spans) > output.shape[0]:
         fault = 2
@@ -237,25 +236,25 @@ def all_to_all(
     concat_axis: int = 0,
     *,
     tiled: bool = False,
-    leaf: str = "x",
+    leaf_name: str = "x",
 ) -> torch.Tensor:
     """Member j holds block j, along ``split_axis``, of every member's ``x``, joined; V -> V.
 
     Args:
         tiled: whether both axes are dims of the result; else the first goes, the second is new.
-        leaf: the name of ``x`` in reports.
+        leaf_name: the name of ``x`` in reports.
     """
     blocks, concat = blocks_to_exchange(x, group, split_axis, concat_axis, tiled)
-    title = lax_title("all_to_all", leaf, x.shape)
+    title = lax_title("all_to_all", leaf_name, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, title), concat, tiled=tiled)
 
 
 def pswapaxes(
-    x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, axis: int = 0, *, leaf_name: str = "x"
 ) -> torch.Tensor:
     """Return ``x`` with dim ``axis`` and the group's members swapped; V -> V."""
     blocks, dim = blocks_to_swap(x, group, axis)
-    title = lax_title("pswapaxes", leaf, x.shape)
+    title = lax_title("pswapaxes", leaf_name, x.shape)
     return stack_blocks(call_function(_AllToAll, blocks, group, title), dim, tiled=False)
 
 
@@ -279,20 +278,20 @@ def blocks_to_swap(x: torch.Tensor, group: ProcessGroup, axis: int) -> tuple[tor
 
 
 def ppermute(
-    x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[Any] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
     """Each destination in ``perm`` holds the ``x`` of its source, other members zeros; V -> V.
 
     Args:
         perm: pairs (source, destination) of places in the group.
-        leaf: the name of ``x`` in reports.
+        leaf_name: the name of ``x`` in reports.
     """
-    title = lax_title("ppermute", leaf, x.shape)
+    title = lax_title("ppermute", leaf_name, x.shape)
     return call_function(_Ppermute, x, group, _checked_pairs(perm, group), title)
 
 
 def pshuffle(
-    x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, perm: Sequence[int] = (), *, leaf_name: str = "x"
 ) -> torch.Tensor:
     """Member i holds the ``x`` of member ``perm[i]``, a permutation of all members; V -> V."""
     sources = _whole_numbers(perm, "pshuffle", "perm")
@@ -304,16 +303,16 @@ def pshuffle(
             fix="ppermute takes pairs that leave places out",
         )
     pairs = tuple((source, place) for place, source in enumerate(sources))
-    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf, x.shape))
+    return call_function(_Ppermute, x, group, pairs, lax_title("pshuffle", leaf_name, x.shape))
 
 
 def pbroadcast(
-    x: torch.Tensor, group: ProcessGroup, source: int = 0, *, leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, source: int = 0, *, leaf_name: str = "x"
 ) -> torch.Tensor:
     """Every member holds the ``x`` of member ``source``; V -> I."""
     last = group.size() - 1
     place = get_whole_number(source, "pbroadcast: source", 0, last, where=group.name)
-    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf, x.shape))
+    return call_function(_Pbroadcast, x, group, place, lax_title("pbroadcast", leaf_name, x.shape))
 
 
 def _whole_numbers(

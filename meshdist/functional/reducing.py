@@ -22,7 +22,8 @@ Every verb returns a new tensor that shares no memory with its argument, also wh
 alone in the group. Backward uses the group that forward used, whatever mesh is in force by then,
 and is itself made of these verbs, so that it can be differentiated again. A verb whose backward
 communicates must be run backward on every rank of the group. Each message, also of a backward, has
-a title, by which members compare the verb, ``leaf`` (where ``x`` stands in its tree) and its shape.
+a title, by which members compare the verb, ``leaf_name`` (where ``x`` stands in its tree) and its
+shape.
 """
 
 from __future__ import annotations
@@ -46,41 +47,41 @@ from .linear_function import LinearFunction, cut, get_dim, keep_line, note_compl
 from .value_checks import check_invariant, note_leaves
 
 
-def psum(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds the sum of all ``x`` (``leaf`` in reports), int32 for bool; V, U -> I."""
-    return call_function(_Psum, x, group, lax_title("psum", leaf, x.shape))
+def psum(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds the sum of all ``x``, as int32 for bool; V, U -> I."""
+    return call_function(_Psum, x, group, lax_title("psum", leaf_name, x.shape))
 
 
-def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
+def pmean(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds the mean of all members' ``x``, of integers in a float dtype; V -> I."""
-    title = lax_title("pmean", leaf, x.shape)
+    title = lax_title("pmean", leaf_name, x.shape)
     return call_function(_Psum, x, group, title) / group.size()
 
 
-def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
+def pmax(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds the elementwise largest of all members' ``x``; V -> I."""
-    return _extreme("pmax", x, group, ReduceOp.MAX, leaf)
+    return _extreme("pmax", x, group, ReduceOp.MAX, leaf_name)
 
 
-def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
+def pmin(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
     """Every member holds the elementwise smallest of all members' ``x``; V -> I."""
-    return _extreme("pmin", x, group, ReduceOp.MIN, leaf)
+    return _extreme("pmin", x, group, ReduceOp.MIN, leaf_name)
 
 
-def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf: str = "x") -> torch.Tensor:
-    """Every member holds its own copy of ``x`` (``leaf`` in reports), equal so far; I -> V."""
-    return call_function(_Pvary, x, group, lax_title("pvary", leaf, x.shape))
+def pvary(x: torch.Tensor, group: ProcessGroup, *, leaf_name: str = "x") -> torch.Tensor:
+    """Every member holds its own copy of ``x``, equal so far; I -> V."""
+    return call_function(_Pvary, x, group, lax_title("pvary", leaf_name, x.shape))
 
 
 def pcast(
-    x: torch.Tensor, group: ProcessGroup, *, to: str, source: str = "", leaf: str = "x"
+    x: torch.Tensor, group: ProcessGroup, *, to: str, source: str = "", leaf_name: str = "x"
 ) -> torch.Tensor:
     """Every member holds a copy of ``x`` as a value of another kind; raises for unknown casts.
 
     Args:
         to: "varying", "reduced" or "unreduced".
         source: the kind of ``x``; the first that the cast takes, where it is not given.
-        leaf: the path of ``x`` in a tree, which members' titles compare.
+        leaf_name: the path of ``x`` in a tree, which members' titles compare.
     """
     kinds = {KINDS[kind]: kind for kind in CASTS.get(to, ())}
     if not kinds or source not in ("", *kinds):
@@ -93,7 +94,7 @@ def pcast(
         )
     kind = kinds[source] if source else next(iter(kinds.values()))
     function = _Pvary if kind == "I" else _Recast
-    return call_function(function, x, group, lax_title("pcast", leaf, x.shape))
+    return call_function(function, x, group, lax_title("pcast", leaf_name, x.shape))
 
 
 _TO_INVARIANT = "psum, pmean or all_gather(..., to='invarying') make a value invariant"
@@ -106,7 +107,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: str = "varying",
-    leaf: str = "x",
+    leaf_name: str = "x",
 ) -> torch.Tensor:
     """Every member holds all members' ``x``, stacked or concatenated; V -> V, V -> R, V -> I.
 
@@ -122,7 +123,7 @@ def all_gather(
         )
     dim = get_dim(axis, x.dim() + (not tiled), "axis", "all_gather")
     gather = _AllGatherInvariant if to == "invarying" else _AllGather
-    title = lax_title("all_gather", leaf, x.shape)
+    title = lax_title("all_gather", leaf_name, x.shape)
     return stack_blocks(call_function(gather, x, group, title), dim, tiled=tiled)
 
 
@@ -132,12 +133,12 @@ def psum_scatter(
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    leaf: str = "x",
+    leaf_name: str = "x",
 ) -> torch.Tensor:
     """Each member holds its own block of the sum of all members' ``x``; V -> V, U -> V."""
     x = x.to(torch.int32) if x.dtype is torch.bool else x
     blocks = blocks_to_scatter(x, group, scatter_dimension, tiled)
-    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf, x.shape))
+    return call_function(_PsumScatter, blocks, group, lax_title("psum_scatter", leaf_name, x.shape))
 
 
 def blocks_to_scatter(
@@ -149,10 +150,10 @@ def blocks_to_scatter(
 
 
 def _extreme(
-    verb: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf: str
+    verb: str, x: torch.Tensor, group: ProcessGroup, op: ReduceKind, leaf_name: str
 ) -> torch.Tensor:
     check_reducible(op, x, verb)
-    title = lax_title(verb, leaf, x.shape)
+    title = lax_title(verb, leaf_name, x.shape)
     return call_function(_Extreme, x, group, op, verb, title)
 
 

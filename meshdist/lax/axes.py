@@ -24,7 +24,7 @@ AxisName: TypeAlias = str | tuple[str, ...] | DeviceMesh
 """An axis of the mesh in force, several of them flattened, or an axis as a 1-D mesh."""
 
 OnTensor: TypeAlias = Callable[..., Any]
-"""A function of a tensor, a group and the name of its ``leaf`` that returns a tensor."""
+"""A function of a tensor, a group and a ``leaf_name`` that returns a tensor."""
 
 _NUMBERS = (bool, int, float, complex)  # exactly these: numpy.float64 is a float, and an array
 _WIDE = {float: torch.float64, complex: torch.complex128}
@@ -101,7 +101,7 @@ def _on_leaves(
     leaves, tree = optree.tree_flatten(x)
     paths, names = _paths_and_names(tree)
     tensors = [
-        _sent(leaf, verb, path, axes, on_number)
+        _tensor_to_send(leaf, verb, path, axes, on_number)
         if on_number is not None and type(leaf) in _NUMBERS
         else as_tensor(leaf, argument=path, verb=verb, writable=False)
         for path, leaf in zip(paths, leaves, strict=True)
@@ -121,14 +121,14 @@ def _on_leaves(
             continue
         group = axes.open_group()
         if typed is None or text is None:
-            result = on_tensor(tensor, group, leaf=name)
+            result = on_tensor(tensor, group, leaf_name=name)
         else:
             result = typed.run(on_tensor, tensor, group, text, name)
         results.append(result.item() if type(leaf) in _NUMBERS else like(result, leaf))
     return tree.unflatten(results)
 
 
-def _sent(
+def _tensor_to_send(
     number: Any, verb: str, path: str, axes: DeviceMesh, on_number: Callable[[Any], Any]
 ) -> torch.Tensor | None:
     """Return ``on_number(number)`` as a 0-dim tensor to send, None for ``unsent``; or raise."""
@@ -238,7 +238,7 @@ def get_axes(
     """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
-    given, mesh = mesh, mesh or find_current_mesh()
+    given_mesh, mesh = mesh, mesh or find_current_mesh()
     mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
     names: Any = axis_name
     is_tuple = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
@@ -254,7 +254,7 @@ def get_axes(
         return mesh[names]
     except AxisError as error:
         fix = f"name the mesh that is meant: {verb}(..., mesh=mesh)"
-        raise with_hidden_mesh(error, given, fix) from None
+        raise with_hidden_mesh(error, given_mesh, fix) from None
 
 
 def _alone(verb: str, axis: DeviceMesh, mesh: DeviceMesh | None, argument: str) -> DeviceMesh:

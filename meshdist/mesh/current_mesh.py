@@ -37,15 +37,15 @@ def mesh_in_force(call: str, about: str = "", naming: str | None = None) -> Devi
 
 
 def with_hidden_mesh(
-    error: AxisError, given: object, fix: str = "name the mesh that is meant: mesh=..."
+    error: AxisError, given_mesh: object, fix: str = "name the mesh that is meant: mesh=..."
 ) -> AxisError:
     """Return ``error``, with a note where an outer ``with mesh:`` has the axis that is missing.
 
     Args:
-        given: the mesh that the call names; None where it takes the mesh in force.
+        given_mesh: the mesh that the call names; None where it takes the mesh in force.
         fix: how such a call names its mesh.
     """
-    if given is not None or not error.axis:
+    if given_mesh is not None or not error.axis:
         return error
     for outer in reversed(meshes_in_force.get()[:-1]):
         if error.axis in outer.axis_names:

@@ -54,24 +54,24 @@ def verb_steps(change: Change, coordinate: tuple[int, ...]) -> tuple[Step, ...]:
     """Return the steps of one rank for a change that ``has_product_form``."""
     steps: list[Step] = []
     mesh_sizes, shape = change.source.mesh_sizes, change.source.local_shape(coordinate)
-    spread = change.summed or change.moving
-    taken = _find_slice(change, coordinate, spread)
+    scatter_axes = change.summed or change.moving
+    taken = _find_slice(change, coordinate, scatter_axes)
     if taken is not None:
         steps.append(taken)
         shape = taken.shape
-    if spread:
-        group = group_at(spread, mesh_sizes, coordinate)
-        pack = _packing(change, spread, coordinate, shape)
+    if scatter_axes:
+        group = group_at(scatter_axes, mesh_sizes, coordinate)
+        pack = _packing(change, scatter_axes, coordinate, shape)
         part = shape = pack.shape[1:]
         if change.summed:
             steps.append(VerbStep(shape, *group, "reduce_scatter_tensor", part, pack))
         else:
-            unpack = _unpacking(change, spread, (), part)
+            unpack = _unpacking(change, scatter_axes, (), part)
             shape = unpack.shape
             steps.append(VerbStep(shape, *group, "all_to_all_single", part, pack, unpack))
     if change.gathered:
         group, part = group_at(change.gathered, mesh_sizes, coordinate), shape
-        unpack = _unpacking(change, change.gathered, spread, part)
+        unpack = _unpacking(change, change.gathered, scatter_axes, part)
         steps.append(VerbStep(unpack.shape, *group, "all_gather_into_tensor", part, unpack=unpack))
     if change.padded:
         steps.append(_pad(change, coordinate))
@@ -86,37 +86,40 @@ def group_at(
     return axes, size, place_along(axes, mesh_sizes, coordinate)
 
 
-def _find_slice(change: Change, coordinate: tuple[int, ...], spread: Sequence[int]) -> Take | None:
-    """Return the step that slices dims newly cut by axes not in ``spread``; None if none is."""
+def _find_slice(
+    change: Change, coordinate: tuple[int, ...], scatter_axes: Sequence[int]
+) -> Take | None:
+    """Return the step that slices dims newly cut by other axes than ``scatter_axes``, or None."""
     source, target = change.source.box(coordinate), change.target.box(coordinate)
     box = tuple(
-        own if not dim.new or not set(dim.new).isdisjoint(spread) else kept
+        own if not dim.new or not set(dim.new).isdisjoint(scatter_axes) else kept
         for dim, own, kept in zip(change.dims, source, target, strict=True)
     )
     return None if box == source else _take(box, source)
 
 
 def _packing(
-    change: Change, spread: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
+    change: Change, scatter_axes: Sequence[int], coordinate: Sequence[int], shape: Sequence[int]
 ) -> Arrangement:
-    """Return how to cut an array of the local ``shape`` into parts for members along ``spread``."""
+    """Return how to cut an array of the local ``shape`` into parts along ``scatter_axes``."""
     sizes = change.source.mesh_sizes
     view: list[int] = []
     taken: list[int | None] = []
     dim_of: dict[int, int] = {}  # of an axis, or of ~dim, in the view without what is taken
     for number, (dim, length) in enumerate(zip(change.dims, shape, strict=True)):
-        cut = [] if set(dim.new).isdisjoint(spread) else list(dim.new)
+        cut = [] if set(dim.new).isdisjoint(scatter_axes) else list(dim.new)
         for axis in cut:
             view.append(sizes[axis])
-            taken.append(None if axis in spread else coordinate[axis])
-            if axis in spread:
+            taken.append(None if axis in scatter_axes else coordinate[axis])
+            if axis in scatter_axes:
                 dim_of[axis] = taken.count(None) - 1
         view.append(length // math.prod(sizes[axis] for axis in cut))
         taken.append(None)
         dim_of[~number] = taken.count(None) - 1
-    order = [dim_of[axis] for axis in spread] + [dim_of[~number] for number in range(len(shape))]
+    order = [dim_of[axis] for axis in scatter_axes]
+    order += [dim_of[~number] for number in range(len(shape))]
     kept = [size for size, index in zip(view, taken, strict=True) if index is None]
-    members = math.prod(sizes[axis] for axis in spread)
+    members = math.prod(sizes[axis] for axis in scatter_axes)
     part = [kept[dim_of[~number]] for number in range(len(shape))]
     return Arrangement(tuple(view), tuple(taken), tuple(order), (members, *part))
 

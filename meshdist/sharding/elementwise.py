@@ -31,7 +31,7 @@ from ..typed_contexts.torch_functions import (
     OPERATIONS,
     Kind,
     TorchFunction,
-    has_own_rows,
+    shape_depends_on_values,
 )
 from .resharding import kinds_of
 from .shardings import array_type, mesh_text, sharding_of
@@ -306,7 +306,7 @@ class ElementwiseArray:
             raise matmul_refused(call, *args, *kwargs.values())
         if operation.writes or kwargs.get("out") is not None:
             raise _not_functional(call, "writing in place, or out=")
-        is_search = operation.kind is Kind.ROWS and has_own_rows(operation, args, kwargs)
+        is_search = operation.kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs)
         if is_search or not _is_elementwise(operation):
             raise _not_elementwise(call)
         linear_as = "" if kwargs.get("rounding_mode") is not None else name

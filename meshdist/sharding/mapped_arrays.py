@@ -107,17 +107,17 @@ def specs_of_leaves(name: str, side: str, specs: Any, tree: Any) -> list[Any]:
 
 
 def find_argument(
-    mesh: DeviceMesh, given: DeviceMesh | None, x: Any, spec: Any, path: str
+    mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: Any, spec: Any, path: str
 ) -> MappedArray | None:
     """Return an argument's array and sharding; None for a number, for None, or with ``spec`` None.
 
     Args:
-        given: the mesh that the program names; None where the mesh is that in force.
+        given_mesh: the mesh that the program names; None where the mesh is that in force.
     """
     if spec is None or x is None:
         return None
     if isinstance(x, ShardedArray):
-        _check_lies_so(mesh, given, x, spec, path)
+        _check_lies_so(mesh, given_mesh, x, spec, path)
         return MappedArray(x, path, x.sharding, x.shape)
     said = P() if spec is Infer else spec
     if type(x) in _NUMBERS:
@@ -137,7 +137,7 @@ def find_argument(
                 fix=f"pass md.ShardedArray({path}, sharding), which says how the shards lie",
             )
     shape = tuple(tensor.shape)
-    sharding = _sharding(mesh, given, tensor, said)
+    sharding = _sharding(mesh, given_mesh, tensor, said)
     if isinstance(said, str):  # whose groups are cut between whole parts
         try:
             side = size_side(said, mesh.layout, shape=shape, sizes={})
@@ -153,9 +153,9 @@ def find_argument(
 
 
 def _check_lies_so(
-    mesh: DeviceMesh, given: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
+    mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: ShardedArray, spec: Any, path: str
 ) -> None:
-    """Raise unless ``x`` lies on ``mesh`` as ``spec`` says; ``given`` and ``path`` serve errors."""
+    """Raise unless ``x`` lies on ``mesh`` as ``spec`` says."""
     if x.mesh != mesh:
         raise MeshError(
             f"it lies on another mesh, ({x.mesh.layout.axis_text()})",
@@ -165,7 +165,7 @@ def _check_lies_so(
     if spec is Infer:
         return
     local = as_tensor(x.local, argument=path, verb="shard_map", writable=False)
-    wanted = _sharding(mesh, given, local, spec)
+    wanted = _sharding(mesh, given_mesh, local, spec)
     here, there = x.sharding.placement(x.shape), wanted.placement(x.shape)
     # A spec says nothing about sizes: those of the array may be its own.
     if here != there and (wanted.shard_sizes or _axes(here) != _axes(there)):
@@ -182,9 +182,9 @@ def _axes(placement: Placement) -> tuple[Any, ...]:
 
 
 def _sharding(
-    mesh: DeviceMesh, given: DeviceMesh | None, x: torch.Tensor, spec: Any
+    mesh: DeviceMesh, given_mesh: DeviceMesh | None, x: torch.Tensor, spec: Any
 ) -> NamedSharding:
-    """Return the sharding on ``mesh`` that ``spec`` says, or raise; ``given`` is for errors."""
+    """Return the sharding on ``mesh`` that ``spec`` says, or raise."""
     key = ("shard_map", spec, x.dim(), x.dtype is torch.bool)
     found = mesh.caches.find(NamedSharding, key)
     if found is not None:
@@ -192,7 +192,7 @@ def _sharding(
     try:
         checked = checked_spec(x, spec, mesh.layout, "shard_map")
     except AxisError as error:
-        raise with_hidden_mesh(error, given) from None
+        raise with_hidden_mesh(error, given_mesh) from None
     if not isinstance(spec, NamedSharding):
         return mesh.caches.keep(NamedSharding, key, NamedSharding(mesh, checked))
     if spec.layout != mesh.layout:
@@ -209,7 +209,7 @@ def _sharding(
 
 def get_result(
     mesh: DeviceMesh,
-    given: DeviceMesh | None,
+    given_mesh: DeviceMesh | None,
     y: Any,
     spec: Any,
     path: str,
@@ -219,7 +219,7 @@ def get_result(
     """Return a result with its sharding, all shards being of one size, or raise.
 
     Args:
-        given: the mesh that the program names; None where the mesh is that in force.
+        given_mesh: the mesh that the program names; None where the mesh is that in force.
         is_typed: whether a tensor must be of the kinds that its spec says, and is cast to them.
     """
     if spec is None or spec is Infer:
@@ -230,7 +230,7 @@ def get_result(
         )
     with HiddenFromModes():
         tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
-        sharding = _sharding(mesh, given, tensor, spec)
+        sharding = _sharding(mesh, given_mesh, tensor, spec)
         shape = whole_shape(sharding, tuple(tensor.shape))
     if is_typed and isinstance(y, torch.Tensor):
         y = _cast(y, sharding)
@@ -344,8 +344,8 @@ def refuse(
     raise error
 
 
-def described(value: Any) -> str:
-    """Return a short text that describes an argument or a result in messages."""
+def value_text(value: Any) -> str:
+    """Return a short text on an argument or a result, for messages."""
     if isinstance(value, ShardedArray):
         return f"ShardedArray of shape {shape_text(value.shape)}"
     if isinstance(value, torch.Tensor):

@@ -45,9 +45,11 @@ def axes_of_marks(x: torch.Tensor, mesh: DeviceMesh, where: str) -> set[str]:
     owners: tuple[int, ...] = x.__dict__.get(RANKS_OF_OWNER, ())
     together = {*owners} & {*mesh.layout.ranks().ravel().tolist()}
     if len(together) > 1:
-        lines = {axis: mesh.get_group(axis).ranks for axis in mesh.axis_names}
-        owned = [axis for axis, line in lines.items() if len(line) > 1 and together >= {*line}]
-        if math.prod(len(lines[axis]) for axis in owned) != len(together):
+        ranks_along = {axis: mesh.get_group(axis).ranks for axis in mesh.axis_names}
+        owned = [
+            axis for axis, ranks in ranks_along.items() if len(ranks) > 1 and together >= {*ranks}
+        ]
+        if math.prod(len(ranks_along[axis]) for axis in owned) != len(together):
             raise AxisTypeError(
                 "einsum of a parameter whose wrapper averages over ranks that lie along no axes of "
                 "the einsum's mesh",
@@ -72,12 +74,14 @@ def axes_of_leaves(
     averaged = mesh.world.averaged
     found = []
     for number, (x, side) in enumerate(zip(operands, parse(text).operands, strict=True)):
-        lines = {}
+        ranks_along = {}
         if x.requires_grad and not x.is_leaf:
             free = [axis for axis in mesh.axis_names if axis not in side.axes]
-            lines = {axis: {*mesh.get_group(axis).ranks} for axis in free}
+            ranks_along = {axis: {*mesh.get_group(axis).ranks} for axis in free}
         asked = {
-            axis: line for axis, line in lines.items() if any(len(it & line) > 1 for it in averaged)
+            axis: ranks
+            for axis, ranks in ranks_along.items()
+            if any(len(it & ranks) > 1 for it in averaged)
         }
         where = f"operand {number} of einsum {text!r}"
         found.append(_axes_of_leaves(x, asked, mesh, where) if asked else ())
@@ -85,17 +89,17 @@ def axes_of_leaves(
 
 
 def _axes_of_leaves(
-    x: torch.Tensor, lines: Mapping[str, Collection[int]], mesh: DeviceMesh, where: str
+    x: torch.Tensor, ranks_along: Mapping[str, Collection[int]], mesh: DeviceMesh, where: str
 ) -> tuple[str, ...]:
     """Return the axes over which all leaves below ``x`` are marked; raise if only some are.
 
     Args:
-        lines: the ranks along each axis in question.
+        ranks_along: the ranks along each axis in question.
     """
-    asked = dict(lines)
+    asked = dict(ranks_along)
     leaves = []
     for node in _nodes_above(x):
-        asked = {axis: line for axis, line in asked.items() if not _moves_along(node, line)}
+        asked = {axis: ranks for axis, ranks in asked.items() if not _moves_among(node, ranks)}
         if not asked:
             return ()
         if hasattr(node, "variable"):
@@ -123,13 +127,13 @@ def _nodes_above(x: torch.Tensor) -> Iterator[Any]:
             open_nodes += [up for up, _ in node.next_functions]
 
 
-def _moves_along(node: Any, line: Collection[int]) -> bool:
-    """Return whether an autograd node is a verb of ours that moves data among ranks ``line``."""
+def _moves_among(node: Any, ranks: Collection[int]) -> bool:
+    """Return whether an autograd node is a verb of ours that moves data among ``ranks``."""
     function = getattr(type(node), "_forward_cls", None)
     if function is None or function.__module__.partition(".")[0] != _PACKAGE:
         return False
     rest = getattr(node, "rest", ())
-    return not (rest and isinstance(rest[0], Transfer)) or rest[0].moves_along(line)
+    return not (rest and isinstance(rest[0], Transfer)) or rest[0].moves_among(ranks)
 
 
 def _mixed(

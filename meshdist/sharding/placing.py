@@ -104,10 +104,10 @@ def reshard(
     known = None if shape is None else get_shape(shape, "reshard")
     target = None if is_pattern else mesh
 
-    def request(where: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
+    def request(found_mesh: DeviceMesh, local_shape: tuple[int, ...]) -> ReshardRequest:
         if isinstance(pattern, NamedSharding):
             return _request_between(pattern, target, local_shape, known, sizes)
-        return pattern_request(cast(str, pattern), where, local_shape, known, sizes)
+        return pattern_request(cast(str, pattern), found_mesh, local_shape, known, sizes)
 
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
@@ -255,9 +255,9 @@ def unshard(
         found = _find_resharding("unshard", tensor.shape, lies, mesh, more, request)
         result = found(tensor, False)
         return result if tensor is local else like(result, local)
-    where = _mesh_of("unshard", lies, mesh)
-    rank = checked_root(root, "unshard", where)
-    asked = _make_request(request, where, tuple(tensor.shape), mesh)
+    found_mesh = _mesh_of("unshard", lies, mesh)
+    rank = checked_root(root, "unshard", found_mesh)
+    asked = _make_request(request, found_mesh, tuple(tensor.shape), mesh)
     whole = RootedGather(asked, rank)(tensor)
     return None if whole is None else like(whole, local)
 
@@ -266,34 +266,34 @@ def _find_resharding(
     verb: str,
     shape: torch.Size,
     pattern: Any,
-    mesh: DeviceMesh | None,
+    given_mesh: DeviceMesh | None,
     more: tuple[Any, ...],
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
 ) -> Resharding:
     """Return the mesh's kept Resharding for verb, pattern, shape and ``more``, or ``request``'s."""
-    where: Any = mesh
-    if where is None:
-        where = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
+    mesh: Any = given_mesh
+    if mesh is None:
+        mesh = pattern.mesh if isinstance(pattern, NamedSharding) else mesh_in_force(verb)
     key = (verb, pattern, shape, more)
-    found = where.caches.find(Resharding, key) if isinstance(where, DeviceMesh) else None
+    found = mesh.caches.find(Resharding, key) if isinstance(mesh, DeviceMesh) else None
     if found is None:
-        where = _mesh_of(verb, pattern, mesh)
-        asked = _make_request(request, where, shape, mesh)
-        found = where.caches.keep(Resharding, key, Resharding(asked))
+        mesh = _mesh_of(verb, pattern, given_mesh)
+        asked = _make_request(request, mesh, shape, given_mesh)
+        found = mesh.caches.keep(Resharding, key, Resharding(asked))
     return found
 
 
 def _make_request(
     request: Callable[[DeviceMesh, tuple[int, ...]], ReshardRequest],
-    where: DeviceMesh,
+    mesh: DeviceMesh,
     shape: tuple[int, ...],
-    given: DeviceMesh | None,
+    given_mesh: DeviceMesh | None,
 ) -> ReshardRequest:
-    """Return ``request(where, shape)``; without ``given``, AxisErrors hint at an outer mesh."""
+    """Return ``request(mesh, shape)``; without ``given_mesh``, AxisErrors name an outer mesh."""
     try:
-        return request(where, tuple(shape))
+        return request(mesh, tuple(shape))
     except AxisError as error:
-        raise with_hidden_mesh(error, given) from None
+        raise with_hidden_mesh(error, given_mesh) from None
 
 
 def _mesh_of(verb: str, pattern: Any, mesh: DeviceMesh | None) -> DeviceMesh:

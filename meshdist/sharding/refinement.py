@@ -40,7 +40,7 @@ class Refinement:
     target_axes: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def owners(self) -> tuple[int, ...]:
+    def source_axis_of_each(self) -> tuple[int, ...]:
         """The source axis that each common axis is a part of; 0 for a part of none."""
         found = {part: axis for axis, parts in enumerate(self.source_axes) for part in parts}
         # The only common axis of a mesh of one rank is a part of none.

@@ -107,15 +107,15 @@ def plan(
                 if isinstance(dst, (PartitionSpec, NamedSharding, str))
                 else "name the mesh: plan(pattern, mesh=mesh)",
             )
-        given, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
+        given_mesh, mesh = mesh, mesh_in_force("plan") if mesh is None else mesh
         layout = _layout_of(mesh)
         if shape is None and len((pattern := parse(src)).operands) > 1 and pattern.result:
-            return _plan_of_einsum(src, given, mesh, mesh_links(mesh, links), rank, sizes)
+            return _plan_of_einsum(src, given_mesh, mesh, mesh_links(mesh, links), rank, sizes)
         whole = None if shape is None else get_shape(shape, "plan")
         try:
             moved = regroup(src, layout, shape=whole, sizes=sizes)
         except AxisError as error:
-            raise with_hidden_mesh(error, given) from None
+            raise with_hidden_mesh(error, given_mesh) from None
         return plan_regrouping(src, moved, layout, mesh_rank(mesh, rank), mesh_links(mesh, links))
     if sizes:
         raise ArgumentError(
@@ -138,7 +138,7 @@ def plan(
 
 def _plan_of_einsum(
     text: str,
-    given: Any,
+    given_mesh: Any,
     mesh: DeviceMesh | Layout,
     links: tuple[Link, ...],
     rank: int | None,
@@ -147,7 +147,7 @@ def _plan_of_einsum(
     """Return one rank's plan of an einsum whose sizes are given by name.
 
     Args:
-        given: the mesh that the program names; None if it is in force, which errors then say.
+        given_mesh: the mesh that the program names; None if it is in force, which errors then say.
     """
     check_sizes(text, sizes)
     layout, at = _layout_of(mesh), mesh_rank(mesh, rank)
@@ -155,7 +155,7 @@ def _plan_of_einsum(
     try:
         laid = lay_out_einsum(text, layout, at, None, tuple(sizes.items()), marks)
     except AxisError as error:
-        raise with_hidden_mesh(error, given) from None
+        raise with_hidden_mesh(error, given_mesh) from None
     return plan_einsum(laid, layout, layout.get_coordinate(at), links)
 
 
@@ -192,7 +192,7 @@ def plan_shardings(
         both.target_placement(there),
         both.layout.get_coordinate(rank),
         layout=both.layout,
-        links=tuple(links[owner] for owner in both.owners),
+        links=tuple(links[axis] for axis in both.source_axis_of_each),
         title=title,
     )
 
@@ -408,7 +408,7 @@ def move_request(
     plan = plan_shardings(source, target, shape, mesh.get_rank(), mesh_links(mesh))
     whole = mesh
     if plan.layout != mesh.layout:
-        whole = mesh.refined(plan.layout, refine(mesh.layout, other.layout).owners)
+        whole = mesh.refined(plan.layout, refine(mesh.layout, other.layout).source_axis_of_each)
     return ReshardRequest(verb, whole, (mesh, other), source, target, plan)
 
 

@@ -134,12 +134,12 @@ class Transfer:
             found._transpose = self
         return found
 
-    def moves_along(self, line: Collection[int]) -> bool:
-        """Return whether values or gradients are cut, moved or summed among the ranks ``line``."""
+    def moves_among(self, ranks: Collection[int]) -> bool:
+        """Return whether values or gradients are cut, moved or summed among ``ranks``."""
         plan, rank = self._plan, self._mesh.get_rank()
         ends = plan.source, plan.target
         return any(
-            len({*plan.layout.ranks_of_axis(axis, rank)} & {*line}) > 1
+            len({*plan.layout.ranks_of_axis(axis, rank)} & {*ranks}) > 1
             and any(axis not in end.free_axes or axis in end.reduced for end in ends)
             for axis in range(plan.layout.ndim)
         )

@@ -53,11 +53,11 @@ from ..typed_contexts.mode import typed, untyped
 from .mapped_arrays import (
     Infer,
     MappedArray,
-    described,
     find_argument,
     get_result,
     refuse,
     specs_of_leaves,
+    value_text,
     with_common_shapes,
 )
 from .placing import shard
@@ -284,7 +284,7 @@ class _Mapping:
                 found = find_argument(mesh, self.mesh, value, spec, path)
                 leaves.append(value if found is None else found)
             except MeshdistError as error:
-                shown = f"argument {place}, {path}: {described(value)}, spec {spec!r}"
+                shown = f"argument {place}, {path}: {value_text(value)}, spec {spec!r}"
                 problems.append((shown, error))
         if problems:
             refuse(f"shard_map of {self.name}: arguments do not fit in_specs", mesh, problems)
@@ -319,7 +319,7 @@ class _Mapping:
                     get_result(mesh, self.mesh, value, spec, path, is_typed=self.check_vma)
                 )
             except MeshdistError as error:
-                problems.append((f"{path}: {described(value)}, spec {spec!r}", error))
+                problems.append((f"{path}: {value_text(value)}, spec {spec!r}", error))
         if problems:
             refuse(f"shard_map of {self.name}: results do not fit out_specs", mesh, problems)
         if not is_even or is_compared(mesh.world):

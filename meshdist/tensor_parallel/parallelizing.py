@@ -230,7 +230,7 @@ def _check_around(
 
 def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], axis: str) -> None:
     """Raise if modules share a parameter and would cut it in different ways."""
-    lies = {id(each.module): _lies(each, axis) for each in assigned}
+    lies = {id(each.module): _layout_texts(each, axis) for each in assigned}
     seen: dict[int, tuple[str, str]] = {}
     for path, module in modules.items():
         own = lies.get(id(module), {})
@@ -249,7 +249,7 @@ def _check_tied(assigned: list[Assignment], modules: Mapping[str, nn.Module], ax
                 )
 
 
-def _lies(each: Assignment, axis: str) -> dict[str, str]:
+def _layout_texts(each: Assignment, axis: str) -> dict[str, str]:
     """Return, by parameter, a text of how it is cut or reduced."""
     if each.word == "reduced":
         return {leaf: "reduced" for leaf, _ in each.module.named_parameters(recurse=False)}
@@ -451,7 +451,7 @@ def explain(
         over = f"{axis}={mesh.size()}"
         found = [(over, each) for each in read_plan(module, plan, axis, mesh.size())]
     else:
-        found = list(_done(module))
+        found = list(_parallelized(module))
     if not found:
         return "no layer is parallelized"
     grouped: dict[str, dict[str, int]] = {}
@@ -465,7 +465,7 @@ def explain(
     )
 
 
-def _done(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
+def _parallelized(module: nn.Module) -> Iterator[tuple[str, Assignment]]:
     """Yield ("tp=2", assignment) for each parallelized module: its axis and size, its layer."""
     for name, child in module.named_modules():
         uses = [child] if isinstance(child, SplitLayer) else _uses_of(child)

@@ -192,8 +192,8 @@ class ContextMode(TorchFunctionMode):
     def stop_notes(self) -> None:
         """End the notes of the mesh's contexts; do nothing in a context without notes."""
 
-    def note_next_time(self) -> bool:
-        """Return whether this context notes operations; if not, the mesh's next context will."""
+    def request_notes(self) -> bool:
+        """Let the mesh's next context note operations; return whether this context does."""
         self.mesh.caches.of(Backwards).has_passed = False
         return False
 

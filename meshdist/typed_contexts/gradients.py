@@ -126,7 +126,7 @@ def _check_losses(mode: ContextMode, verb: str, losses: Sequence[Any], given: An
             ]
             varying = [axis for axis in wrong if kinds_in(text)[axis] == "V"]
             if varying:
-                is_noted = mode.note_next_time()
+                is_noted = mode.request_notes()
                 raise varying_loss(loss, varying, mode.mesh, verb, is_noted=is_noted)
             if wrong:
                 raise refused_loss(loss, wrong, mode.mesh, verb)

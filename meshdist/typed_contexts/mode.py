@@ -43,7 +43,7 @@ from .torch_functions import (
     TorchFunction,
     argument,
     draws,
-    has_own_rows,
+    shape_depends_on_values,
     written_tensors,
 )
 
@@ -52,7 +52,7 @@ __all__ = ["typed", "untyped"]
 _Tensor = torch.Tensor
 _ORDINARY, _FREE, _DRAW = Kind.ORDINARY, Kind.FREE, Kind.DRAW
 _ROWS, _SIZE = Kind.ROWS, Kind.SIZE
-_OWN_ROWS = "_has_own_rows"  # marks a tensor whose shape depends on varying values
+_SHAPE_BY_VALUES = "_shape_by_values"  # marks a tensor whose shape depends on varying values
 _UNCOMMON = "uncommon"  # stands in place of a type
 _NO_TENSORS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size, torch.layout}
@@ -175,13 +175,13 @@ class _TypedMode(ContextMode):
         if (
             kind is _FREE
             or self.is_asleep
-            or (kind is _SIZE and not (args and _OWN_ROWS in args[0].__dict__))
+            or (kind is _SIZE and not (args and _SHAPE_BY_VALUES in args[0].__dict__))
         ):
             return func(*args, **kwargs) if kwargs else func(*args)
         if (
             kind is not _ORDINARY
             and (kind is not _DRAW or draws(operation, args, kwargs))
-            and (kind is not _ROWS or has_own_rows(operation, args, kwargs))
+            and (kind is not _ROWS or shape_depends_on_values(operation, args, kwargs))
         ) or (operation.ignores and _ignores(operation, args, kwargs)):
             return self._checked(operation, func, args, kwargs or {})
         # The common case: all operands are of one type. It is decided here, without a call.
@@ -199,7 +199,7 @@ class _TypedMode(ContextMode):
                 if text is None:
                     text = its_text
                 elif its_text != text:
-                    return self._mixed(operation, func, args, kwargs)
+                    return self._run_mixed_types(operation, func, args, kwargs)
             elif value_type in _NO_TENSORS:
                 continue
             elif value_type is list or value_type is tuple:
@@ -214,7 +214,7 @@ class _TypedMode(ContextMode):
                     isinstance(value, (_Tensor, list, tuple, dict))
                     and type(value) not in _NO_TENSORS
                 ):
-                    return self._mixed(operation, func, args, kwargs)
+                    return self._run_mixed_types(operation, func, args, kwargs)
         if text is None:
             return func(*args, **kwargs) if kwargs else func(*args)
         if text not in self.settled or are_transforms_active():
@@ -228,7 +228,7 @@ class _TypedMode(ContextMode):
             _mark_base(args[0], text)
         return result
 
-    def _mixed(
+    def _run_mixed_types(
         self,
         operation: TorchFunction,
         func: Any,
@@ -370,11 +370,11 @@ class _TypedMode(ContextMode):
         if kind is Kind.SIZE:
             warn_of_number("the number of rows", args[:1], self.mesh)
             return func(*args, **kwargs)
-        if kind is Kind.ROWS and has_own_rows(operation, args, kwargs):
+        if kind is Kind.ROWS and shape_depends_on_values(operation, args, kwargs):
             result = self._run(operation, func, args, kwargs)
             for x in tensors_in(result):
                 if axes_of_kind(type_of(x), "V"):
-                    x.__dict__[_OWN_ROWS] = True
+                    x.__dict__[_SHAPE_BY_VALUES] = True
             return result
         if operation.name == "__format__" and args[0].dim():
             return func(*args)  # the whole tensor is shown, and no number is read
@@ -441,7 +441,7 @@ class _NotingMode(_TypedMode):
         if not self.is_checked:
             self.__class__ = _TypedMode  # type: ignore[assignment]
 
-    def note_next_time(self) -> bool:
+    def request_notes(self) -> bool:
         return True
 
 

@@ -99,7 +99,7 @@ def seed(
             found=f"a {type(generator).__name__}",
             fix="without generator= it seeds NumPy's global one and that of `random` as well",
         )
-    mesh, axes = _axes(differ_over, mesh)
+    mesh, axes = _find_mesh_and_axes(differ_over, mesh)
     layout = None
     if mesh is not None:
         number, layout = _number_at(number, mesh, axes), mesh.layout
@@ -128,7 +128,7 @@ def note_seeding(axes: tuple[str, ...], layout: Layout | None) -> None:
     seed_notes()[torch.default_generator] = _Seeding(number, axes, layout)
 
 
-def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
+def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ...]]:
     """Return the mesh and its axes that ``differ_over`` names, (None, ()) if none; or raise.
 
     Args:
@@ -147,11 +147,11 @@ def _axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None, tuple[str, ..
         )
     if not names:
         return None, ()
-    given, mesh = mesh, mesh or mesh_in_force("md.seed")
+    given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")
     try:
         mesh.layout.axis_indices(tuple(names))  # raises unless they are different axes of this mesh
     except AxisError as error:
-        raise with_hidden_mesh(error, given) from None
+        raise with_hidden_mesh(error, given_mesh) from None
     coordinate_in(mesh, "md.seed")
     return mesh, tuple(axis for axis in mesh.axis_names if axis in names)
 

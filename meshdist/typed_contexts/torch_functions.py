@@ -304,7 +304,7 @@ def draws(operation: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, An
     return _are_on(switches, args, kwargs)
 
 
-def has_own_rows(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
+def shape_depends_on_values(operation: TorchFunction, args: Sequence[Any], kwargs: Any) -> bool:
     """Return whether the shape of this call's result depends on values, as of a bool mask."""
     if operation.name == "where":
         return len(args) + len(kwargs or ()) == 1

@@ -167,17 +167,17 @@ class TypedVerb:
         x: torch.Tensor,
         group: ProcessGroup,
         text: str,
-        leaf: str = "x",
+        leaf_name: str = "x",
     ) -> Any:
         """Return ``on_tensor``'s result on ``x``, marked with the type ``text``.
 
         Args:
-            leaf: the name of ``x`` in reports.
+            leaf_name: the name of ``x`` in reports.
         """
         if self._verb == "pcast":
-            result = self._cast(on_tensor, x, leaf)
+            result = self._cast(on_tensor, x, leaf_name)
         else:
-            result = on_tensor(x, group, leaf=leaf)
+            result = on_tensor(x, group, leaf_name=leaf_name)
         result.__dict__[ATTRIBUTE] = text
         if result.grad_fn is not None:
             self._mode.note(result, self._verb, [x])
@@ -195,7 +195,7 @@ class TypedVerb:
             self._mode.cast(x, kinds_in(missing[id(x)])) if id(x) in missing else x for x in given
         ], found.text
 
-    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf: str) -> torch.Tensor:
+    def _cast(self, on_tensor: Callable[..., Any], x: torch.Tensor, leaf_name: str) -> torch.Tensor:
         """Return ``x`` cast by ``on_tensor``, for each of its types over the axes that have it."""
         kinds = kinds_in(self._mode.operand_type(x, self._verb))
         result = x
@@ -203,7 +203,7 @@ class TypedVerb:
             axes = tuple(axis for axis in self._axes if kinds.get(axis, "I") == kind)
             if axes:
                 group = resolve_group(self._mode.mesh[axes])
-                result = on_tensor(result, group, source=word, leaf=leaf)
+                result = on_tensor(result, group, source=word, leaf_name=leaf_name)
         return result
 
 
