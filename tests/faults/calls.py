@@ -293,7 +293,7 @@ def shared_empty(call: Call) -> Outcome:
 def ddp(call: Call) -> Outcome:
     model = torch.nn.Linear(4, 2, bias=False)
     torch.nn.init.ones_(model.weight)
-    wrapped = md.DDP(model)
+    wrapped = md.DDP(model, process_group=md.distributed.group.WORLD)
     wrapped(torch.full((1, 4), float(call.size * (call.rank + 1)))).sum().backward()
     wanted = torch.full((2, 4), sum(range(1, call.size + 1)) * 1.0)
     grad = model.weight.grad
