@@ -221,6 +221,13 @@ def main() -> None:
     parser.add_argument("--sizes", default="", help="bytes, a comma list")
     parser.add_argument("--output", type=Path, default=REPORTS, help="the folder of the reports")
     arguments = parser.parse_args()
+    is_whole = arguments.verbs == parser.get_default("verbs") and not arguments.sizes
+    if not is_whole and arguments.output == REPORTS:
+        parser.error(
+            "some of the verbs or sizes would replace the whole reports: add --output FOLDER"
+        )
+    if find_spec("matplotlib") is None:
+        parser.error("the reports' pictures need matplotlib: pip install matplotlib")
     sizes = [int(size) for size in arguments.sizes.split(",") if size]
     for name in arguments.parts or PARTS:
         run(name, arguments.verbs.split(","), arguments.rounds, sizes, arguments.output)
