@@ -92,6 +92,13 @@ class ExplainedError(Exception):
         self.found = found
         self.fix = fix
 
+    def add_fix(self, fix: str) -> None:
+        """Put a way to mend it that fits more closely before ``fix``, unless it is there."""
+        if fix not in (self.fix or ""):
+            self.fix = "; else ".join(filter(None, (fix, self.fix)))
+            fields = {name: getattr(self, name) for name in _LABELS}
+            self.args = (explain(self.summary, **fields), *self.args[1:])
+
     def __str__(self) -> str:  # KeyError, a base of AxisError, would print a repr
         return str(self.args[0])
 

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from ..arguments import get_whole_number
+from ..error_text import first_texts
 from ..errors import AxisError, PatternError, ShapeError
 from .layout import Layout
 from .partition_spec import Entry, PartitionSpec
@@ -275,17 +276,27 @@ class Sizing:
         wrong = next(
             at for at, pair in enumerate(zip(local, expected, strict=True)) if len({*pair}) > 1
         )
-        dim = self.dims[wrong]
+        # No size is proposed: this rank's part says nothing about the others'.
+        dim, split, cut = self.dims[wrong], at_shape.dims[wrong], ""
         fix = "give this rank its part of the whole"
+        if split.num_cells > 1:
+            parts = [str(stop - start) for start, stop in pairwise(split.boundaries)]
+            cut = f", whose dim {wrong} is cut into {first_texts(parts, ', ')}, larger parts first"
         if local[wrong] == at_shape.shape[wrong]:
             fix += ": md.shard(x, ...)"
-        elif self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
-            shards = at_shape.dims[wrong].num_cells
-            fix = f"give the size of the whole dim, such as {dim.names[0]}={local[wrong] * shards}"
+        else:
+            if self.shape is None and len(dim.names) == 1 and dim.names[0].isidentifier():
+                fix = f"give the size of the whole dim, on every rank: {dim.names[0]}=..."
+                fix += ", the sum of all parts" if cut else ""
+            if cut and len(self.pattern.operands) == 1:
+                fix += (
+                    "; other parts by a sharding in place of the pattern: md.NamedSharding(mesh, "
+                    f"{self.spec!r}, shard_sizes={{{wrong}: sizes}})"
+                )
         raise ShapeError(
             f"rank {self.rank} holds no shard of the whole: dim {wrong} has size {local[wrong]}",
             where=f"rank {self.rank} ({self.layout.coordinate_text(self.rank or 0)}); {self.where}",
-            expected=f"a shard of shape {expected}, of a whole of shape {at_shape.shape}",
+            expected=f"a shard of shape {expected}, of a whole of shape {at_shape.shape}{cut}",
             found=f"a shard of shape {local}",
             fix=fix,
         )

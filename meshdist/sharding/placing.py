@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -10,11 +11,12 @@ import torch
 from ..arguments import get_shape
 from ..arrays import Array, as_tensor, like
 from ..checking.program import one_frame
-from ..errors import ArgumentError, AxisError, KindError
+from ..errors import AgreementError, ArgumentError, AxisError, KindError
 from ..functional.value_checks import check_replicas
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.partition_spec import PartitionSpec
+from ..mesh.pattern import parse
 from ..mesh.spec import NamedSharding
 from .requests import (
     ReshardRequest,
@@ -112,7 +114,11 @@ def reshard(
     more = (target, known, *sizes.items())
     asked: Any = mesh if is_pattern else None
     found = _find_resharding("reshard", tensor.shape, pattern, asked, more, request)
-    result = found(tensor, check)
+    try:
+        result = found(tensor, check)
+    except AgreementError as error:
+        _add_sizes(error, pattern, known, sizes)
+        raise
     return result if tensor is x else like(result, x)
 
 
@@ -253,13 +259,45 @@ def unshard(
     if root is None:
         more = (known, *sizes.items())
         found = _find_resharding("unshard", tensor.shape, lies, mesh, more, request)
-        result = found(tensor, False)
+        try:
+            result = found(tensor, False)
+        except AgreementError as error:
+            _add_sizes(error, lies, known, sizes)
+            raise
         return result if tensor is local else like(result, local)
     found_mesh = _mesh_of("unshard", lies, mesh)
     rank = checked_root(root, "unshard", found_mesh)
     asked = _make_request(request, found_mesh, tuple(tensor.shape), mesh)
     whole = RootedGather(asked, rank)(tensor)
     return None if whole is None else like(whole, local)
+
+
+def _add_sizes(
+    error: AgreementError,
+    lies: Any,
+    shape: tuple[int, ...] | None,
+    sizes: Mapping[str, int],
+) -> None:
+    """Add the sizes to give to the fix of ``error`` if ranks took different wholes by their parts.
+
+    Args:
+        lies: the pattern or the sharding, whose sizes the program says by ``shape`` and ``sizes``.
+
+    Example: of "b@dp d -> b d@dp" rank 0 shows "... of shape (6, 4)", and rank 1 "... of shape
+    (8, 4)", since each took its own 3 or 4 rows twice: b=... says it.
+    """
+    titles = set(re.findall(r" of (\S.* of shape )(\([\d, ]*\))", error.found or ""))
+    if shape is not None or len({title for title, _ in titles}) != 1 or len(titles) == 1:
+        return
+    missing = "shape=(...)"
+    if isinstance(lies, str):
+        dims = [dim for dim in parse(lies).get_operand().dims if dim.axes]
+        names = [dim.names[0] for dim in dims if dim.names[0] not in sizes]
+        missing = ", ".join(f"{name}=..." for name in names if name.isidentifier()) or missing
+    error.add_fix(
+        "where parts are uneven, give the size of the whole, the sum of all parts, on every rank: "
+        f"{missing}"
+    )
 
 
 def _find_resharding(

@@ -467,7 +467,9 @@ def check_shard(
             where=f"rank {mesh.get_rank()}, {sharding.spec!r} on mesh ({mesh.layout.axis_text()})",
             expected=f"shape {expected}, this rank's shard of {shape}",
             found=f"shape {local_shape}",
-            fix="give the shape of the whole array: shape=(...)",
+            fix="give the shape of the whole array, equal on all ranks: shape=(...); and parts of "
+            "other sizes than a balanced cut has by md.NamedSharding(mesh, spec, "
+            "shard_sizes={dim: sizes})",
         )
 
 

@@ -109,9 +109,26 @@ def test_a_shard_tells_its_whole(data: st.DataObject) -> None:
             lambda: local("b@dp s", 5, 6, 4, b=8),
             "rank 5 holds no shard of the whole: dim 0 has size 6\n"
             "  where:    rank 5 (dp=1, tp=1); pattern 'b@dp s' on mesh (dp=2, tp=4)\n"
-            "  expected: a shard of shape (4, 4), of a whole of shape (8, 4)\n"
+            "  expected: a shard of shape (4, 4), of a whole of shape (8, 4), whose dim 0 is cut "
+            "into 4, 4, larger parts first\n"
             "  found:    a shard of shape (6, 4)\n"
-            "  fix:      give the size of the whole dim, such as b=12",
+            "  fix:      give the size of the whole dim, on every rank: b=..., the sum of all parts"
+            "; other parts by a sharding in place of the pattern: md.NamedSharding(mesh, "
+            "P('dp', None), shard_sizes={0: sizes})",
+        ),
+        (
+            ShapeError,  # 7 is right, and the larger part comes first
+            lambda: local("b@dp s", 5, 4, 4, b=7),
+            "rank 5 holds no shard of the whole: dim 0 has size 4\n"
+            "  where:    rank 5 (dp=1, tp=1); pattern 'b@dp s' on mesh (dp=2, tp=4)\n"
+            "  expected: a shard of shape (3, 4), of a whole of shape (7, 4), whose dim 0 is cut "
+            "into 4, 3, larger parts first\n",
+        ),
+        (
+            ShapeError,  # of a dim that is not cut
+            lambda: local("b@dp s", 5, 4, 4, b=8, s=5),
+            "  found:    a shard of shape (4, 4)\n"
+            "  fix:      give the size of the whole dim, on every rank: s=...",
         ),
         (
             ShapeError,  # another size would contradict the shape

@@ -25,6 +25,7 @@ from meshdist.errors import (
     ShapeError,
 )
 from meshdist.sharding.resharding import Resharding
+from tests.pool import Pool
 from tests.sharding.reshard_cases import Lie, kept, mesh_of
 
 SIZES = {"h": 5, "k": 2, "s": 3, "t": 4}
@@ -232,6 +233,86 @@ def test_sharded_arrays_know_how_they_lie() -> None:
     assert "unshard: a ShardedArray knows how it lies" in text and "unshard(array)" in text
     text = refusal(KindError, lambda mesh: md.unshard(X, mesh=mesh))
     assert "a pattern is a string" in text
+
+
+# -- uneven parts without the size of the whole ---------------------------------------------------
+
+
+def uneven_text(first: int, sizes: dict[str, int], verb: str) -> str:
+    """The error of ranks that hold ``first`` and 7 - ``first`` rows; "" for none."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rows = 7 - first if md.get_rank() else first
+    x = torch.full((rows, 4), float(md.get_rank()))
+    rules: dict[str, tuple[Any, ...]] = {
+        "reshard": ("b@dp d -> b d@dp", mesh),
+        "unshard": ("b@dp d", mesh),
+    }
+    try:
+        if verb == "sharding":
+            lies = md.NamedSharding(mesh, md.P("dp", None), shard_sizes={0: (3, 4)})
+            whole = md.reshard(x, lies, md.NamedSharding(mesh, md.P(None, "dp")))
+            assert whole.tolist() == [[0.0] * 2] * 3 + [[1.0] * 2] * 4
+        else:
+            getattr(md, verb)(x, *rules[verb], **sizes)
+    except (md.errors.AgreementError, ShapeError) as error:
+        return str(error)
+    return ""
+
+
+def forgotten_size(verb: str) -> str:
+    return uneven_text(3, {}, verb)
+
+
+def given_size(first: int, b: int, verb: str) -> str:
+    return uneven_text(first, {"b": b}, verb)
+
+
+def by_sharding() -> str:
+    return uneven_text(3, {}, "sharding")
+
+
+def different_patterns() -> str:
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    pattern = "b@dp d -> b d@dp" if md.get_rank() else "b@dp d -> b d"
+    with pytest.raises(md.errors.AgreementError) as raised:
+        md.reshard(torch.zeros(3 + md.get_rank(), 4), pattern, mesh)
+    return raised.value.fix or ""
+
+
+@pytest.fixture(params=["simulated", "processes"])
+def on_two_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    if request.param == "simulated":
+        return lambda call, *args: md.simulate(call, 2, args=args)
+    pool: Pool = request.getfixturevalue("pool")
+    return lambda call, *args: pool.run(call, 2, *args)
+
+
+@pytest.mark.parametrize("verb", ["reshard", "unshard"])
+def test_uneven_parts_need_the_size_of_the_whole(
+    verb: str, on_two_ranks: Callable[..., list[Any]]
+) -> None:
+    for text in on_two_ranks(forgotten_size, verb):
+        assert "of shape (6, 4)" in text and "of shape (8, 4)" in text
+        assert (
+            "  fix:      where parts are uneven, give the size of the whole, the sum of all parts, "
+            "on every rank: b=...; else make every member call the same verbs" in text
+        )
+    # That size, where the larger part comes first, is right; and 7 is told to be cut so.
+    assert on_two_ranks(given_size, 4, 7, verb) == [""] * 2
+    for rank, text in enumerate(on_two_ranks(given_size, 3, 7, verb)):
+        assert f"rank {rank} holds no shard of the whole: dim 0 has size {3 + rank}" in text
+        assert (
+            "of a whole of shape (7, 4), whose dim 0 is cut into 4, 3, larger parts first" in text
+        )
+        assert "md.NamedSharding(mesh, P('dp', None), shard_sizes={0: sizes})" in text
+
+
+def test_uneven_parts_in_any_order_lie_by_a_sharding(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    assert on_two_ranks(by_sharding) == [""] * 2
+    for fix in on_two_ranks(different_patterns):
+        assert fix.startswith("make every member call the same verbs")
 
 
 # -- what is refused ------------------------------------------------------------------------------
