@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -71,7 +71,7 @@ def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Ass
     for pattern, word in words.items():
         names = [name for name in modules if _fits(name, pattern)]
         if not names:
-            _fail_unfit(pattern, word, list(modules))
+            _fail_unfit(pattern, word, modules)
         for name in names:
             module = modules[name]
             first, other, _ = found.setdefault(
@@ -92,12 +92,16 @@ def read_plan(model: nn.Module, plan: object, axis: str, parts: int) -> list[Ass
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether a pattern fits a name: part by part, between dots.
+    """Return whether a pattern fits a name: part by part, between dots; only "" fits "".
 
     Example:
         >>> _fits("layers.0.up", "layers.*.up"), _fits("layers.0.mlp.up", "layers.*.up")
         (True, False)
+        >>> _fits("0", "*"), _fits("", "*"), _fits("", "")
+        (True, False, True)
     """
+    if not name:  # the model itself, which has no parts
+        return not pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -107,13 +111,21 @@ def _generic(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _fail_unfit(pattern: str, word: str, names: list[str]) -> None:
-    near = get_close_matches(pattern, list(dict.fromkeys(map(_generic, names))), 1, 0.0)
+def _fail_unfit(pattern: str, word: str, modules: Mapping[str, nn.Module]) -> NoReturn:
+    names, takes = [*filter(None, modules)], WORDS[word].takes
+    near = get_close_matches(pattern, list(dict.fromkeys(map(_generic, names))), 1, 0.5)
+    # Where nothing is alike: the modules that the word is for, or all.
+    fitting = [name for name in names if type(modules[name]) is takes] or names
+    fix = "'' names the model itself, which has no modules inside"
+    if near:
+        fix = f"did you mean {near[0]!r}?"
+    elif fitting:
+        fix = f"name modules of this model: {first_texts(list(map(repr, fitting)), ', ')}"
     raise ArgumentError(
         f"parallelize: {pattern!r} fits no module",
         where=f"{pattern!r}: {word!r}",
         expected="names as model.named_modules() gives them; * stands for a part between dots",
-        fix=f"did you mean {near[0]!r}?",
+        fix=fix,
     )
 
 

@@ -228,6 +228,30 @@ REFUSED: dict[
             "  fix:      did you mean 'layers.*.up'?",
         ],
     ),
+    "nothing alike": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        {"up": "column"},
+        ArgumentError,
+        [
+            "parallelize: 'up' fits no module",
+            "  where:    'up': 'column'",
+            "  expected: names as model.named_modules() gives them; * stands for a part between "
+            "dots",
+            "  fix:      name modules of this model: '0', '2'",
+        ],
+    ),
+    "nothing inside": (
+        lambda: nn.Linear(4, 4),
+        {"*": "column"},
+        ArgumentError,
+        [
+            "parallelize: '*' fits no module",
+            "  where:    '*': 'column'",
+            "  expected: names as model.named_modules() gives them; * stands for a part between "
+            "dots",
+            "  fix:      '' names the model itself, which has no modules inside",
+        ],
+    ),
     "two patterns": (
         LanguageModel,
         {"layers.*.up": "column", "layers.0.*p": "column"},
@@ -452,6 +476,18 @@ def test_what_is_refused_leaves_the_model_as_it_was(name: str) -> None:
         return str(raised.value)
 
     assert md.simulate(program, 2) == ["\n".join(lines)] * 2
+
+
+@pytest.mark.parametrize("pattern", ["*", "0", "2"])
+def test_a_star_stands_for_a_part_and_not_for_the_model(pattern: str) -> None:
+    def program() -> list[tuple[int, ...]]:
+        md.seed(0)
+        model = nn.ModuleDict({"0": nn.Linear(4, 4), "2": nn.Linear(4, 4)})
+        md.parallelize(model, mesh_of(2)["tp"], {pattern: "column"})
+        return [tuple(layer.weight.shape) for layer in model.values()]
+
+    shapes = [(2, 4) if pattern in ("*", name) else (4, 4) for name in ("0", "2")]
+    assert md.simulate(program, 2) == [shapes] * 2
 
 
 def test_what_is_no_module_and_no_axis() -> None:
