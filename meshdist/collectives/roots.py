@@ -82,8 +82,8 @@ def _check_no_tangent(x: Any, argument: str, verb: str) -> None:
             f"{verb} has no forward derivative, and {argument} is a dual tensor",
             where=f"argument {argument} of {verb}, {describe(x)}",
             expected="a tensor without a tangent, or a verb that differentiates",
-            fix="use a verb of meshdist.lax in its place, as psum(x, axis) for all_reduce, or call "
-            "it on x.detach(), which has no tangent",
+            fix="use a verb of meshdist.lax in its place, as psum(x, axis, mesh=mesh) for "
+            "all_reduce, or call it on x.detach(), which has no tangent",
         )
 
 

@@ -299,5 +299,6 @@ class _Overwritten(torch.autograd.Function):
         raise GradientError(
             f"{ctx.verb} wrote into a tensor with gradient history, and has no gradient itself",
             expected="a verb that differentiates",
-            fix="use meshdist.lax.psum(x, axis) in its place, or call it on x.detach()",
+            fix="use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is new; or "
+            "call it on x.detach(): gradients then ignore the call",
         )

@@ -387,7 +387,29 @@ def history() -> str:
 def test_overwriting_gradient_history_raises_in_backward(on_ranks) -> None:
     for text in on_ranks(history, 2):
         assert text.startswith("all_reduce wrote into a tensor with gradient history")
-        assert "meshdist.lax.psum(x, axis)" in text
+        assert text.endswith(
+            "fix:      use meshdist.lax.psum(x, axis, mesh=mesh) in its place, whose result is "
+            "new; or call it on x.detach(): gradients then ignore the call"
+        )
+
+
+def mended() -> list[list[float]]:
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x, found = torch.ones(2, requires_grad=True), []
+    for call in (
+        lambda y: md.lax.psum(y, "dp", mesh=mesh),
+        lambda y: md.all_reduce(y.detach(), group=mesh["dp"]),
+    ):
+        y = x * 2 * (1 + md.get_rank())
+        result = call(y)
+        (gradient,) = torch.autograd.grad((y if result is None else result).sum(), x)
+        found.append(gradient.tolist())
+    return found
+
+
+def test_what_the_error_of_overwritten_history_proposes(on_ranks) -> None:
+    for rank, (of_sum, ignoring) in enumerate(on_ranks(mended, 2)):
+        assert of_sum == ignoring == [2.0 * (1 + rank)] * 2
 
 
 X = torch.ones(4)

@@ -280,7 +280,10 @@ def test_verbs_in_place_refuse_a_dual_tensor(wire: str, pool: Pool) -> None:
             assert text.startswith(f"{name.split()[0]} has no forward derivative, and ")
             assert text.splitlines()[0].endswith(" is a dual tensor")
             assert "expected: a tensor without a tangent, or a verb that differentiates" in text
-            assert "fix:      use a verb of meshdist.lax in its place, as psum(x, axis)" in text
+            assert (
+                "fix:      use a verb of meshdist.lax in its place, as psum(x, axis, mesh=mesh)"
+                in text
+            )
 
 
 def test_a_transform_of_another_thread_is_none_of_ours() -> None:
