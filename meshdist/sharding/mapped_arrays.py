@@ -230,11 +230,25 @@ def get_result(
         )
     with HiddenFromModes():
         tensor = as_tensor(y, argument=path, verb="shard_map", writable=False)
-        sharding = _sharding(mesh, given_mesh, tensor, spec)
+        try:
+            sharding = _sharding(mesh, given_mesh, tensor, spec)
+        except ShapeError as error:
+            raise error if tensor.dim() else _scalar_beside_dims(error) from None
         shape = whole_shape(sharding, tuple(tensor.shape))
     if is_typed and isinstance(y, torch.Tensor):
         y = _cast(y, sharding)
     return MappedArray(y, path, sharding, shape)
+
+
+def _scalar_beside_dims(error: ShapeError) -> ShapeError:
+    """Return the error of a result without dims whose spec has entries for some."""
+    return ShapeError(
+        error.summary,
+        expected=error.expected,
+        found=error.found,
+        fix="return y[None], to lay the ranks' own values side by side; or write P(), for one "
+        "value that is equal on all ranks, as lax.psum(y, axis) makes it",
+    )
 
 
 def _cast(y: torch.Tensor, sharding: NamedSharding) -> torch.Tensor:

@@ -389,6 +389,19 @@ RESULTS: dict[str, tuple[type[MeshdistError], Any, str, str]] = {
         "result: float32[]{V:dp}, spec P(): it is varying over 'dp' (size 2)",
         "name 'dp' in the spec, and give the value a dim: y[None]",
     ),
+    "a number of each rank side by side": (
+        ShapeError,
+        returning(torch.sum, out_specs=P("dp")),
+        "result: float32[]{V:dp}, spec P('dp',): shard_map: P('dp',) has entries for 1 dims",
+        "return y[None], to lay the ranks' own values side by side; or write P(), for one value "
+        "that is equal on all ranks, as lax.psum(y, axis) makes it",
+    ),
+    "the same by a pattern": (
+        ShapeError,
+        returning(torch.sum, out_specs="b@dp"),
+        "result: float32[]{V:dp}, spec 'b@dp': the pattern names 1 dims, the array has 0",
+        "return y[None], to lay the ranks' own values side by side",
+    ),
     "summands": (
         AxisTypeError,
         returning(lambda x: md.lax.pcast(x, "dp", to="unreduced"), out_specs=P()),
@@ -455,6 +468,18 @@ def test_refused_results(name: str) -> None:
     text = "\n".join(lines)
     assert found in text
     assert fix in text.partition("  fix:      ")[2]
+
+
+def test_numbers_of_each_rank_are_laid_side_by_side_or_summed() -> None:
+    def program() -> list[Any]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        options = {"mesh": mesh, "in_specs": P("dp")}
+        beside = md.shard_map(lambda x: x.sum()[None], out_specs=P("dp"), **options)
+        summed = md.shard_map(lambda x: md.lax.psum(x.sum(), "dp"), out_specs=P(), **options)
+        x = torch.arange(4.0)
+        return [beside(x).full().tolist(), summed(x).full().tolist()]
+
+    assert md.simulate(program, 2) == [[[1.0, 5.0], 6.0]] * 2
 
 
 def test_structures() -> None:
