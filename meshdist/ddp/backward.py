@@ -18,7 +18,8 @@ import torch
 
 from ..checking.program import end_here
 from ..error_text import without_frames
-from ..errors import MeshdistError
+from ..errors import AgreementError, CollectiveTimeoutError, DeadlockError, MeshdistError
+from ..runtime.hosts import IN_GOOD_ORDER
 from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK
 from .bucket_layout import BucketLayout
@@ -99,6 +100,11 @@ class Sending:
             call(subject)
 
 
+_UNCOME = DeadlockError, AgreementError, CollectiveTimeoutError
+"""Errors of a rank whose others do not come to its backward."""
+
+_JOIN = "where ranks have unequally many batches, put the loop into `with ddp.join():`"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -110,6 +116,8 @@ def tells_errors(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
+            if isinstance(error, _UNCOME) or any(how in str(error) for how in IN_GOOD_ORDER):
+                error.add_fix(_JOIN)
             self.sending.tell(Moment.ERROR, error)
             __tracebackhide__ = True
             end_here(error)

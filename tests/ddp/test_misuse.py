@@ -557,6 +557,33 @@ def test_uneven_data_without_a_join_context_deadlock() -> None:
     with pytest.raises(md.DeadlockError) as error:
         md.simulate(program, 2)
     assert "rank 0: returned" in str(error.value)
+    assert error.value.fix.startswith(f"{JOIN}; else make every member call the same verbs")
+
+
+JOIN = "where ranks have unequally many batches, put the loop into `with ddp.join():`"
+
+
+def uneven(in_context: bool, then_calls: bool) -> str:
+    """The fix of what a rank with more batches than the first is told; "" for nothing."""
+    ddp = md.DDP(mlp())
+    try:
+        with ddp.join() if in_context else contextlib.nullcontext():
+            train(ddp, Sgd(ddp), 3 + md.get_rank())
+    except md.errors.BackendError as error:
+        return error.fix or ""
+    if then_calls and not in_context:
+        with contextlib.suppress(md.errors.BackendError):
+            md.barrier()
+    md.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize("then_calls", [False, True])
+def test_uneven_data_without_a_join_context_between_processes(pool: Pool, then_calls: bool) -> None:
+    _, fix = pool.run(uneven, 2, False, then_calls)
+    how = "make every member call" if then_calls else "look at the rank that ended"
+    assert fix.startswith(f"{JOIN}; else {how}")
+    assert pool.run(uneven, 2, True, then_calls) == ["", ""]
 
 
 def typed_gradient(enter: Callable[[], Any], is_behind: bool = False) -> list[float]:
