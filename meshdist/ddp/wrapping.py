@@ -245,8 +245,8 @@ def refuse_wrapped(module: nn.Module, ignored: frozenset[str]) -> None:
             raise GradientError(
                 f"{name} belongs to another DistributedDataParallel",
                 expected="a parameter whose gradient one wrapper averages",
-                fix="wrap the module once; before it is wrapped again, let go of the first "
-                "wrapper and of its outputs: del ddp"
+                fix="wrap the module once; or let go of the first wrapper and of its outputs on a "
+                "line before that one, where the wrapper still lives: module = ddp.module; del ddp"
                 if is_whole
                 else "let one module hold all models that share it, with a forward that runs the "
                 "one that is asked for, and wrap that; find_unused_parameters=True where a loss is "

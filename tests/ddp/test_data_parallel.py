@@ -640,8 +640,12 @@ def test_a_module_is_wrapped_once_at_a_time() -> None:
         first = md.DDP(module)
         with pytest.raises(GradientError) as error:
             md.DDP(nn.Sequential(nn.ReLU(), module))
+        with pytest.raises(GradientError) as again_there:  # the first lives until that is made
+            first = md.DDP(first.module)
+        assert str(again_there.value) == str(error.value).removeprefix("1.")
+        inner = first.module
         del first
-        again = md.DDP(module)
+        again = md.DDP(inner)
         again(torch.full((1, 1), 1.0 + md.get_rank())).sum().backward()
         return str(error.value), [p.grad.item() for p in module.parameters()]
 
@@ -650,8 +654,8 @@ def test_a_module_is_wrapped_once_at_a_time() -> None:
         assert text == (
             "1.weight belongs to another DistributedDataParallel\n"
             "  expected: a parameter whose gradient one wrapper averages\n"
-            "  fix:      wrap the module once; before it is wrapped again, let go of the first "
-            "wrapper and of its outputs: del ddp"
+            "  fix:      wrap the module once; or let go of the first wrapper and of its outputs "
+            "on a line before that one, where the wrapper still lives: module = ddp.module; del ddp"
         )
 
 
