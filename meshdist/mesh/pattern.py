@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import NoReturn
 
 from ..errors import KindError, PatternError
+from .partition_spec import PartitionSpec
 
 _TOKEN = re.compile(r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)|(?P<sign>\.\.\.|->|[@(){}:;,]))")
 
@@ -169,6 +170,11 @@ def parse(text: str) -> Pattern:
             "a pattern is a string",
             expected='such as "b@dp s d@tp"',
             found=f"{text!r}, a {type(text).__name__}",
+            fix="a spec goes into a sharding, which takes a pattern's place: sharding = "
+            f"md.NamedSharding(mesh, {text!r}); then md.shard(whole, sharding), "
+            "md.unshard(x, sharding), md.reshard(x, sharding, other_sharding)"
+            if isinstance(text, PartitionSpec)
+            else None,
         )
     return _parse(text)
 

@@ -348,7 +348,24 @@ def test_patterns_that_do_not_fit_the_mesh() -> None:
     text = refusal(PatternError, lambda mesh: md.shard(X, "s@a d -> s d", mesh))
     assert "this pattern has two sides" in text
     text = refusal(KindError, lambda mesh: md.reshard(X, ["s@a"], mesh))
-    assert "a pattern is a string" in text
+    assert "a pattern is a string" in text and "fix:" not in text
+    text = refusal(KindError, lambda mesh: md.reshard(X, md.P("a", None), mesh))
+    assert "a pattern is a string" in text and "found:    P('a', None), a PartitionSpec" in text
+    assert text.endswith(
+        "fix:      a spec goes into a sharding, which takes a pattern's place: sharding = "
+        "md.NamedSharding(mesh, P('a', None)); then md.shard(whole, sharding), "
+        "md.unshard(x, sharding), md.reshard(x, sharding, other_sharding)"
+    )
+
+
+def test_shardings_in_place_of_patterns() -> None:
+    def program() -> bool:
+        mesh, whole = mesh_of((2, 2)), torch.arange(16.0).view(4, 4)
+        rows, columns = (md.NamedSharding(mesh, md.P(*axes)) for axes in (("a",), (None, "a")))
+        x = md.reshard(md.shard(whole, rows), rows, columns)
+        return torch.equal(md.unshard(x, columns), whole)
+
+    assert md.simulate(program, 4) == [True] * 4
 
 
 def test_arrays_that_do_not_fit_the_pattern() -> None:
