@@ -88,6 +88,7 @@ from .errors import (
     GroupKindError as GroupKindError,
     JoinError as JoinError,
     LengthError as LengthError,
+    MeshAttributeError as MeshAttributeError,
     NestedVerbError as NestedVerbError,
     NotInGroupError as NotInGroupError,
     NotInitializedError as NotInitializedError,

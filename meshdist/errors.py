@@ -46,6 +46,7 @@ __all__ = [
     "JoinError",
     "KindError",
     "LengthError",
+    "MeshAttributeError",
     "MeshError",
     "MeshdistError",
     "NestedVerbError",
@@ -126,6 +127,10 @@ class DtypeError(ArgumentError, TypeError):
 
 class MeshError(ArgumentError):
     """A mesh cannot be made, changed or asked as the call wants."""
+
+
+class MeshAttributeError(MeshError, AttributeError):
+    """A mesh has no such attribute, but torch's DeviceMesh has; nothing was sent."""
 
 
 class PatternError(ArgumentError):

@@ -26,6 +26,7 @@ CAUGHT_BY = {
     "JoinError": (RuntimeError,),
     "KindError": (TypeError, ValueError, RuntimeError),
     "LengthError": (ValueError, RuntimeError, IndexError, TypeError),
+    "MeshAttributeError": (ValueError, RuntimeError, AttributeError),
     "MeshError": (ValueError, RuntimeError),
     "MeshdistError": (Exception,),
     "NotInGroupError": (ValueError, RuntimeError, KeyError, IndexError),

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -25,7 +25,13 @@ from .definition import (
 )
 from .drawing import draw, draw_svg
 from .layout import Axis, Layout
-from .torch_interop import make_torch_mesh, parts_of_torch_mesh
+from .torch_interop import (
+    NAMES_OF_TORCHS,
+    make_torch_mesh,
+    parts_of_torch_mesh,
+    refuse_torch,
+    torch_name_error,
+)
 
 __all__ = ["DeviceMesh"]
 
@@ -155,6 +161,14 @@ class DeviceMesh:
 
     __delattr__ = __setattr__
 
+    if not TYPE_CHECKING:  # a type checker would think that a mesh has every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in NAMES_OF_TORCHS:
+                has_ours = hasattr(self, name[1:])
+                raise torch_name_error(self._definition, self.root.layout, name, has_ours=has_ours)
+            raise AttributeError(f"'DeviceMesh' object has no attribute {name!r}")
+
     def _new_group(
         self, definition: MeshDefinition, axes: tuple[int, ...], *, opens: bool = False
     ) -> ProcessGroup:
@@ -180,6 +194,7 @@ class DeviceMesh:
     @property
     def ndim(self) -> int:
         """The number of axes."""
+        refuse_torch(self._definition, self.root.layout)
         return self.layout.ndim
 
     @property
@@ -219,6 +234,7 @@ class DeviceMesh:
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
         """The group along one axis through this rank; the axis may be left out in a 1-D mesh."""
+        refuse_torch(self._definition, self.root.layout)
         return self._groups[self._own_axis(mesh_dim, "get_group")]
 
     def wire_of(self, axis: Axis) -> str:
@@ -444,6 +460,10 @@ class DeviceMesh:
         names = "" if self.layout.names is None else f", mesh_dim_names={self.layout.names!r}"
         ranks = self.layout.ranks().tolist() if self.layout.num_ranks <= 64 else self.shape
         return f"DeviceMesh({self.device_type!r}, {ranks}{names})"
+
+    def __format__(self, format_spec: str) -> str:
+        refuse_torch(self._definition, self.root.layout)  # torch's functional collectives
+        return format(str(self), format_spec)
 
     def __str__(self) -> str:
         rank = None if self._coordinate is None else self.world.rank

@@ -7,7 +7,9 @@ mesh. So the groups are made first, in mesh order, and torch's mesh is built fro
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import sys
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_distributed
@@ -16,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..arguments import DEFAULT_TIMEOUT
 from ..bootstrap.world import World
-from ..errors import KindError, MeshError
+from ..errors import KindError, MeshAttributeError, MeshError
 from ..groups.communicators import get_registry
 from ..runtime.torch_worlds import end_torch_world
 from .definition import MeshDefinition
+from .layout import Layout
 
 
 def make_torch_mesh(mesh: MeshDefinition) -> TorchMesh:
@@ -66,6 +69,76 @@ def parts_of_torch_mesh(mesh: object) -> tuple[str, list[Any], tuple[str, ...] |
         )
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     return mesh.device_type, mesh.mesh.tolist(), names
+
+
+M = TypeVar("M", bound=MeshError)
+
+_TAKES_A_MESH = ("torch.distributed.", "torch.nn.parallel.")
+
+
+def refuse_torch(mesh: MeshDefinition, whole: Layout) -> None:
+    """Raise MeshError if torch's code called the property or method of a mesh that calls this.
+
+    Args:
+        whole: the layout of the root mesh.
+    """
+    # Torch seldom looks at the class of the mesh that it is given: fully_shard(mesh=ours) returns,
+    # and the first optimizer.step() fails. So names that both meshes have, and that torch reads
+    # first, ask here.
+    # torch.compile, which is inside these names here, cannot trace what reads frames.
+    if not torch.compiler.is_dynamo_compiling() and (reader := _reader_in_torch(sys._getframe(2))):
+        raise _given_to_torch(mesh, whole, reader, MeshError)
+
+
+NAMES_OF_TORCHS = {
+    name
+    for name in (*dir(TorchMesh), *TorchMesh.__annotations__, "_dim_group_names")
+    if not name.startswith("__")
+}
+"""The names that torch's mesh has; ``_dim_group_names`` its methods alone mention."""
+
+
+def torch_name_error(
+    mesh: MeshDefinition, whole: Layout, name: str, *, has_ours: bool
+) -> MeshAttributeError:
+    """Return the error for a name that torch's mesh has and ours lacks.
+
+    Args:
+        whole: the layout of the root mesh.
+        has_ours: whether our mesh has this name without its underscore.
+    """
+    if reader := _reader_in_torch(sys._getframe(2)):
+        return _given_to_torch(mesh, whole, reader, MeshAttributeError)
+    ours = f"take mesh.{name[1:]}, or" if has_ours else "take"
+    return MeshAttributeError(
+        f"a mesh of meshdist has no {name}, as torch's DeviceMesh has",
+        where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}",
+        fix=f"{ours} {_torchs_part(mesh, whole)}.{name}, torch's mesh, which every rank of the "
+        "world makes",
+    )
+
+
+def _reader_in_torch(frame: FrameType) -> str:
+    """Return the function of torch's that the frame runs; "" for code that is not torch's."""
+    module = frame.f_globals.get("__name__", "")
+    return f"{frame.f_code.co_name} of {module}" if module.startswith(_TAKES_A_MESH) else ""
+
+
+def _given_to_torch(mesh: MeshDefinition, whole: Layout, reader: str, kind: type[M]) -> M:
+    return kind(
+        "torch's code was given a mesh of meshdist",
+        where=f"rank {mesh.world.rank} of {mesh.world.size}, {mesh.text}; read by {reader}",
+        expected="torch's own DeviceMesh, on the same ranks",
+        fix=f"pass {_torchs_part(mesh, whole)} instead, which every rank of the world makes",
+    )
+
+
+def _torchs_part(mesh: MeshDefinition, whole: Layout) -> str:
+    """Return the expression of torch's mesh for a mesh, or for a part of ``whole``."""
+    names = mesh.layout.names
+    if names is None or names == whole.names:
+        return "mesh.to_torch()"
+    return f"mesh.to_torch()[{(names[0] if len(names) == 1 else names)!r}]"
 
 
 def _check_torch_can(world: World) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +143,100 @@ def test_a_mesh_of_simulated_ranks_is_torchs_too() -> None:
 def test_from_torch_wants_torchs_mesh() -> None:
     with pytest.raises(md.KindError, match="is not torch's DeviceMesh"):
         md.simulate(lambda: md.DeviceMesh.from_torch("mesh"), 2)
+
+
+def _ddp(mesh: Any) -> object:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(torch.nn.Linear(2, 2), device_mesh=mesh)
+
+
+def _fully_shard(mesh: Any) -> object:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(torch.nn.Linear(4, 2), mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model
+
+
+def _distribute_tensor(mesh: Any) -> object:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).full_tensor()
+
+
+def _from_local(mesh: Any) -> object:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False).full_tensor()
+
+
+def _parallelize_module(mesh: Any) -> object:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = parallelize_module(torch.nn.Linear(4, 4), mesh, ColwiseParallel())
+    return model(torch.ones(2, 4))
+
+
+def _funcol(mesh: Any) -> object:
+    import torch.distributed._functional_collectives as funcol
+
+    return funcol.all_reduce(torch.ones(1), "sum", mesh) + 0
+
+
+TORCHS = (_ddp, _fully_shard, _distribute_tensor, _from_local, _parallelize_module, _funcol)
+
+
+def _given_to_torch() -> None:
+    mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    line = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torchs = mesh.to_torch()["dp"]
+    for call in TORCHS:
+        for ours, fix in ((mesh["dp"], "mesh.to_torch()['dp']"), (line, "mesh.to_torch()")):
+            with pytest.raises(md.MeshError) as caught:
+                call(ours)
+            assert str(caught.value).startswith("torch's code was given a mesh of meshdist\n")
+            where = f"rank {md.get_rank()} of 2, DeviceMesh(dp=2); read by "
+            assert str(caught.value.where).startswith(where)
+            assert "of torch." in str(caught.value.where)
+            assert caught.value.fix == f"pass {fix} instead, which every rank of the world makes"
+        call(torchs)  # as the error says
+
+
+def test_torchs_code_that_is_given_our_mesh_says_what_to_pass(pool: Pool) -> None:
+    pool.run(_given_to_torch, 2)
+    md.simulate(_given_to_torch, 2)
+
+
+def test_a_name_that_torchs_mesh_has_and_ours_lacks_is_told() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(md.errors.MeshAttributeError) as caught:
+            mesh._flatten("all")  # type: ignore[attr-defined]
+        assert str(caught.value).splitlines() == [
+            "a mesh of meshdist has no _flatten, as torch's DeviceMesh has",
+            f"  where:    rank {md.get_rank()} of 2, DeviceMesh(dp=2, tp=1)",
+            "  fix:      take mesh.flatten, or mesh.to_torch()._flatten, torch's mesh, which every "
+            "rank of the world makes",
+        ]
+        with pytest.raises(AttributeError) as caught:
+            mesh["tp"]._get_root_mesh()  # type: ignore[attr-defined]
+        assert "take mesh.to_torch()['tp']._get_root_mesh, torch's mesh" in str(caught.value)
+
+    md.simulate(program, 2)
+
+
+def test_what_a_mesh_lacks_is_absent_as_ever() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        assert not hasattr(mesh, "_flatten_mapping")
+        assert getattr(mesh, "_get_root_mesh", None) is None
+        with pytest.raises(AttributeError, match="object has no attribute 'get_grup'"):
+            mesh.get_grup  # type: ignore[attr-defined]  # noqa: B018
+        assert not hasattr(object.__new__(md.DeviceMesh), "_layout")  # nor does it ask for ever
+        assert f"{mesh}" == str(mesh)
+        for twin in (copy.copy(mesh), copy.deepcopy(mesh), pickle.loads(pickle.dumps(mesh))):
+            assert twin == mesh
+
+    md.simulate(program, 2)
