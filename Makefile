@@ -50,7 +50,7 @@ quick: $(VENV)/.rewritten lint ## format, lint, types, pure rooms, simulated ran
 	$(BIN)/python -m pytest -p tests.quick --quiet --numprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 soak: WORKERS ?= 5
-soak: $(VENV)/.installed-test ## the long tables and stress tests
+soak: $(VENV)/.installed-test ## the long tables, stress tests and long programs
 	$(BIN)/python -m pytest -m soak --timeout 3600 -o faulthandler_timeout=3660 --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 soak-faults: $(VENV)/.installed-test ## ranks that are killed, stopped, raise or leave, at random; writes a report

@@ -15,6 +15,7 @@ from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.long_tests import mark_long
 from tests.pool import QUICK_NAMES, Pool
 from tests.two_hosts import TwoHosts, two_hosts_of
 
@@ -27,6 +28,12 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # A busy machine makes one example slow now and then, which tells nothing about the code.
 hypothesis.settings.register_profile("meshdist", deadline=None)
 hypothesis.settings.load_profile("meshdist")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave long tests whose law another test holds to `make soak`."""
+    mark_long(items)
 
 
 def pytest_collection_finish() -> None:
