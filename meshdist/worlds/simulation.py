@@ -55,7 +55,8 @@ def simulate(
         compare_gradients: whether to look for forgotten casts: behind each backward, leaves below
             the verbs of ``lax`` that are equal along the verb's axis must have equal gradients.
 
-    Returns:  what ``fn`` returned, by rank.
+    Returns:  what ``fn`` returned, by rank; None of a rank that called ``sys.exit()`` or
+        ``sys.exit(0)``.
 
     On rank r the generators start as after ``torch.manual_seed(r)``, ``numpy.random.seed(r)``
     and ``random.seed(r)``, and the default dtype is the caller's. The caller's own generators
@@ -67,7 +68,8 @@ def simulate(
             leaves, by name, whose gradients differ.
         WorldError: another thread simulates ranks.
         The first exception of a rank itself, with the rank in its attribute ``rank``; the other
-        ranks are ended before.
+        ranks are ended before. So is the SystemExit of ``sys.exit`` with another code, which ends
+        the program with that code.
 
     Example:
         >>> import meshdist as md, torch

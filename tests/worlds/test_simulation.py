@@ -148,6 +148,39 @@ def test_the_first_exception_is_raised_itself() -> None:
     assert 'raise Mine("no data")' in text
 
 
+@pytest.mark.parametrize(("code", "call"), [(0, "sys.exit(0)"), (None, "sys.exit()")])
+def test_a_rank_that_exits_in_good_order_has_returned(code: int | None, call: str) -> None:
+    def alone() -> int:
+        if md.get_rank() == 1:
+            sys.exit(code)
+        return md.get_rank()
+
+    assert md.simulate(alone, 3) == [0, None, 2]
+    assert md.simulate(lambda: sys.exit(code), 2) == [None, None]
+
+    def missed() -> None:
+        alone()
+        sum_of_all(1.0)
+
+    with pytest.raises(DeadlockError) as caught:
+        md.simulate(missed, 3)
+    assert f"rank 1: called {call}" in str(caught.value)
+    assert "ranks 0, 2: waits in all_reduce((1,) float32, SUM) for rank 1;" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [3, "no data"])
+def test_a_rank_that_exits_with_a_code_ends_the_program_with_it(code: int | str) -> None:
+    def program() -> None:
+        if md.get_rank() == 1:
+            sys.exit(code)
+        sum_of_all(1.0)
+
+    with pytest.raises(SystemExit) as caught:
+        md.simulate(program, 2)
+    assert caught.value.code == code
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+
+
 def test_an_exception_at_the_end_of_a_world_is_told_unless_the_program_failed() -> None:
     def program(fails: bool) -> None:
         def close() -> None:

@@ -276,6 +276,9 @@ class Scheduler(Generic[T]):
         except RankReleased:
             rank.ending = "was released"
         except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):  # an end in good order
+                rank.ending = f"called sys.exit({'' if error.code is None else 0})"
+                return
             rank.ending = f"raised {type(error).__name__}"
             if self._failure is None and not rank.is_released:
                 self._failure = (rank, error)
