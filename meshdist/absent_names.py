@@ -100,6 +100,17 @@ _INSTEAD = {
     "typing_extensions.deprecated": "deprecated",
 }
 _PLACES = {name: place for place, names in _INSTEAD.items() for name in names.split()}
+# The verb of lax that does it, for what is typed there by torch's name or MPI's.
+_IN_LAX = {
+    "all_reduce": "psum",
+    "allreduce": "psum",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "broadcast": "pbroadcast",
+    "permute": "ppermute",
+    "reduce_scatter": "psum_scatter",
+    "reduce_scatter_tensor": "psum_scatter",
+}
 # Torch's own that communicate in a world of torch's, which our wires can serve.
 _IN_A_WORLD = [
     "algorithms",
@@ -112,8 +123,11 @@ _IN_A_WORLD = [
 ]
 
 
-def where_else(name: str) -> str | None:
+def where_else(name: str, module: str = _PACKAGE) -> str | None:
     """Return a message on where torch or JAX has ``name``; None for any other name.
+
+    Args:
+        module: the module of ours that was asked for it.
 
     Example:
         >>> print(where_else("fully_shard"))
@@ -122,6 +136,8 @@ def where_else(name: str) -> str | None:
           fix:      from torch.distributed.fsdp import fully_shard; the world: \
 torch.distributed.init_process_group('shm')
     """
+    if module == f"{_PACKAGE}.lax" and name in _IN_LAX:
+        return explain(f"{module} has no {name}", fix=f"{module}.{_IN_LAX[name]}")
     if name in _PLACES:
         return explain(f"{_PACKAGE} has no {name}", fix=_PLACES[name].format(name))
     home = _HOMES.get(name)

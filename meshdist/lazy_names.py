@@ -15,7 +15,7 @@ __all__ = ["LazyNames", "refuse_absent"]
 
 _PACKAGE = __name__.rpartition(".")[0]
 _FOLDER = __file__.removesuffix("lazy_names.py")
-_DOORS = (_PACKAGE, f"{_PACKAGE}.distributed")
+_DOORS = (_PACKAGE, f"{_PACKAGE}.distributed", f"{_PACKAGE}.lax")
 
 
 class LazyNames:
@@ -80,6 +80,6 @@ def _text_of_absent(module: str, name: str) -> str | None:
     from .absent_names import where_else
     from .error_text import explain
 
-    if module != _PACKAGE and name in dir(sys.modules[_PACKAGE]):
+    if module == _DOORS[1] and name in dir(sys.modules[_PACKAGE]):
         return explain(f"{module} has no {name}", fix=f"from {_PACKAGE} import {name}")
-    return where_else(name)
+    return where_else(name, module)

@@ -74,8 +74,30 @@ def test_what_people_type_is_never_a_bare_attribute_error(door: ModuleType, name
         exec(statement)
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("allreduce", "meshdist.lax.psum"),
+        ("all_reduce", "meshdist.lax.psum"),
+        ("reduce_scatter", "meshdist.lax.psum_scatter"),
+    ],
+)
+def test_a_verb_that_lax_has_under_jaxs_name_is_told_by_it(name: str, fix: str) -> None:
+    told = f"meshdist.lax has no {name}\n  fix:      {fix}"
+    with pytest.raises(AttributeError) as caught:
+        getattr(lax, name)
+    assert str(caught.value) == told
+    with pytest.raises(ImportError) as refused:
+        exec(f"from meshdist.lax import {name}")
+    assert str(refused.value) == told
+    with pytest.raises(AttributeError, match=r"^module 'meshdist\.lax' has no attribute 'psun'$"):
+        lax.psun  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_the_ours_that_are_named_exist() -> None:
     from tests.inner import absent_names
+
+    assert {*absent_names._IN_LAX.values()} <= {*lax.__all__}
 
     named = {name: text.format(name) for name, text in absent_names._PLACES.items()}
     for name, text in (absent_names._OURS | named).items():

@@ -13,6 +13,10 @@ whose result differs between ranks, or has another shape, take arrays alone. Lea
 and shapes must be equal on all ranks: else all of them raise AgreementError.
 """
 
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from ..absent_names import where_else
 from .axes import axis_index, axis_size
 from .moving import (
     all_gather,
@@ -47,3 +51,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if not TYPE_CHECKING:  # a type checker would think that the module has every name
+
+    def __getattr__(name: str) -> NoReturn:
+        text = where_else(name, __name__) or f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
