@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from ..checking.program import one_frame, warn_caller
+from ..collectives.objects import all_gather_object
 from ..collectives.torch_private import HiddenFromModes
 from ..error_text import explain as explain_text, first_texts
-from ..errors import ArgumentError, KindError, MeshError, ShapeError
+from ..errors import ArgumentError, KindError, MeshError, ShapeError, UnequalError
 from ..functional.axis_types import ATTRIBUTE, RANKS_OF_OWNER, REDUCED_BY_OWNER
 from ..functional.value_checks import is_compared
 from ..lax.asserting import assert_equal
@@ -49,6 +50,10 @@ _READ_BY_PARENTS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 _MAKES_HEADS = re.compile(r"(w|to_|c_)?(q|k|v|qkv|kv|query|key|value)(_?(proj|lin|linear))?")
 """The names of layers whose features are heads."""
+
+
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype of whole numbers with so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,10 @@ def _check_class(each: Assignment, takes: type[nn.Module], own: Mapping[str, Any
     elif kinds := [type(p).__name__ for p in own.values() if type(p) is not nn.Parameter]:
         found = f"with a {kinds[0]} as parameter"
     elif any(parameter.is_meta for parameter in own.values()):
-        found, fix = "on the meta device, without values", "module.to_empty(device=...) first"
+        found, fix = (
+            "on the meta device, without values",
+            "module.to_empty(device=...) first, and check=False where values are loaded later",
+        )
     elif isinstance(module, nn.Embedding):
         options = [name for name in ("max_norm", "scale_grad_by_freq") if getattr(module, name)]
         if options:
@@ -286,11 +294,12 @@ def _specs(each: Assignment, axis: str) -> dict[str, str]:
 
 
 @one_frame
-def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
-    """Every rank holds its part of the layers that a plan names; the module itself is changed.
+def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str], *, check: bool = True) -> M:
+    """Every rank holds its part of the layers that a plan names; collective along the axis.
 
-    All ranks along the axis must hold the same module, as after ``md.seed`` or from one file. What
-    the plan does not name stays whole. Nothing is sent, and on an error nothing has changed.
+    The module itself is changed. All ranks along the axis must hold the same module, as after
+    ``md.seed`` or from one file. What the plan does not name stays whole. On an error nothing has
+    changed.
 
     Args:
         module: the model, before it is wrapped.
@@ -303,6 +312,9 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
             last; ``column_sequence_whole``; ``reduced``, a whole module that each rank uses on its
             own part, as a norm between the latter; ``cut_sequence`` and ``gather_sequence``, of the
             output of any module.
+        check: whether ranks compare what they hold: all of it on simulated ranks, and at debug
+            level DETAIL; else sums of the bits of each parameter that is cut, and all of it where
+            these differ. False where values are loaded later, and nothing is sent.
 
     Returns:
         ``module``. Its cut parameters are the same objects, with this rank's part as values, marked
@@ -313,7 +325,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
         is summed over the axis.
 
     Cost:
-        As ``md.tensor_parallel.explain(module)`` tells.
+        As ``md.tensor_parallel.explain(module)`` tells. For the comparison each rank reads what is
+        cut once, and sends a number a parameter.
 
     Raises:
         ArgumentError: a pattern that fits no module, two that fit the same, an unknown word, a
@@ -322,7 +335,7 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
         ShapeError: sizes smaller than the axis; a cut inside of a head, where the module around a
             ``column`` has a ``head_dim``.
         MeshError: several axes, or none. NotInGroupError: this rank is not in the mesh.
-        UnequalError: on simulated ranks, and at debug level DETAIL, ranks hold different modules.
+        UnequalError: ranks hold different modules, and check is True.
 
     Example:
         >>> import torch, meshdist as md
@@ -346,8 +359,8 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
     axis = _axis_of(mesh)
     assigned = read_plan(module, plan, axis, mesh.size())
     with HiddenFromModes(), torch.no_grad():
-        if is_compared(mesh.world):
-            assert_equal(module, mesh)
+        if check:
+            _check_equal(module, assigned, mesh)
         parts = {}
         for each in assigned:
             for leaf, spec in _specs(each, axis).items():
@@ -360,6 +373,37 @@ def parallelize(module: M, mesh: DeviceMesh, plan: Mapping[str, str]) -> M:
         _change(each, mesh)
     _warn_of_norms(module, assigned, axis)
     return module
+
+
+def _check_equal(model: nn.Module, assigned: list[Assignment], mesh: DeviceMesh) -> None:
+    """Raise UnequalError on every rank along the axis if they hold different models; collective."""
+    if not is_compared(mesh.world):
+        axis, group = mesh.axis_names[0], mesh.open_group()
+        cut = [getattr(each.module, leaf) for each in assigned for leaf in _specs(each, axis)]
+        of_all: list[Any] = [None] * group.size()
+        if cut:
+            all_gather_object(of_all, list(map(_sum_of_bits, cut)), group)
+        if all(sums == of_all[0] for sums in of_all):
+            return
+    try:
+        assert_equal(model, mesh)
+    except UnequalError as error:
+        error.add_fix(
+            "md.seed(0) on every rank before the model is made, or one file for all; or "
+            "parallelize(..., check=False) where values are loaded later"
+        )
+        raise
+
+
+def _sum_of_bits(x: torch.Tensor) -> int:
+    """Return the sum of a tensor's elements, their bits read as whole numbers.
+
+    Example:
+        >>> _sum_of_bits(torch.tensor([1.0, -0.0])) == 0x3F800000 - 0x80000000
+        True
+    """
+    bits = torch.view_as_real(x) if x.is_complex() else x
+    return int(bits.view(_WHOLE_NUMBERS[bits.element_size()]).sum())
 
 
 def _warn_of_norms(model: nn.Module, assigned: list[Assignment], axis: str) -> None:

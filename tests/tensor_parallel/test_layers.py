@@ -244,12 +244,14 @@ def test_verbs_forward_and_backward(pool: Pool) -> None:
             md.seed(0)
             module = make_module()
             pattern = "?" if isinstance(module, Projections) else ""
-            sent, _ = verbs_under(
-                lambda module=module, pattern=pattern, word=word: md.parallelize(
-                    module, mesh["tp"], {pattern: word}
+            for each, check in ((make_module(), False), (module, True)):
+                sent, _ = verbs_under(
+                    lambda each=each, pattern=pattern, word=word, check=check: md.parallelize(
+                        each, mesh["tp"], {pattern: word}, check=check
+                    )
                 )
-            )
-            assert sent == []
+                is_cut = "column" in word or "row" in word
+                assert sent == (["all_gather_object"] if check and is_cut else [])
             x = torch.ones(shape, requires_grad=True)
 
             def forward(module: nn.Module = module, x: torch.Tensor = x) -> torch.Tensor:

@@ -20,6 +20,7 @@ from meshdist.errors import (
     ShapeError,
     UnequalError,
 )
+from tests.pool import Pool
 
 from .split_models import SEQUENCE_PLAN, WHOLE_PLAN, LanguageModel, Sizes, copied, distance, make
 
@@ -332,7 +333,8 @@ REFUSED: dict[
             "  where:    '0': 'row'",
             f"  expected: {PLAIN}",
             "  found:    Linear on the meta device, without values",
-            "  fix:      module.to_empty(device=...) first",
+            "  fix:      module.to_empty(device=...) first, and check=False where values are "
+            "loaded later",
         ],
     ),
     "an option of embeddings": (
@@ -511,17 +513,32 @@ def test_what_is_no_module_and_no_axis() -> None:
     md.simulate(program, 2)
 
 
-def test_models_that_differ_between_ranks_are_told() -> None:
-    def program() -> str:
-        mesh = mesh_of(2)
-        model = nn.Sequential(nn.Linear(4, 4))  # without a seed
-        with pytest.raises(UnequalError) as raised:
-            md.parallelize(model, mesh["tp"], {"0": "column"})
-        assert type(model[0]) is nn.Linear
-        return str(raised.value)
+def unlike(dtype: torch.dtype) -> str:
+    mesh = mesh_of(2)
+    torch.manual_seed(md.get_rank())  # as without a seed
+    model = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
+    with pytest.raises(UnequalError) as raised:
+        md.parallelize(model, mesh["tp"], {"0": "column"})
+    assert type(model[0]) is nn.Linear
+    md.parallelize(model, mesh["tp"], {"0": "column"}, check=False)
+    again = nn.Sequential(nn.Linear(4, 4, dtype=dtype))
+    with torch.no_grad():  # equal but for the order of a sum
+        for x in again.parameters():
+            x.fill_(1 + torch.finfo(dtype).eps * md.get_rank())
+    assert type(md.parallelize(again, mesh["tp"], {"0": "column"})[0]) is not nn.Linear
+    return str(raised.value)
 
-    for text in md.simulate(program, 2):
-        assert "0.weight, shape (4, 4), float32: rank 1 differs from rank 0" in text
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
+@pytest.mark.parametrize("is_simulated", [True, False])
+def test_models_that_differ_between_ranks_are_told(
+    dtype: torch.dtype, is_simulated: bool, pool: Pool
+) -> None:
+    texts = md.simulate(unlike, 2, args=(dtype,)) if is_simulated else pool.run(unlike, 2, dtype)
+    for text in texts:
+        shown = str(dtype).removeprefix("torch.")
+        assert f"0.weight, shape (4, 4), {shown}: rank 1 differs from rank 0" in text
+        assert "fix:      md.seed(0) on every rank before the model is made, or one file" in text
 
 
 def test_an_encoder_layer_without_its_fast_path() -> None:
