@@ -170,12 +170,17 @@ def _check_torch_keeps_order(mesh: MeshDefinition) -> None:
 def _start_torch_world(world: World) -> None:
     if torch_distributed.is_initialized():
         return
+    has_cuda = torch.cuda.is_available()
     usable = {
-        device: _torch_backend(wire, device)
+        device: backend
         for device, wire in world.backends.items()
-        if device == "cpu" or torch.cuda.is_available()
+        if (device == "cpu" or has_cuda) and (backend := _torch_backend(wire, device))
     }
-    backends = ",".join(f"{device}:{wire}" for device, wire in usable.items() if wire)
+    backends = ",".join(f"{device}:{backend}" for device, backend in usable.items())
+    # Of "cpu:gloo" torch sets no default backend once other backends have been registered, as ours
+    # are, and warns as its world ends. Of "gloo", which is the same without a GPU, it does.
+    if len({*usable.values()}) == 1 and ("cuda" in usable or not has_cuda):
+        backends = next(iter(usable.values()))
     torch_distributed.init_process_group(
         "simulated" if world.is_simulated else backends,
         store=PrefixStore("torch", world.make_torch_store()),

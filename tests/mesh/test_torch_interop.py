@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +146,19 @@ def test_a_mesh_of_simulated_ranks_is_torchs_too() -> None:
 def test_from_torch_wants_torchs_mesh() -> None:
     with pytest.raises(md.KindError, match="is not torch's DeviceMesh"):
         md.simulate(lambda: md.DeviceMesh.from_torch("mesh"), 2)
+
+
+def test_torchs_world_ends_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import meshdist as md\n"
+        "md.init_process_group('gloo')\n"
+        "md.init_device_mesh('cpu', (2,), mesh_dim_names=('dp',)).to_torch()\n"
+        "md.distributed.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "meshdist", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def _ddp(mesh: Any) -> object:
