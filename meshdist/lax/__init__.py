@@ -13,10 +13,8 @@ whose result differs between ranks, or has another shape, take arrays alone. Lea
 and shapes must be equal on all ranks: else all of them raise AgreementError.
 """
 
-import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from ..absent_names import where_else
 from .axes import axis_index, axis_size
 from .moving import (
     all_gather,
@@ -55,6 +53,13 @@ def __dir__() -> list[str]:
 
 if not TYPE_CHECKING:  # a type checker would think that the module has every name
 
-    def __getattr__(name: str) -> NoReturn:
+    def __getattr__(name: str) -> object:
+        import sys
+
+        from ..absent_names import where_else
+
         text = where_else(name, __name__) or f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=sys.modules[__name__])
+
+
+del TYPE_CHECKING  # dir() aside, the module has its public names alone
