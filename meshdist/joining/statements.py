@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..checking.call_words import CallWords
+from ..checking.call_words import CallWords, StatementTooLong, most_statement_bytes
 from ..checking.calls import Call, from_fields, get_call, to_fields
 from ..error_text import ranks_text
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, MeshdistError
 from ..groups.channel import Channel
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup
@@ -140,6 +140,8 @@ class JoinedCommunicator:
                 words.show_round()
                 mine = mine._replace(sees_all=words.sees_all())
             data = to_bytes(mine)
+            if len(data) > most_statement_bytes():
+                raise StatementTooLong
             head = len(data).to_bytes(_HEAD_BYTES, "little")
             self._gather = self._start(head + data, _NUM_BYTES, self.timeout_of(mine))
         self.begun = mine
@@ -164,7 +166,10 @@ class JoinedCommunicator:
         rows = self.words.find_all() if self.words and not self._gather else self._gathered()
         if rows is None:
             raise self.not_begun(self.begun)
-        said = list(map(from_bytes, rows))
+        try:
+            said = list(map(from_bytes, rows))
+        except (ValueError, TypeError, LookupError):
+            raise self._of_another_call() from None
         self.uses_words = self.uses_words or all(statement.sees_all for statement in said)
         return said
 
@@ -178,11 +183,17 @@ class JoinedCommunicator:
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         rows = [row[_HEAD_BYTES:] for row in rows]
         longest = max(sizes)
+        if longest > most_statement_bytes():
+            raise self._of_another_call()
         # A statement that does not fit is sent by a second round, which all members then start.
         if longest > _NUM_BYTES - _HEAD_BYTES:
             timeout = self.timeout_of(self.begun)
             rows = self._rows(self._start(to_bytes(self.begun), longest, timeout), timeout)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+    def _of_another_call(self) -> MeshdistError:
+        """Return the error where a member's data are no statement, but those of another call."""
+        return self.channel.disagree(self.channel.recorder.sequence)
 
     def _start(self, data: bytes, num_bytes: int, timeout: timedelta) -> PreparedCall:
         """Start an all-gather of ``num_bytes`` per member, here of ``data``; return it."""

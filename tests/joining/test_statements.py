@@ -113,3 +113,29 @@ def test_a_round_that_is_late_tells_how_long_it_was_waited_for(pool: Pool, backe
     first, second = pool.run(program, 2, backend=backend)
     assert first.startswith("Join on group of ranks 0-1 was not finished within 0.3 s\n")
     assert ": not finished after 0.3 s\n" in second
+
+
+@pytest.mark.parametrize("data", [b"\xff" * 256, (b"\x08\0\0\0no json!" * 30)[:256]])
+@pytest.mark.parametrize("hosts", ["AA", "AB"])
+def test_data_of_another_call_are_no_statement(pool: Pool, hosts: str, data: bytes) -> None:
+    """Between hosts calls are compared after they ran: what a member reads may be anything."""
+
+    def meet() -> None:
+        if md.get_rank() == 0:
+            mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            md.all_gather_into_tensor(mine.new_empty(512), mine)
+            md.barrier()
+        else:
+            place = JoinedCommunicator(md.group.WORLD, md.group.WORLD.open_channel("cpu"))
+            place.say(Statement(get_call("barrier", None)))
+            place.read()
+
+    def program() -> str:
+        with pytest.raises(md.AgreementError) as caught:
+            meet()
+        return str(caught.value)
+
+    first, second = pool.run(program, 2, hosts=hosts)
+    for text in (first, second):
+        assert "all_gather_into_tensor((256,) uint8)" in text
+        assert "Join((256,) uint8)" in text
