@@ -32,6 +32,21 @@ def _is_bool(given: Any) -> bool:
     return isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
 
 
+def mesh_kind_error(
+    summary: str, given: object, *, expected: str = "a DeviceMesh", fix: str | None = None
+) -> KindError:
+    """Return the error for what is no mesh of ours; for torch's mesh it says how to make ours."""
+    kind = type(given)
+    if kind.__module__ != "torch.distributed.device_mesh":
+        return KindError(summary, expected=expected, found=f"a {kind.__name__}", fix=fix)
+    return KindError(
+        summary,
+        expected=f"{expected} of meshdist",
+        found=f"a {kind.__module__}.{kind.__qualname__}",
+        fix="make ours of it: DeviceMesh.from_torch(mesh)",
+    )
+
+
 def get_whole_number(
     given: Any, name: str, least: int | None = None, most: int | None = None, **parts: str | None
 ) -> int:

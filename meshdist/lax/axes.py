@@ -9,6 +9,7 @@ from zlib import crc32
 import optree
 import torch
 
+from ..arguments import mesh_kind_error
 from ..arrays import as_tensor, like
 from ..checking.program import one_frame
 from ..collectives.torch_private import HiddenFromModes
@@ -238,6 +239,8 @@ def get_axes(
     """Return the submesh of the axes that ``axis_name`` names, in its order; or raise."""
     if isinstance(axis_name, DeviceMesh):
         return _alone(verb, axis_name, mesh, argument)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise mesh_kind_error(f"{verb} takes a mesh as mesh", mesh)
     given_mesh, mesh = mesh, mesh or find_current_mesh()
     mesh = mesh or mesh_in_force(verb, f" over axis {axis_name!r}")
     names: Any = axis_name

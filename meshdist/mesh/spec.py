@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from ..arguments import find_whole_numbers
+from ..arguments import find_whole_numbers, mesh_kind_error
 from ..error_text import explain
 from ..errors import AxisError, KindError, LengthError, ShapeError
 from .layout import Layout
@@ -61,10 +61,8 @@ class NamedSharding:
     ) -> None:
         layout = mesh if isinstance(mesh, Layout) else getattr(mesh, "layout", None)
         if not isinstance(layout, Layout):
-            raise KindError(
-                "NamedSharding takes a mesh first",
-                expected="a DeviceMesh or a Layout",
-                found=f"a {type(mesh).__name__}",
+            raise mesh_kind_error(
+                "NamedSharding takes a mesh first", mesh, expected="a DeviceMesh or a Layout"
             )
         if not isinstance(spec, PartitionSpec):
             is_entries = isinstance(spec, (tuple, list))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import get_shape, get_whole_number
+from ..arguments import get_shape, get_whole_number, mesh_kind_error
 from ..errors import ArgumentError, AxisError, KindError, ShapeError
 from ..mesh.current_mesh import mesh_in_force, with_hidden_mesh
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -303,10 +303,9 @@ def get_mesh(verb: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """Return ``mesh``, or the mesh in force for None; raise unless this rank is in it."""
     mesh = mesh_in_force(verb) if mesh is None else mesh
     if not isinstance(mesh, DeviceMesh):
-        raise KindError(
+        raise mesh_kind_error(
             f"{verb} needs the groups of a DeviceMesh",
-            expected="a DeviceMesh",
-            found=f"a {type(mesh).__name__}",
+            mesh,
             fix="plan on a Layout with md.plan; move data on a DeviceMesh",
         )
     coordinate_in(mesh, verb)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from ..arguments import mesh_kind_error
 from ..checking.program import is_between
 from ..collectives.torch_private import are_transforms_active
-from ..errors import KindError, MeshdistError, MeshError
+from ..errors import MeshdistError, MeshError
 from ..functional.axis_types import ATTRIBUTE, INVARIANT, JoinedType, axes_of_kind
 from ..mesh.current_mesh import mesh_in_force
 from ..mesh.device_mesh import DeviceMesh, coordinate_in
@@ -126,9 +127,7 @@ def typed(mesh: DeviceMesh | None = None) -> Iterator[DeviceMesh]:
 
 def _checked(mesh: object) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
-        raise KindError(
-            "typed takes a mesh", expected="a DeviceMesh", found=f"a {type(mesh).__name__}"
-        )
+        raise mesh_kind_error("typed takes a mesh", mesh)
     if mesh.mesh_dim_names is None:
         raise MeshError(
             "typed needs a mesh with axis names",

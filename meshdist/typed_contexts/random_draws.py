@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import get_whole_number
+from ..arguments import get_whole_number, mesh_kind_error
 from ..checking.program import is_between
 from ..errors import AxisError, KindError
 from ..functional.axis_types import INVARIANT, kinds_in, type_text
@@ -142,9 +142,7 @@ def _find_mesh_and_axes(differ_over: Any, mesh: Any) -> tuple[DeviceMesh | None,
             expected="the name of an axis, or a tuple of names",
         )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise KindError(
-            "md.seed takes a mesh", expected="a DeviceMesh", found=f"a {type(mesh).__name__}"
-        )
+        raise mesh_kind_error("md.seed takes a mesh", mesh)
     if not names:
         return None, ()
     given_mesh, mesh = mesh, mesh or mesh_in_force("md.seed")

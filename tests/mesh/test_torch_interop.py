@@ -161,6 +161,29 @@ def test_torchs_world_ends_without_a_word(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_call_that_is_given_torchs_mesh_says_how_to_make_ours() -> None:
+    def program() -> None:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        theirs: Any = mesh.to_torch()
+        x = torch.ones(2)
+        for call in (
+            lambda given: md.all_reduce(x, group=given),
+            lambda given: md.lax.psum(x, "dp", mesh=given),
+            lambda given: md.parallelize(torch.nn.Linear(2, 2), given, "column"),
+            lambda given: md.reshard(x, "a -> a@dp", mesh=given),
+            lambda given: md.NamedSharding(given, md.P("dp")),
+            lambda given: md.typed(given).__enter__(),
+            lambda given: md.seed(1, mesh=given),
+        ):
+            with pytest.raises(md.KindError) as caught:
+                call(theirs)
+            assert "torch.distributed.device_mesh.DeviceMesh" in str(caught.value.found)
+            assert "DeviceMesh.from_torch(mesh)" in str(caught.value.fix)
+        assert md.lax.psum(x, "dp", mesh=md.DeviceMesh.from_torch(theirs)).tolist() == [2.0, 2.0]
+
+    md.simulate(program, 2)
+
+
 def _ddp(mesh: Any) -> object:
     from torch.nn.parallel import DistributedDataParallel
 
