@@ -118,8 +118,9 @@ def copy_past_caches(
         type(source) is torch.Tensor
         and source.device.type == "cpu"
         and source.dtype is target.dtype
+        and source.shape == target.shape
         and source.stride() == target.stride()
-        and not (source.is_conj() or source.is_neg())
+        and not (source.is_conj() or source.is_neg() or source._is_zerotensor())
     )
     if core is not None and lie_alike and scale is None:
         core.stream(target.data_ptr(), source.data_ptr(), source.nbytes)

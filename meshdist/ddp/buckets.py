@@ -368,7 +368,7 @@ class Flat(Taking):
         elif grad is view:
             self._multiply(view)
         else:
-            self._refuse_sparse(filling.bucket, slot, grad)
+            self._refuse_unfit(filling.bucket, slot, grad)
             copy_past_caches(view, grad, scale)
             if self.as_views:
                 member.grad = view
@@ -386,7 +386,11 @@ class Flat(Taking):
             ):
                 parts = grads if self._is_1d else [grad.reshape(-1) for grad in grads]
                 for run, target in self._runs:
+                    size = target.shape
                     torch.cat(parts[run], out=target)
+                    if target.shape != size:  # ``cat`` makes it fit gradients of other shapes
+                        target.resize_(size)
+                        raise RuntimeError
                     self._multiply(target)
             else:
                 rows = list(zip(members, views, read[first:], strict=True))
@@ -403,9 +407,10 @@ class Flat(Taking):
                 if grads:
                     torch._foreach_copy_(views, grads)
                 self._multiply(self._small_flat)
-        except RuntimeError:  # checked only now, since checking costs as much as copying
+        # Checked only now: checking costs as much as copying. ``cat`` warns before it resizes.
+        except (RuntimeError, UserWarning):
             for slot, grad in enumerate(read[first:], first):
-                self._refuse_sparse(bucket, slot, grad)
+                self._refuse_unfit(bucket, slot, grad)
             # A gradient may lie in its place already, as another tensor: ``grad = grad.detach()``.
             torch._foreach_copy_(views, grads)
             self._multiply(self._small_flat)
@@ -416,9 +421,14 @@ class Flat(Taking):
         if self._scale is not None:
             moved.mul_(self._scale)
 
-    def _refuse_sparse(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
-        if grad is not None and grad.layout is not torch.strided:
-            raise self._reports.sparse(bucket.indices[slot], grad.layout)
+    def _refuse_unfit(self, bucket: Bucket, slot: int, grad: torch.Tensor | None) -> None:
+        index, shape = bucket.indices[slot], bucket.views[slot].shape
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise self._reports.sparse(index, grad.layout)
+        if grad.shape != shape:
+            raise self._reports.reshaped(index, grad.shape, shape)
 
     def clear(self, filling: Filling) -> None:
         """Fill the bucket with zeros."""
@@ -447,7 +457,11 @@ class Flat(Taking):
                 continue
             if member.grad is None and not is_complete:
                 member.grad = view if self.as_views else torch.empty_like(view, dtype=member.dtype)
-            if member.grad is not None and not self.as_views:
+            if member.grad is None or self.as_views:
+                continue
+            if member.grad.is_conj() or member.grad.is_neg():  # ``_foreach_copy_`` writes none such
+                member.grad.copy_(view)
+            else:
                 apart.append((member.grad, view))
         if apart:
             torch._foreach_copy_([grad for grad, _ in apart], [view for _, view in apart])

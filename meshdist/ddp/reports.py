@@ -235,6 +235,15 @@ class Reports:
             fix="make the embedding with sparse=False",
         )
 
+    def reshaped(self, index: int, shape: torch.Size, wrapped: torch.Size) -> GradientError:
+        """Return the error for a gradient of ``shape``; its parameter was wrapped in another."""
+        return self._error(
+            f"{self.describe(index)} has another shape than when the model was wrapped",
+            expected=f"a gradient of shape {tuple(wrapped)}",
+            found=f"shape {tuple(shape)}",
+            fix="change the model first, then wrap it: del ddp and its outputs, and wrap again",
+        )
+
     def hook_again(self, name: str) -> ArgumentError:
         """Return the error for a second communication hook."""
         return self._argument_error(

@@ -47,7 +47,8 @@ class InPlace(_Single):
         stride = dense_stride(like.shape, like.stride())
         # Autograd lets a gradient share memory with that of a view, or of another parameter, which
         # a backward may still read.
-        if mine is not None and mine.stride() == stride and storage_uses(mine) == 1:
+        has_own = mine is not None and storage_uses(mine) == 1 and not mine._is_zerotensor()
+        if mine is not None and has_own and mine.stride() == stride:
             return mine.mul_(scale)
         apart = like.new_empty_strided(like.shape, stride)
         return apart.zero_() if mine is None else torch.mul(mine, scale, out=apart)

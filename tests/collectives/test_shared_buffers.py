@@ -54,6 +54,7 @@ def test_it_copies_to_the_bit_and_nothing_beside(
         (torch.zeros(9, dtype=torch.complex64), torch.randn(9, dtype=torch.complex64).conj()),
         (torch.zeros(9), torch.randn(9, dtype=torch.complex64).conj().imag),
         (torch.zeros(()), torch.tensor(3.0)),
+        (torch.zeros(40, 30), torch._efficientzerotensor((40, 30))),  # without memory
         (torch.zeros(3), torch.nn.Parameter(torch.randn(3)).data),
         (torch.zeros(3), torch.randn(3).as_subclass(torch.nn.Buffer)),
     ],
@@ -66,6 +67,13 @@ def test_tensors_that_lie_otherwise(
     copy_past_caches(target, source, scale)
     torch.testing.assert_close(target, expected, rtol=0, atol=0)
     assert target.stride() == to.stride()
+
+
+def test_other_shapes_write_nothing_behind() -> None:
+    memory = torch.zeros(60)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        copy_past_caches(memory[:20], torch.ones(40))
+    assert memory.tolist() == [0.0] * 60
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])

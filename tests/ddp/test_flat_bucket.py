@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -301,6 +302,41 @@ def test_a_sparse_gradient_is_refused_by_name(size: int, others: str) -> None:
     )
 
 
+@pytest.mark.parametrize("is_error", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("factor", [0.5, 2, 100])
+@pytest.mark.parametrize("size", [2, LARGE])
+def test_a_gradient_of_another_shape_is_refused_by_name(
+    size: int, factor: float, scale: float | None, is_error: bool
+) -> None:
+    new = int(size * factor)
+
+    def program() -> tuple[str, list[float]]:
+        parameters = zeros(size, size)
+        given = {"scale": scale, "reports": Reports(["left", "right"], md.group.WORLD)}
+        bucket = bucket_of(parameters, (1, 0), num_behind=3, **given)
+        for parameter, count in zip(parameters, (size, new), strict=True):
+            parameter.data = torch.zeros(count)
+            parameter.grad = torch.ones(count)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if is_error else "ignore")
+            with pytest.raises(md.errors.GradientError) as error:
+                Filling(bucket).take()
+        parameters[1].grad = None
+        Filling(bucket).take()
+        return str(error.value), bucket.flat.unique().tolist()
+
+    ((text, taken),) = md.simulate(program, 1)
+    assert taken == [0.0, scale or 1.0]
+    assert text == (
+        "right (index 1) has another shape than when the model was wrapped\n"
+        "  where:    rank 0, in the world\n"
+        f"  expected: a gradient of shape ({size},)\n"
+        f"  found:    shape ({new},)\n"
+        "  fix:      change the model first, then wrap it: del ddp and its outputs, and wrap again"
+    )
+
+
 # -- handing out ----------------------------------------------------------------------------------
 
 
@@ -314,6 +350,17 @@ def test_averages_are_handed_out(as_views: bool) -> None:
     assert lacking.grad is not None
     assert (lacking.grad.tolist(), held.grad.tolist(), unused.grad) == ([1, 2], [3, 4], None)
     assert (lacking.grad is bucket.views[0]) == as_views
+
+
+def test_averages_are_written_into_conjugates_and_negatives() -> None:
+    numbers = torch.zeros(2, dtype=torch.complex64)
+    parameters = [*zeros(2, dtype=torch.complex64), *zeros(2)]
+    for parameter, grad in zip(parameters, (numbers.conj(), numbers.conj().imag), strict=True):
+        parameter.grad = grad
+        bucket = bucket_of([parameter], (0,), as_views=False)
+        bucket.flat.copy_(torch.tensor([1.0, 2.0]) * (1j if parameter.is_complex() else 1))
+        give(bucket, None, is_complete=True)
+        assert parameter.grad is grad and torch.equal(grad, bucket.flat)
 
 
 @pytest.mark.parametrize("as_views", [True, False])

@@ -55,6 +55,13 @@ def test_memory_that_another_tensor_has_is_left_alone() -> None:
     assert others.tolist() == [4.0] * 6
 
 
+def test_zeros_without_memory_are_sent_as_numbers() -> None:
+    parameter = nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch._efficientzerotensor((3, 2))
+    sent = sent_of(parameter)
+    assert sent.data_ptr() != 0 and sent.tolist() == [[0.0, 0.0]] * 3
+
+
 @pytest.mark.parametrize("lacks", [False, True])
 def test_all_ranks_send_one_layout_whatever_their_gradients_have(lacks: bool) -> None:
     parameter = nn.Parameter(torch.ones(4, 3).t()[:, ::2])  # of 3 by 2, with gaps
