@@ -13,7 +13,7 @@ from ..mesh.device_mesh import DeviceMesh
 from . import files
 from .loading import load
 from .members import Members
-from .pending_saves import PendingSave
+from .pending_saves import PendingSave, settle
 from .saving import checked_path, mesh_of, save, save_async
 
 __all__ = ["Checkpointer"]
@@ -67,14 +67,15 @@ class Checkpointer:
         """
         step = get_whole_number(step, "Checkpointer.save: step", 0)
         path = os.path.join(self._root, f"step-{step}")
+        call = "Checkpointer.save"
+        members = Members(mesh_of(state, self._mesh, call), call)
         if step == self._last:
             self._last = None
             if self._pending is not None:
-                self._pending.wait()
-            self._last = step
-            return None if wait else PendingSave(path, is_there=True)
-        call = "Checkpointer.save"
-        members = Members(mesh_of(state, self._mesh, call), call)
+                settle(self._pending, members)
+            if self._pending is None or not self._pending.has_failed:
+                self._last = step
+                return None if wait else PendingSave(path, is_there=True)
         members.first_does(self._begin)
         if not wait:
             self._pending = save_async(state, path, mesh=self._mesh)

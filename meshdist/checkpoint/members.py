@@ -107,6 +107,14 @@ class Members:
         if ends[0] != -ends[1] or ends[2] != -ends[3]:
             self._raise_difference(facts)
 
+    def has_any(self, is_so: bool) -> bool:
+        """Return whether ``is_so`` is True on any member; collective."""
+        if self.group is None:
+            return is_so
+        flag = torch.tensor([int(is_so)], device=self.group.first_device_type())
+        run_titled("all_reduce", self.group, self.call, flag, ReduceOp.MAX)
+        return bool(flag.item())
+
     def gather(self, value: Any) -> list[Any] | None:
         """Return all members' JSON values, in order, on the first, else None; collective."""
         if self.group is None:

@@ -16,6 +16,7 @@ import torch
 
 from ..bootstrap.world import World
 from ..error_text import without_frames
+from ..errors import CheckpointError
 from .members import Members, MembersInStore
 from .save_jobs import SaveJob
 
@@ -50,6 +51,16 @@ class PendingSave:
             # A copy: else this object would hold the error, whose frames hold this object.
             raise without_frames(self._error)
 
+    def fails_anew(self) -> bool:
+        """Wait for the save; return whether it failed, and ``wait`` has not raised that yet."""
+        self._has_ended.wait()
+        return self.has_failed and not self.was_raised
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether it has ended with an error."""
+        return self._error is not None
+
     def run(self, job: SaveJob, messages: Members | MembersInStore) -> None:
         """Finish ``job``, with ``messages`` between its ranks; keep any error for ``wait``."""
         try:
@@ -65,6 +76,22 @@ class PendingSave:
             sys.excepthook(type(self._error), self._error, self._error.__traceback__)
 
 
+def settle(pending: PendingSave | None, members: Members) -> None:
+    """Wait for ``pending``; raise its error on all members unless all have done so; collective."""
+    # Members may differ in whether they have raised it: the first calls ``wait``, say, to report
+    # how the save went, and goes on. Each by itself would then raise here, or begin the next save,
+    # which waits for the others. So the first raises it once more, with them.
+    if not members.has_any(pending is not None and pending.fails_anew()):
+        return
+    if pending is not None:
+        pending.wait()
+    raise CheckpointError(
+        f"{members.call}: an earlier save of other ranks has failed",
+        expected="a save that begins on every rank, or on none",
+        fix="save again",
+    )
+
+
 class Staging:
     """The asynchronous saves of a world or process, each after the save before."""
 
@@ -76,11 +103,19 @@ class Staging:
 
     def close(self) -> None:
         """Wait for the last save; raise its error unless it has been raised."""
+        pending = self._take()
+        if pending is not None and pending.fails_anew():
+            pending.wait()
+
+    def settle(self, members: Members) -> None:
+        """Wait for the last save; raise its error unless all have raised it; collective."""
+        settle(self._take(), members)
+
+    def _take(self) -> PendingSave | None:
         pending, self._pending = self._pending, None
         if pending is not None:
             atexit.unregister(pending.report)
-            if not pending.was_raised:
-                pending.wait()
+        return pending
 
     def start(self, job: SaveJob, world: World | None) -> PendingSave:
         """Copy this rank's arrays, wait for the previous save, return a save that a thread makes.
@@ -97,7 +132,7 @@ class Staging:
             job.error = error
         try:
             self._slots.reverse()
-            self.close()
+            self.settle(job.members)
         except BaseException:
             job.drop()
             raise

@@ -72,7 +72,7 @@ def save(state: Any, path: str | os.PathLike[str], *, mesh: DeviceMesh | None = 
     """
     job = _prepare("checkpoint.save", state, path, mesh)
     try:
-        staging_of(job.members.world).close()  # raises where the save before has failed
+        staging_of(job.members.world).settle(job.members)  # raises where the save before has failed
     except BaseException:
         job.drop()
         raise

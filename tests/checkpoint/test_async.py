@@ -13,6 +13,7 @@ import torch
 
 import meshdist as md
 from meshdist.checkpoint import files
+from meshdist.checkpoint.pending_saves import settle
 from meshdist.errors import CheckpointError
 from tests.pool import Pool, places
 
@@ -106,6 +107,43 @@ def test_a_failure_is_raised_on_every_rank(
     ]
     names = ["three"] if how.startswith("next") else []
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("backend", WIRES)
+@pytest.mark.parametrize("call", ["save", "save_async"])
+def test_a_failure_that_some_ranks_have_seen_is_raised_by_all_once_more(
+    pool: Pool, backend: str, call: str, tmp_path: Path
+) -> None:
+    def program(root: str) -> tuple[list[str], float]:
+        mesh, seen = mesh_of(3), []
+        x, original = rows_of(mesh, 1.0), files.save_file
+        failing_on(2)
+        try:
+            pending = md.checkpoint.save_async({"x": x}, f"{root}/one")
+            while not pending.done:
+                time.sleep(0.01)
+        finally:
+            files.save_file = original
+        if md.get_rank() == 0:  # the rank that reports
+            with pytest.raises(CheckpointError):
+                pending.wait()
+        for _ in range(2):
+            try:
+                saved = getattr(md.checkpoint, call)({"x": x}, f"{root}/two")
+                if saved is not None:
+                    saved.wait()
+                seen.append("saved")
+            except CheckpointError as error:
+                seen.append(str(error))
+        md.all_reduce(total := torch.ones(1))
+        return seen, total.item()
+
+    found = pool.run(program, 3, str(tmp_path), backend=backend)
+    (failure, second), total = found[0]
+    assert found[1:] == found[:1] * 2
+    assert "where:    rank 2, rank.safetensors\n" in failure
+    assert (second, total) == ("saved", 3.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
 def test_on_simulated_ranks_it_ends_at_once_and_alone_it_does_not_wait(
@@ -203,3 +241,19 @@ def test_a_checkpointer_whose_save_has_failed_lets_its_root_go(
         md.checkpoint.Checkpointer(tmp_path).save(state, 3)
     finally:
         gc.enable()
+
+
+def test_a_rank_that_took_no_part_in_the_failed_save_raises_with_the_others() -> None:
+    class Others:
+        call = "checkpoint.save"
+
+        def has_any(self, is_so: bool) -> bool:
+            return not is_so
+
+    with pytest.raises(CheckpointError) as error:
+        settle(None, Others())
+    assert str(error.value).splitlines() == [
+        "checkpoint.save: an earlier save of other ranks has failed",
+        "  expected: a save that begins on every rank, or on none",
+        "  fix:      save again",
+    ]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import meshdist as md
+from meshdist.checkpoint import files
 from meshdist.errors import CheckpointError
 from tests.pool import Pool
 
@@ -102,6 +103,28 @@ def test_the_step_that_was_saved_or_loaded_last_is_there(tmp_path: Path) -> None
     assert pending is not None and repeated is not None and repeated.done
     repeated.wait()
     assert again.steps() == [5, 6]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_step_whose_failure_was_raised_is_saved_again(
+    pool: Pool, backend: str, tmp_path: Path
+) -> None:
+    def program(root: str) -> list[int]:
+        def fail(*_args: Any, **_kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        checkpoints, original = md.checkpoint.Checkpointer(root), files.save_file
+        files.save_file = fail
+        try:
+            pending = checkpoints.save({"x": torch.ones(3)}, 1, wait=False)
+            with pytest.raises(CheckpointError, match="No space left"):
+                pending.wait()
+        finally:
+            files.save_file = original
+        checkpoints.save({"x": torch.ones(3)}, 1)
+        return checkpoints.steps()
+
+    assert pool.run(program, 2, str(tmp_path), backend=backend) == [[1]] * 2
 
 
 def test_an_older_step_is_loaded_and_what_is_saved_then_stays(tmp_path: Path) -> None:
