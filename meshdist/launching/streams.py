@@ -363,6 +363,6 @@ class Stream:
         return not self.report and self._kept.endswith(text)
 
     def tail(self) -> bytes:
-        """Return the last whole lines of the output, of 32 KiB at most."""
+        """Return the last whole lines of the output, of 32 KiB at most; or a longer line's end."""
         is_whole = len(self._kept) <= _KEPT_BYTES
-        return self._kept if is_whole else self._kept.partition(b"\n")[2]
+        return self._kept if is_whole else self._kept.partition(b"\n")[2] or self._kept

@@ -125,6 +125,13 @@ def test_of_long_output_whole_lines_are_kept(capfd: pytest.CaptureFixture[str]) 
     assert 1000 < len(again) < 9999
 
 
+def test_of_a_long_line_the_end_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_processes([*PYTHON, "raise RuntimeError('x' * 300_000 + 'end')"], 1) == 1
+    *_, summary, again = capfd.readouterr().err.splitlines()
+    assert summary.endswith("The end of its stderr:")
+    assert again.strip("x") == "end" and len(again) < 33_000
+
+
 def test_lines_of_different_ranks_are_not_mixed(capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys\n"
