@@ -170,12 +170,19 @@ class HeaderTable:
         """Return whether all members are on this host, so that their shared words can be found."""
         return self._sees_all
 
-    def is_awaited(self, sequence: int) -> bool:
-        """Return whether a member whose words are seen has come to call ``sequence`` or beyond."""
+    def is_awaited(self, sequence: int, header: int | None = None) -> bool:
+        """Return whether a member whose words are seen has come to call ``sequence`` or beyond.
+
+        Args:
+            header: the fingerprint that this call must have; None for any call.
+        """
         if self._missing:
             self._find_missing()
         place = sequence % WINDOW
-        return any(not _is_behind(view[place] >> 32, sequence) for _, view in tuple(self._views))
+        words = [view[place] for _, view in tuple(self._views)]
+        if header is not None:
+            return (sequence & _LOW) << 32 | header in words
+        return any(not _is_behind(word >> 32, sequence) for word in words)
 
     def leave(self) -> None:
         """Announce to the others that this process exits normally."""

@@ -379,7 +379,7 @@ class Shadow(CallGuard):
                     return communicator
             elif (
                 communicator.is_open()
-                and communicator.is_awaited()
+                and communicator.is_awaited(is_wider=not self._reaches(communicator))
                 and not self._is_ahead(communicator)
             ):
                 return communicator

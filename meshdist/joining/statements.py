@@ -38,6 +38,7 @@ NOTICE = "notice"
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
+_ROUND = get_call(NAME, torch.empty(_NUM_BYTES, dtype=torch.uint8))
 _AT_ONCE = timedelta(milliseconds=1)
 NEVER = timedelta(days=3650)
 """The timeout of waits that end when the others have no data left."""
@@ -219,11 +220,15 @@ class JoinedCommunicator:
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
-    def is_awaited(self) -> bool:
-        """Return whether a member waits at a call after this member's last call."""
+    def is_awaited(self, *, is_wider: bool = False) -> bool:
+        """Return whether a member waits at a call after this member's last call.
+
+        Args:
+            is_wider: whether some member is outside of the context, whose calls do not count.
+        """
         # Words show calls in contexts alone. A wire may not tell them from calls outside.
         if self.words is None or not self.words.reaches_all():
-            return self.channel.is_awaited(NAME)
+            return self.channel.is_awaited(NAME, _ROUND if is_wider else None)
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:

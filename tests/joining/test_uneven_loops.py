@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import meshdist as md
 from meshdist.errors import ArgumentError, KindError
+from tests.pool import Pool
 
 
 @pytest.mark.parametrize("uses_context", [False, True])
@@ -116,3 +118,21 @@ def test_gradients_that_are_summed_in_the_loop_miss_ranks_and_behind_it_none() -
     assert md.simulate(program, 3, ("behind",)) == [10.0] * 3
     for way in ("in the loop", "lax"):
         assert md.simulate(program, 3, (way,)) == [10.0, 6.0, 6.0]  # 1 + 2 + 3, and 4 on rank 0
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "ABA", "ABB"])
+def test_a_rank_outside_of_the_loop_may_be_ahead_in_a_wider_group(pool: Pool, hosts: str) -> None:
+    """Rank 2 waits in a call on the world, which no rank that has joined takes for the loop's."""
+
+    def program() -> list[float]:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        rank, x = md.get_rank(), torch.ones(2)
+        md.all_reduce(x)
+        if rank < 2:
+            for _ in md.uneven(range(3 * rank), mesh["dp"]):
+                time.sleep(0.1)
+                md.all_reduce(torch.ones(1), group=mesh["dp"])
+        md.all_reduce(x)
+        return x.tolist()
+
+    assert pool.run(program, 3, hosts=hosts) == [[9.0, 9.0]] * 3
