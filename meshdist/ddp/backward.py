@@ -116,7 +116,9 @@ def tells_errors(method: F) -> F:
         try:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
-            if isinstance(error, _UNCOME) or any(how in str(error) for how in IN_GOOD_ORDER):
+            has_left = any(how in str(error) for how in IN_GOOD_ORDER)
+            # A communication hook's own errors are not of ranks that do not come.
+            if (isinstance(error, _UNCOME) or has_left) and self.sending.hook is None:
                 error.add_fix(_JOIN)
             self.sending.tell(Moment.ERROR, error)
             __tracebackhide__ = True
