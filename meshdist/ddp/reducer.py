@@ -211,11 +211,7 @@ class Reducer:
 
     @tells_errors
     def before_forward(self, *, is_synchronised: bool = True) -> None:
-        """Complete the last backward, raise its errors, and lay buckets anew if they changed.
-
-        Args:
-            is_synchronised: whether its gradients will be averaged, not so in ``no_sync``.
-        """
+        """Complete the last backward, raise its errors; lay changed buckets anew but in no_sync."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
         if is_again or self._state is Phase.CLOSED:
             return
@@ -491,11 +487,7 @@ class Reducer:
 
     @torch.no_grad()
     def _stand_in(self, ending: Ending | None) -> None:
-        """Send zeros where others send gradients, restore the buckets, ``_learn``; collective.
-
-        Args:
-            ending: how this rank's backward ended; None on a rank without data.
-        """
+        """Send zeros for gradients, with ``ending`` or None without data; restore the buckets."""
         kept = [bucket.flat.clone() for bucket in self.buckets]
         zeros = Backward(self.layout, self.sending)
         self._reduce(zeros, self._verdict.followed_by_none(ending, self.sending.at_work.num))

@@ -352,11 +352,7 @@ class GradientNotes:
 
 
 def note_leaves(verb: Any, group: ProcessGroup, *, is_typed: bool = False) -> None:
-    """Observe the leaves below autograd node ``verb`` if the world compares gradients.
-
-    Args:
-        is_typed: whether a typed context is open, which the error then considers.
-    """
+    """Observe the leaves below node ``verb`` if gradients are compared; ``is_typed``: in typed."""
     compared = group.world.compared
     if compared is None or group.size() == 1 or are_transforms_active():
         return

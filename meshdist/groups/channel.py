@@ -143,18 +143,12 @@ class Channel:
         table = self.header_table
         return self.communicator.shows_calls if table is None else table.reaches_all_words
 
-    def is_awaited(self, verb: str | None = None, call: Call | None = None) -> bool:
-        """Return whether a member is in the next collective, a ``verb`` if the wire can tell.
-
-        Args:
-            call: the collective that it must be where headers tell calls apart; None for any.
-        """
+    def is_awaited(self, verb: str | None = None, header: int | None = None) -> bool:
+        """Return whether a member is in the next call: in a ``verb`` or ``header`` where told."""
         table = self.header_table
         if table is None:
             return self.communicator.is_awaited(verb)
-        return table.is_awaited(
-            self.recorder.sequence + 1, None if call is None else call.fingerprint
-        )
+        return table.is_awaited(self.recorder.sequence + 1, header)
 
     def enter(
         self,

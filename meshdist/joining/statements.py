@@ -228,7 +228,7 @@ class JoinedCommunicator:
         """
         # Words show calls in contexts alone. A wire may not tell them from calls outside.
         if self.words is None or not self.words.reaches_all():
-            return self.channel.is_awaited(NAME, _ROUND if is_wider else None)
+            return self.channel.is_awaited(NAME, _ROUND.fingerprint if is_wider else None)
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:
