@@ -112,8 +112,9 @@ def copy_past_caches(
     target: torch.Tensor, source: torch.Tensor, scale: float | None = None
 ) -> None:
     """Copy ``source``, times ``scale`` if any, to dense memory of its shape, past the caches."""
-    # What is large has left the caches before it is sent. The copy takes half the time, since no
-    # line of the target is read before it is written. On a CPU, where both lie alike, alone.
+    # A plain copy reads each line of the target before it writes it, and keeps it in the caches,
+    # which it leaves again before it is sent. The other copy takes half the time. It serves tensors
+    # on a CPU that lie alike; any other tensor is copied plainly.
     lie_alike = (
         type(source) is torch.Tensor
         and source.device.type == "cpu"

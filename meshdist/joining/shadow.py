@@ -135,7 +135,9 @@ class Shadow(CallGuard):
         for channel in group.channels:
             if channel.communicator.size > 1:
                 if channel.opened not in self._communicators:
-                    self._communicators[channel.opened] = JoinedCommunicator(group, channel)
+                    communicator = JoinedCommunicator(group, channel)
+                    communicator.is_wider = not {*self.group.ranks}.issuperset(group.ranks)
+                    self._communicators[channel.opened] = communicator
                 channel.guard = self
 
     def end(self, error: BaseException | None = None) -> None:
@@ -362,14 +364,10 @@ class Shadow(CallGuard):
 
     # -- where it is needed -----------------------------------------------------------------------
 
-    def _reaches(self, communicator: JoinedCommunicator) -> bool:
-        """Return whether all members of ``communicator`` are in the join context's main group."""
-        return {*self.group.ranks}.issuperset(communicator.group.ranks)
-
     def _begins_at_once(self, communicator: JoinedCommunicator) -> bool:
         """Return whether to say "joined" at once: the communicator shows no calls of others."""
         is_seen = communicator.uses_words or communicator.channel.shows_calls
-        return not is_seen and self._reaches(communicator) and communicator.is_open()
+        return not is_seen and not communicator.is_wider and communicator.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
         """Return a communicator with a call to answer, or that waits for this rank, else None."""
@@ -379,7 +377,7 @@ class Shadow(CallGuard):
                     return communicator
             elif (
                 communicator.is_open()
-                and communicator.is_awaited(is_wider=not self._reaches(communicator))
+                and communicator.is_awaited()
                 and not self._is_ahead(communicator)
             ):
                 return communicator
@@ -396,7 +394,7 @@ class Shadow(CallGuard):
         """Return whether this rank waits for statements, or a member waits for its answer."""
         return any(
             each.begun is not None
-            or (each.uses_words and self._reaches(each) and each.is_open() and each.is_awaited())
+            or (each.uses_words and not each.is_wider and each.is_open() and each.is_awaited())
             for each in self._communicators.values()
         )
 

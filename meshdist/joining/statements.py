@@ -38,7 +38,7 @@ NOTICE = "notice"
 
 _NUM_BYTES = 256
 _HEAD_BYTES = 4
-_ROUND = get_call(NAME, torch.empty(_NUM_BYTES, dtype=torch.uint8))
+_ROUND = get_call(NAME, torch.empty(_NUM_BYTES, dtype=torch.uint8, device="meta"))
 _AT_ONCE = timedelta(milliseconds=1)
 NEVER = timedelta(days=3650)
 """The timeout of waits that end when the others have no data left."""
@@ -96,6 +96,7 @@ class JoinedCommunicator:
         self.channel = channel
         self.begun: Statement | None = None  # this member's, while it waits for those of the others
         self.is_over = False  # all members have joined
+        self.is_wider = False  # some member is outside of the context
         self.uses_words = False  # all members see each other's words: the same on all of them
         self.is_ahead = False  # a member waits in a later context, which this rank has yet to enter
         self.is_settled = True  # this rank has made all calls that it has stated
@@ -220,15 +221,12 @@ class JoinedCommunicator:
         is_closed = self.group.is_closed or self.channel.opened.is_closed
         return not (self.is_over or is_closed or self.channel.is_broken())
 
-    def is_awaited(self, *, is_wider: bool = False) -> bool:
-        """Return whether a member waits at a call after this member's last call.
-
-        Args:
-            is_wider: whether some member is outside of the context, whose calls do not count.
-        """
-        # Words show calls in contexts alone. A wire may not tell them from calls outside.
+    def is_awaited(self) -> bool:
+        """Return whether a member waits at a call of the context after this member's last call."""
+        # Words show calls in contexts alone. A wire may not tell them from calls outside, which
+        # members outside of the context make on a wider group.
         if self.words is None or not self.words.reaches_all():
-            return self.channel.is_awaited(NAME, _ROUND.fingerprint if is_wider else None)
+            return self.channel.is_awaited(NAME, _ROUND.fingerprint if self.is_wider else None)
         return self.words.is_awaited(by_wire=not self.uses_words)
 
     def is_missed(self) -> bool:
