@@ -75,8 +75,7 @@ _INSTEAD = {
     "psum psum_scatter pswapaxes pvary ragged_all_to_all",
     "meshdist.distributed.comm_hooks.{}": "DDPCommHookType PostLocalSGDState PowerSGDState "
     "allreduce_hook batched_powerSGD_hook bf16_compress_hook bf16_compress_wrapper "
-    "fp16_compress_hook fp16_compress_wrapper hook_with_zero_step "
-    "hook_with_zero_step_interleaved noop_hook "
+    "fp16_compress_hook fp16_compress_wrapper noop_hook "
     "post_localSGD_hook powerSGD_hook quantization_perchannel_hook quantization_pertensor_hook "
     "register_ddp_comm_hook",
     "meshdist.shard_map": "pmap",

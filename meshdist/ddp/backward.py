@@ -23,7 +23,7 @@ from ..runtime.hosts import IN_GOOD_ORDER
 from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK
 from .bucket_layout import BucketLayout
-from .buckets import Filling, Pending, Seen
+from .buckets import Filling, Pending
 from .comm_hooks.bucket import GradBucket
 from .comm_hooks.registered import RegisteredHook
 from .history import History
@@ -35,19 +35,9 @@ class Moment(Enum):
     """A moment of a forward or backward at which a reducer's observers are called."""
 
     FORWARD_BEGINS = auto()
-    FORWARD_ENDS = auto()
-    BACKWARD_BEGINS = auto()
-    SENDING_BEGINS = auto()
-    BACKWARD_ENDS = auto()
-    GRADIENTS_CAME = auto()
-    """Behind the end: it is known which gradients came."""
     SENDING_ENDS = auto()
-    AVERAGED = auto()
-    """The gradients hold averages, and no rank has anything to raise."""
     CHECKED = auto()
     GROUP_CHANGED = auto()
-    ERROR = auto()
-    """With the error."""
 
 
 class Phase(Enum):
@@ -120,7 +110,6 @@ def tells_errors(method: F) -> F:
             # A communication hook's own errors are not of ranks that do not come.
             if (isinstance(error, _UNCOME) or has_left) and self.sending.hook is None:
                 error.add_fix(_JOIN)
-            self.sending.tell(Moment.ERROR, error)
             __tracebackhide__ = True
             end_here(error)
             raise
@@ -134,7 +123,6 @@ class Backward:
 
     Args:
         task: the number that autograd has given it; ``NO_TASK`` where zeros stand in.
-        at_forward: for each bucket, the gradients of parameters without a hook, after the forward.
         has_graph: whether its gradients could be differentiated again.
     """
 
@@ -143,7 +131,6 @@ class Backward:
         layout: BucketLayout,
         sending: Sending,
         task: int = NO_TASK,
-        at_forward: Sequence[Seen] | None = None,
         *,
         has_graph: bool = False,
     ) -> None:
@@ -151,9 +138,8 @@ class Backward:
         self.sending = sending
         self.task = task
         self.has_graph = has_graph
-        seen: Sequence[Seen | None] = at_forward or [None] * len(layout.buckets)
-        self.fillings = [*map(Filling, layout.buckets, seen)]  # in the order of sending
-        # How often each gradient with a hook has come.
+        self.fillings = [*map(Filling, layout.buckets)]  # in the order of sending
+        # How often each gradient has come.
         self.counts = [0] * len(layout.terms.parameters)
         # Reductions of buckets that have gone, in order; then of the tail, if it goes alone.
         self.works: list[Pending] = []
@@ -167,24 +153,23 @@ class Backward:
     def open(self) -> None:
         """Note that a first gradient came; raise if the backward has create_graph=True."""
         if self.has_graph:
-            error = self.layout.terms.reports.with_graph()
-            self.sending.tell(Moment.ERROR, error)
-            raise error
+            raise self.layout.terms.reports.with_graph()
         self.is_open = True
 
-    def arrived(self, number: int, slot: int, parameter: torch.Tensor) -> None:
-        """Count gradient ``slot`` of bucket ``number``; send full buckets in order once learned."""
+    def arrived(self, index: int, parameter: torch.Tensor) -> None:
+        """Count gradient ``index``; send full buckets in order once the order is learned."""
         if not self.is_open:
             self.open()
+        self.counts[index] += 1
+        place = self.layout.places.get(index)
+        if place is None:  # it is never sent
+            return
+        number, slot = place
         filling, history = self.fillings[number], self.sending.history
-        index = filling.bucket.indices[slot]
-        if parameter.grad is None:  # a backward of its own has left it undefined
-            history.by_count.add(index)
         if filling.streams is not None:
             filling.streams.note()
-        self.counts[index] += 1
         if not self.layout.is_learned:
-            history.note_first(index, self.counts[index])
+            history.order.append(index)
             return
         more = self.counts[index] - history.expected[index]
         if more < 0:
@@ -204,37 +189,22 @@ class Backward:
         """Start the reduction of each full bucket, up to the first that is not full."""
         with self.sending.lock, torch.no_grad():
             for filling in self.rest():
-                if filling.must_wait or filling.num_pending or not filling.take_early():
+                if filling.bucket.is_trailing or filling.num_pending:
                     return
+                filling.take()
                 self._start(filling)
 
     def find_came(self) -> list[bool]:
         """Return for each parameter whether the backward, which has ended, brought its gradient."""
-        layout, counts, by_count = self.layout, self.counts, self.sending.history.by_count
-        parameters = layout.terms.parameters
-        came = [True] * len(parameters)
-        for index in layout.unsent:
-            came[index] = parameters[index].grad is not None
-        for filling in self.fillings:
-            bucket = filling.bucket
-            if filling.num_pending:
-                for index, is_hooked in zip(bucket.indices, bucket.is_hooked, strict=True):
-                    came[index] = not is_hooked or counts[index] > 0
-        for filling in self.rest():
-            for slot in filling.find_missing_at_end():
-                came[filling.bucket.indices[slot]] = False
-        for index in by_count:
-            if not counts[index] or parameters[index].grad is None:  # undefined
-                came[index] = False
-        return came
+        # A backward of its own may have left a gradient undefined.
+        rows = zip(self.counts, self.layout.terms.parameters, strict=True)
+        return [count > 0 and parameter.grad is not None for count, parameter in rows]
 
     def find_unexpected(self, came: Sequence[bool]) -> list[str]:
         """Return error lines of gradients too late for their bucket, or that options exclude."""
-        history, late = self.sending.history, self._late
+        history = self.sending.history
         options, reports = self.layout.terms.options, self.layout.terms.reports
-        for filling in self.fillings[: len(self.works)]:
-            late += [filling.bucket.indices[slot] for slot in filling.find_late()]
-        lines = [reports.came_late(index) for index in dict.fromkeys(late)]
+        lines = [reports.came_late(index) for index in dict.fromkeys(self._late)]
         if history.is_learned and options.is_static:
             changes = history.find_changes(self.counts, came)
             lines += [
@@ -297,8 +267,6 @@ class Backward:
     def _start(self, filling: Filling) -> None:
         """Start the reduction of a bucket, by a hook that serves it; add it to ``works``."""
         number, sending = len(self.works), self.sending
-        if number == 0:
-            sending.tell(Moment.SENDING_BEGINS, self)
         bucket = filling.bucket
         if sending.hook is None or not self.layout.is_hooked(bucket):
             with sending.calls_inside():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -206,13 +206,18 @@ class BucketLayout:
         """Return whether the layout's order and trailing parameters match the history's."""
         return (self.is_learned, self.trailing) == (history.is_learned, history.trailing)
 
+    @cached_property
+    def places(self) -> dict[int, tuple[int, int]]:
+        """The bucket's number, and the slot in it, of each parameter that is sent."""
+        return {
+            index: (number, slot)
+            for number, bucket in enumerate(self.buckets)
+            for slot, index in enumerate(bucket.indices)
+        }
+
     def is_hooked(self, bucket: Bucket) -> bool:
         """Return whether a communication hook, if any is registered, averages this bucket."""
         return bucket.averaging.group is self.terms.group
-
-    def with_all_hooks(self) -> BucketLayout:
-        """Return a layout in the same memory that has a hook on every parameter."""
-        return replace(self, buckets=tuple(bucket.with_all_hooks() for bucket in self.buckets))
 
 
 # Collective once arrivals are learned: then the buckets lie in memory that the group shares.
@@ -329,7 +334,6 @@ def _flat_bucket(
         else torch.empty(count, dtype=dtype, device=device),
         averaging,
         as_views=options.as_views,
-        hooked=history.by_count if is_learned else None,
         is_trailing=is_trailing,
         reports=reports,
     )

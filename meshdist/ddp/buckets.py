@@ -14,11 +14,10 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from types import NoneType
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -26,7 +25,6 @@ import torch
 from ..collectives.flat_sums import assign_buckets, views_into
 from ..collectives.shared_buffers import copy_past_caches
 from ..groups.process_group import ProcessGroup
-from .autograd_engines import is_in_task
 from .device_streams import GradientStreams, streams_for
 from .reports import Reports
 
@@ -40,9 +38,6 @@ _SCALED_TOGETHER_BYTES = 512 * 1024
 _grad_of = attrgetter("grad")
 
 Grads: TypeAlias = Sequence[torch.Tensor | None]
-
-Seen: TypeAlias = list[tuple[torch.Tensor | None, int]]
-"""Gradients and their versions."""
 
 
 class Pending(Protocol):
@@ -81,7 +76,6 @@ class Bucket:
             gradient of it.
         averaging: over which group they are averaged, and how.
         num_at_once: so many gradients, the first, are taken as soon as they have come.
-        seen_slots: the places of those that have no hook.
     """
 
     indices: tuple[int, ...]
@@ -93,10 +87,8 @@ class Bucket:
     is_trailing: bool
     averaging: Averaging
     num_at_once: int = 0
-    seen_slots: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.seen = [self.members[slot] for slot in self.seen_slots]
         self.new_streams: Callable[[], GradientStreams] | None = None  # None on the CPU, too
         if isinstance(self.taking, Flat):
             self.new_streams = streams_for(self.sent.device)
@@ -110,7 +102,6 @@ class Bucket:
         averaging: Averaging,
         *,
         as_views: bool,
-        hooked: Collection[int] | None,
         is_trailing: bool,
         reports: Reports,
     ) -> Bucket:
@@ -121,14 +112,12 @@ class Bucket:
             parameters: all parameters of the model.
             sent: memory for the gradients and the tail behind them.
             as_views: whether ``.grad`` become views into ``sent``.
-            hooked: indices of those that need a hook whatever their size; None for all.
             is_trailing: whether the bucket waits for the end of a backward.
         """
         is_small = {
             index: parameters[index].numel() * sent.itemsize < _AT_ONCE_BYTES for index in indices
         }
         num_large = len(indices) - sum(is_small.values())
-        # Equal on every rank, whatever has a hook on this rank.
         laid = (*sorted(indices, key=is_small.__getitem__),)
         members = [parameters[index] for index in laid]
         flat = sent.zero_()[: sum(member.numel() for member in members)]
@@ -136,11 +125,6 @@ class Bucket:
         views = [view.data for view in views_into(flat, members)]
         is_cast = sent.dtype != members[0].dtype
         small = flat[sum(member.numel() for member in members[:num_large]) :]
-        seen_slots = []
-        # When the last small gradient comes, the others are looked for.
-        if hooked is not None and streams_for(sent.device) is None:
-            last = len(laid) - 1
-            seen_slots = [slot for slot in range(num_large, last) if laid[slot] not in hooked]
         return cls(
             laid,
             members,
@@ -158,7 +142,6 @@ class Bucket:
             is_trailing,
             averaging,
             num_large,
-            seen_slots,
         )
 
     @classmethod
@@ -176,98 +159,17 @@ class Bucket:
         none = like.new_empty(0)
         return cls((index,), [parameter], taking, [like], none, none, is_trailing, averaging)
 
-    def with_all_hooks(self) -> Bucket:
-        """Return a bucket in the same memory that has a hook on every parameter."""
-        return replace(self, seen_slots=())
-
-    @property
-    def is_hooked(self) -> list[bool]:
-        """Return for each parameter whether it has a hook."""
-        return [slot not in self.seen_slots for slot in range(len(self.indices))]
-
-    def see(self) -> Seen:
-        """Return the gradients of parameters without a hook, and their versions; [] if all None."""
-        grads = list(map(_grad_of, self.seen))
-        if {*map(type, grads)} <= {NoneType}:
-            return []
-        return [(grad, -1 if grad is None else grad._version) for grad in grads]
-
 
 class Filling:
-    """A bucket's state in one backward: gradients awaited, and gradients copied in.
+    """A bucket's state in one backward: gradients awaited, and gradients copied in."""
 
-    Args:
-        at_forward: ``bucket.see()`` behind the forward: gradients that differ from it now were
-            brought by other backwards; None if it was not taken.
-    """
-
-    def __init__(self, bucket: Bucket, at_forward: Seen | None = None) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.num_pending = len(bucket.members) - len(bucket.seen)  # gradients with a hook
-        self.must_wait = bucket.is_trailing  # for the end of this backward
+        self.num_pending = len(bucket.members)
         self.streams = None if bucket.new_streams is None else bucket.new_streams()
         self.taken: set[int] = set()  # slots whose gradient has moved in
-        # Slots without a hook to which another backward has brought gradients since the forward:
-        # known once this backward has ended.
-        self.local: Sequence[int] = ()
-        self.read: Grads = ()  # all gradients, as they were looked at last
+        self.read: Grads = ()  # of a gradient that is sent alone: what is sent
         self.average: torch.Tensor | None = None  # of a gradient that is sent alone, if any has it
-        self._moved: Seen = []  # gradients that moved in early
-        self._kept = bucket.see()  # outputs have their gradients, and the backward goes on
-        if at_forward is not None and self._kept:
-            new = self._find_new([grad for grad, _ in self._kept], at_forward)
-            if new:  # ``zero_grad`` leaves zeros
-                norms = torch._foreach_norm([*new.values()])
-                self.local = [slot for slot, norm in zip(new, norms, strict=True) if norm != 0]
-
-    def _find_new(self, grads: Grads, before: Seen) -> dict[int, torch.Tensor]:
-        """Return, by slot, hookless gradients in ``grads`` new or changed since ``before``."""
-        rows = zip(self.bucket.seen_slots, grads, before or repeat((None, -1)), strict=False)
-        return {
-            slot: grad
-            for slot, grad, (then, version) in rows
-            if grad is not None and (grad is not then or grad._version != version)
-        }
-
-    # -- which have come --------------------------------------------------------------------------
-
-    def find_missing(self) -> list[int]:
-        """Return the slots without a hook whose gradient has not come yet."""
-        # ``take`` takes the gradients that are read here: to read them again costs more.
-        grads = self.read = list(map(_grad_of, self.bucket.members))
-        if not self._kept and NoneType not in {*map(type, grads)}:
-            return []
-        slots = self.bucket.seen_slots
-        new = self._find_new([grads[slot] for slot in slots], self._kept)
-        return [slot for slot in slots if slot not in new]
-
-    def find_missing_at_end(self) -> list[int]:
-        """Return slots that got no gradient; drop from ``local`` those this backward filled."""
-        missing = self.find_missing()
-        if not self.local:
-            return missing
-        # What this backward has brought before the outputs' gradients does not come again: that of
-        # a weight which the loss uses beside the outputs alone. Else another backward brought it.
-        members = self.bucket.members
-        came = {slot for slot in self.local if slot in missing and is_in_task(members[slot])}
-        self.local = [slot for slot in self.local if slot not in came]
-        return [slot for slot in missing if slot not in came]
-
-    def find_late(self) -> list[int]:
-        """Return the slots without a hook whose gradient changed after it had moved in."""
-        rows = zip(self.bucket.seen_slots, self._moved, strict=False)
-        return [slot for slot, (grad, old) in rows if grad is not None and grad._version != old]
-
-    # -- taking in --------------------------------------------------------------------------------
-
-    def take_early(self) -> bool:
-        """Copy all gradients into the bucket if all have come; return whether they had."""
-        self.must_wait = bool(self.find_missing())
-        if self.must_wait:
-            return False
-        self.take()
-        self._moved = self.bucket.see()
-        return True
 
     def take(self, *, is_zero: bool = False) -> None:
         """Copy all gradients into the bucket, zeros for missing gradients or with ``is_zero``."""
@@ -357,8 +259,7 @@ class Flat(Taking):
             return
         for large in {*range(filling.bucket.num_at_once)} - filling.taken:
             self._take_large(filling, large)
-        grads, filling.read = filling.read, ()  # whose memory is free behind the copy
-        self._take_small(filling.bucket, grads or list(map(_grad_of, filling.bucket.members)))
+        self._take_small(filling.bucket, list(map(_grad_of, filling.bucket.members)))
 
     def _take_large(self, filling: Filling, slot: int) -> None:
         member, view, scale = filling.bucket.members[slot], filling.bucket.views[slot], self._scale

@@ -19,11 +19,8 @@ from ..mesh.device_mesh import DeviceMesh
 from ..runtime.untraced import untraced
 from ..typed_contexts.module_marks import restore_marks
 from .bucket_layout import ReductionOptions, bucket_caps
-from .comm_hooks.registered import hook_name
 from .gradient_hooks import moved
-from .in_backward import InBackward, marked_optimizers, refuse_late_marks
 from .joined_replica import JoinedReplica, JoinMethods
-from .logging_data import DataLogger
 from .parting import Parting
 from .precision import CastParameters, MixedPrecisionConfig, check_precision
 from .reducer import Reducer
@@ -274,18 +271,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
         self._parting = Parting(module, self.verify_every, self.device)
         self.reducer = Reducer(parameters, list(trainable), group, options, wider)
-        self.logger = DataLogger(
-            module,
-            self.reducer.layout,
-            device_ids=", ".join(str(device.index) for device in self.device_ids or ()),
-            output_device=-1 if self.output_device is None else self.output_device.index,
-            broadcast_buffers=int(self.forward_sync_buffers),
-            is_multi_device_module=int(self.is_multi_device_module),
-        )
         self.reducer.sending.observe(self._parting.calls())
-        self.reducer.sending.observe(self.logger.calls())
-        self._has_begun = False
-        self._optimizers: InBackward | None = None
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
 
@@ -365,13 +351,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             >>> md.simulate(program, 2)
             [(1.0, 3.0), (2.0, 3.0)]
         """
-        is_marked = not self._has_begun and marked_optimizers(self.reducer.parameters)
-        if self._optimizers is not None or is_marked:
-            raise GradientError(
-                "no_sync() cannot be used with an optimizer in the backward",
-                expected="every backward averaged, since each one steps",
-                fix="step outside of the backward where gradients add up over several",
-            )
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -431,16 +410,9 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
                 been run.
         """
         self.reducer.register_hook(state, hook)
-        self.logger.note("comm_hook", hook_name(hook))
 
     @hidden_from_modes
     def _begin_forward(self) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            if marked := marked_optimizers(self.reducer.parameters):
-                self._step_in_backward(InBackward(marked, keeps_gradients=False))
-        elif self._optimizers is None:
-            refuse_late_marks(self.reducer.parameters)
         refuse_unfrozen(self._left_frozen, self.process_group)
         self._parting.forward_begins()
         joined = self._join_config

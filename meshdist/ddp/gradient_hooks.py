@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import optree
 import torch
@@ -13,13 +13,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..bootstrap.world import World, get_world
 from ..runtime.untraced import untraced
-from .autograd_engines import current_task
-from .backward import Backward
-from .buckets import Bucket
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, dicts, dataclasses and RRefs of this process."""
+    """Yield the tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
@@ -30,8 +27,6 @@ def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name))
-    elif type(tree).__name__ == "PyRRef" and tree.is_owner():  # type: ignore[attr-defined]
-        yield from tensors_in(tree.local_value())  # type: ignore[attr-defined]
 
 
 def moved(tree: Any, device: torch.device) -> Any:
@@ -43,8 +38,6 @@ def moved(tree: Any, device: torch.device) -> Any:
     )
 
 
-Hook: TypeAlias = Callable[[torch.Tensor], None]
-
 _reduced_parameters = WeakIdKeyDictionary()  # a mark on the parameter would be pickled with it
 
 
@@ -53,73 +46,48 @@ def find_reducing_world(parameter: torch.Tensor) -> World | None:
     return _reduced_parameters.get(parameter)  # type: ignore[no-any-return]
 
 
-class GradientTaker(Protocol):
-    """Interface of a reducer by which gradient hooks find the backward of their gradient."""
+def _hook(arrived: Callable[[int, torch.Tensor], None], index: int) -> Any:
+    @untraced
+    def gradient_came(parameter: torch.Tensor) -> None:
+        arrived(index, parameter)
 
-    @property
-    def backward(self) -> Backward | None:
-        """Return the backward that has reached the model's outputs and has not ended."""
-
-    def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the running averaged backward; if None, the gradient ``index`` is kept for later.
-
-        Args:
-            index: of ``parameter`` among those of the wrapper.
-            hook: called again if this autograd task reaches an output that is to be averaged; if it
-                reaches none, the gradient stays as it is.
-        """
+    return gradient_came
 
 
 class GradientHooks:
-    """Hooks on parameters that give each gradient to their reducer, the ``taker``."""
+    """A hook on each parameter, which gives its gradient to ``arrived`` as autograd brings it."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], taker: GradientTaker) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        arrived: Callable[[int, torch.Tensor], None],
+    ) -> None:
         self._parameters = parameters
-        self._taker = taker
-        self._handles: list[tuple[torch.nn.Parameter, RemovableHandle]] = []
+        self._hooks = [_hook(arrived, index) for index in range(len(parameters))]
+        self._handles: list[RemovableHandle] = []
+        self.put()
 
-    def put(self, buckets: Sequence[Bucket]) -> None:
-        """Put hooks on the parameters that ``buckets`` mark as hooked; remove all former hooks."""
+    def put(self) -> None:
+        """Put the hooks on the parameters, behind all others; remove those of before."""
         self.close()
-        for parameter in self._parameters:
+        for parameter, hook in zip(self._parameters, self._hooks, strict=True):
             _reduced_parameters[parameter] = get_world()
-        for number, bucket in enumerate(buckets):
-            for slot, (member, is_hooked) in enumerate(
-                zip(bucket.members, bucket.is_hooked, strict=True)
-            ):
-                if is_hooked:
-                    is_trained = member.requires_grad  # else it may be again, and keeps its hook
-                    member.requires_grad_(True)
-                    hook = self._hook(bucket.indices[slot], number, slot)
-                    handle = member.register_post_accumulate_grad_hook(hook)
-                    self._handles.append((member, handle))
-                    member.requires_grad_(is_trained)
+            is_trained = parameter.requires_grad  # else it may be again, and keeps its hook
+            parameter.requires_grad_(True)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(is_trained)
 
-    def come_last(self, buckets: Sequence[Bucket]) -> None:
+    def come_last(self) -> None:
         """Put the hooks anew if the program put others behind them, so that these run last."""
-        for parameter, handle in self._handles:
+        for parameter, handle in zip(self._parameters, self._handles, strict=True):
             if next(reversed(parameter._post_accumulate_grad_hooks or {}), None) != handle.id:
-                self.put(buckets)
+                self.put()
                 return
 
     def close(self) -> None:
         """Remove the hooks, and the notes that the parameters are reduced."""
-        for _, handle in self._handles:
+        for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for parameter in self._parameters:
             _reduced_parameters.pop(parameter, None)
-
-    def _hook(self, index: int, number: int, slot: int) -> Hook:
-        taker = self._taker
-
-        @untraced
-        def gradient_came(parameter: torch.Tensor) -> None:
-            backward = taker.backward
-            if backward is None or current_task() != backward.task:
-                backward = taker.find_backward(index, gradient_came, parameter)
-                if backward is None:
-                    return
-            backward.arrived(number, slot, parameter)
-
-        return gradient_came

@@ -30,9 +30,6 @@ class History:
         self.expected = [1] * self._num  # arrivals in the backward before, and at least 1
         self.learned: tuple[int, ...] = ()  # arrivals in the backward that was watched
         self.order: list[int] = []  # of the first arrivals, while it is learned
-        # Gradients whose arrival ``.grad`` does not show: they came more than once, undefined, or
-        # before the model's outputs had theirs.
-        self.by_count: set[int] = set()
         self.trailing: frozenset[int] = frozenset()  # equal on every rank
         self.is_learned = False  # whether a whole backward was watched; equal on every rank
         self._streaks: dict[int, int] = {}  # backwards in a row in which a gradient was everywhere
@@ -40,14 +37,7 @@ class History:
     def note_absence(self, order: Iterable[int]) -> None:
         """Let the next backward send all buckets at its end, by ``order`` if none was learned."""
         self.expected = [_NEVER] * self._num
-        self.by_count.update(range(self._num))
         self.order = self.order or list(order)
-
-    def note_first(self, index: int, count: int) -> None:
-        """Note that gradient ``index`` came for the ``count``-th time in a watched backward."""
-        self.order.append(index)
-        if count > 1:
-            self.by_count.add(index)
 
     def backward_ends(self, counts: Sequence[int], came: Sequence[bool]) -> None:
         """Expect ``counts`` arrivals per gradient next; until learned, note also which ``came``."""

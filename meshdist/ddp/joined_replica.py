@@ -38,8 +38,7 @@ class JoinedReplica(ReplicaHook):
         self._divides_by_all = divides_by_all
 
     def begin(self, context: Join, joinable: Joinable) -> None:
-        """Log the join; let ``joinable`` own the collectives of backwards until ``end``."""
-        self._model.logger.note("join_uneven_inputs", 1)
+        """Let ``joinable`` own the collectives of backwards until ``end``."""
         self._reducer.sending.calls_inside = lambda: context.owned_by(joinable, _BACKWARD)
 
     def end(self) -> None:

@@ -6,19 +6,17 @@ until its backward reaches an output, and counts then. Where none is reached the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from ..groups.process_group import ProcessGroup
 from .autograd_engines import NO_TASK, at_end_of_task, current_task
-from .buckets import Bucket, Seen
-from .gradient_hooks import Hook
 from .reports import Reports
 
-Early = tuple[int, Hook, torch.Tensor]
-"""A gradient that came before its backward reached an output: index, hook and parameter."""
+Early = tuple[int, torch.Tensor]
+"""A gradient that came before its backward reached an output: index and parameter."""
 
 _MANY = 8
 """So many local backwards, and none between them that is averaged, are warned of."""
@@ -31,8 +29,6 @@ class LocalBackwards:
         self.is_averaged_expected = False  # a synchronised forward waits for its backward
         self.takes_any = False  # the next backward counts, as nothing tells which is meant
         self.sees_outputs = True  # the last synchronised forward returned a tensor with a graph
-        # Gradients without a hook as they were behind that forward, until its backward ends.
-        self.at_forward: list[Seen] | None = None
         self.has_sums = False  # a backward since the last average was local
         self._early: list[Early] = []
         self._early_task: int | None = None  # which may yet reach an output
@@ -42,12 +38,11 @@ class LocalBackwards:
         self._has_warned = False
         self._has_warned_of_complete = False
 
-    def forward_ends(self, buckets: Sequence[Bucket], *, sees_outputs: bool) -> None:
-        """Record present gradients; expect an averaged backward, of outputs if ``sees_outputs``."""
+    def forward_ends(self, *, sees_outputs: bool) -> None:
+        """Expect an averaged backward, of outputs if ``sees_outputs``."""
         self.sees_outputs, self.takes_any = sees_outputs, not sees_outputs
         if current_task() == NO_TASK:
             self.is_averaged_expected = True
-            self.at_forward = [bucket.see() for bucket in buckets]
 
     def output_is_reached(self, ends: Callable[[], None]) -> None:
         """Note that this backward reached a ``no_sync`` output; call ``ends`` as it ends."""

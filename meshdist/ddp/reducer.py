@@ -33,14 +33,14 @@ Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 
     rank 0    d   b [d b]   a [a]             end [0]         zeros stand in for c
     rank 1      c   d   b [d b]   a [a]         end [c]
 
-``[d b]`` has one hook, on b: as b comes, d is looked for. Had it not come yet, ``[d b]`` would wait
-for the end, and ``[a]`` behind it, since all ranks send in one order. ``[c]`` is trailing: it waits
+Had d not come with b, ``[d b]`` would wait for it, and ``[a]`` behind it, since all ranks send in one
+order. ``[c]`` is trailing: it waits
 for the end always, until c has come everywhere in 16 backwards in a row.
 
     >>> from .bucket_layout import lay_out
     >>> a, b, c, d, history = 0, 1, 2, 3, History(4)
     >>> for index in (d, b, a):  # on rank 0
-    ...     history.note_first(index, 1)
+    ...     history.order.append(index)
     >>> history.settle([c], may_move=True)
     >>> order, items = history.laid_order([d, c, b, a]), [(4, "float32")] * 4
     >>> [bucket.indices for bucket in lay_out(items, order, (8,), trailing=history.trailing)]
@@ -65,20 +65,13 @@ from ..collectives.verbs import broadcast
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
-from .autograd_engines import (
-    NO_TASK,
-    ContextGradients,
-    at_end_of_task,
-    current_task,
-    find_context,
-    is_rpc_on,
-)
+from .autograd_engines import NO_TASK, at_end_of_task, current_task
 from .backward import AtWork, Backward, Moment, Phase, Sending, tells_errors
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
 from .device_streams import is_capturing
-from .gradient_hooks import GradientHooks, Hook, tensors_in
+from .gradient_hooks import GradientHooks, tensors_in
 from .history import History
 from .increments import Increments
 from .local_backwards import LocalBackwards
@@ -110,7 +103,7 @@ class Reducer:
         self.sending = Sending(History(num), AtWork(wider.all_ranks.size()))
         self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
-        self._hooks = GradientHooks(list(parameters), self)
+        self._hooks = GradientHooks(list(parameters), self._gradient_came)
         self._state = Phase.IDLE
         reports, order = Reports(names, group), range(num - 1, -1, -1)
         self._lay(ReductionTerms(list(parameters), group, options, reports, order, wider), ())
@@ -166,9 +159,7 @@ class Reducer:
         """Let a communication hook average the buckets; raise if it is late, second or unfit."""
         terms, sending = self.layout.terms, self.sending
         if terms.options.dtype is not None:
-            raise terms.reports.hook_beside("mixed_precision")
-        if Moment.AVERAGED in sending.observers:
-            raise terms.reports.hook_beside("an optimizer in the backward")
+            raise terms.reports.hook_beside_precision()
         if sending.hook is not None:
             raise terms.reports.hook_again(sending.hook.name)
         if self.backward is not None or self._state is Phase.ENDED or sending.history.is_learned:
@@ -190,9 +181,7 @@ class Reducer:
     def _use(self, layout: BucketLayout) -> None:
         """Use ``layout`` from the next backward on, with a new verdict and new hooks."""
         self.layout = layout
-        self._local.at_forward = None
         self._verdict = Verdict(layout, lacking=range(len(layout.terms.parameters)))
-        self._hooks.put(layout.buckets)
 
     def _rebuild(self) -> None:
         """Lay the buckets anew; the first time in the order of gradients on group rank 0."""
@@ -229,9 +218,8 @@ class Reducer:
         is_fitting = layout.fits(history)
         if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
             raise layout.terms.reports.captured_early()  # the graph would keep buckets that go
-        if is_fitting:
-            self._hooks.come_last(layout.buckets)
-        else:
+        self._hooks.come_last()
+        if not is_fitting:
             self._rebuild()
 
     @tells_errors
@@ -265,7 +253,7 @@ class Reducer:
             if self._state is Phase.CLOSED:
                 return
             if is_synchronised:
-                self._enter(context_id)
+                self._enter()
             else:
                 all_ranks = self.layout.terms.wider.all_ranks.ranks
                 self._local.output_is_reached(partial(mark_local, self.parameters, all_ranks))
@@ -273,16 +261,12 @@ class Reducer:
 
         if self._state is Phase.CLOSED:
             return
-        context_id = find_context()
         seen = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         for tensor in seen:
             tensor.register_hook(output_is_reached)
         if not is_synchronised:
             return
-        self.sending.tell(Moment.FORWARD_ENDS, self.layout)
-        if not seen and any(bucket.seen for bucket in self.buckets):
-            self._use(self.layout.with_all_hooks())
-        self._local.forward_ends(self.buckets, sees_outputs=bool(seen))
+        self._local.forward_ends(sees_outputs=bool(seen))
 
     def prepare_for_backward(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> None:
         """Let the next backward that reaches ``outputs`` be averaged; raise without a graph."""
@@ -310,19 +294,17 @@ class Reducer:
         if self._state is not Phase.CLOSED:
             self._state = state
 
-    def find_backward(self, index: int, hook: Hook, parameter: torch.Tensor) -> Backward | None:
-        """Return the running averaged backward; if None, the gradient ``index`` is kept for later.
-
-        Args:
-            hook: the hook that saw the gradient; called again if the autograd task reaches an
-                output.
-        """
-        self._refuse_traced()
-        with self.sending.lock:
-            backward = self._find_running()
-            if backward is None:
-                self._local.keep((index, hook, parameter), self.layout.terms.reports)
-            return backward
+    def _gradient_came(self, index: int, parameter: torch.Tensor) -> None:
+        """Count a gradient in the running averaged backward; keep it for later where none runs."""
+        backward = self.backward
+        if backward is None or current_task() != backward.task:
+            self._refuse_traced()
+            with self.sending.lock:
+                backward = self._find_running()
+                if backward is None:
+                    self._local.keep((index, parameter), self.layout.terms.reports)
+                    return
+        backward.arrived(index, parameter)
 
     def _find_running(self) -> Backward | None:
         """Return the running averaged backward, begun now if any gradient may begin it, or None."""
@@ -340,8 +322,8 @@ class Reducer:
         with self.sending.lock:
             return self._find_running() is not None or self._local.is_running()
 
-    def _enter(self, context_id: int | None = None) -> None:
-        """Begin an averaged backward (``context_id``: of RPC) unless begun; raise on overlap."""
+    def _enter(self) -> None:
+        """Begin an averaged backward unless begun; raise on overlap."""
         self._refuse_traced()
         task, sending = current_task(), self.sending
         with sending.lock:  # outputs on several devices come here on a thread each
@@ -355,48 +337,19 @@ class Reducer:
                 self.layout,
                 sending,
                 task,
-                self._local.at_forward,
                 has_graph=torch.is_grad_enabled(),
             )
-            sending.tell(Moment.BACKWARD_BEGINS, backward)
-            finish = partial(self._finish, backward)
-            if is_rpc_on():
-                check = partial(self._check_context, backward)
-                found = ContextGradients(self.parameters, context_id, check)
-                finish = partial(self._finish_in_context, backward, found)
-            backward.is_running = at_end_of_task(finish)
+            backward.is_running = at_end_of_task(partial(self._finish, backward))
             self.increments.outputs_reached()
-            for index, hook, parameter in self._local.backward_begins(task):
-                if not sending.history.is_learned:
-                    sending.history.by_count.add(index)  # it is too late to look for others
-                hook(parameter)
-
-    def _check_context(self, backward: Backward, context_id: int | None) -> int:
-        """Return distributed autograd's ``context_id``; raise if None, or gradients may lack."""
-        backward.has_graph = False
-        if self.layout.terms.options.may_lack or context_id is None:
-            self.backward = None
-            knows_context = context_id is not None
-            raise self.layout.terms.reports.lacking_in_context(knows_context=knows_context)
-        return context_id
-
-    @torch.no_grad()
-    def _finish_in_context(self, backward: Backward, found: ContextGradients) -> None:
-        """Average a backward's gradients, in its distributed-autograd context if it has any."""
-        with found.in_place_of_grad() as came:
-            if came is not None:
-                backward.counts = [*map(int, came)]
-            self._finish(backward)
+            for index, parameter in self._local.backward_begins(task):
+                backward.arrived(index, parameter)
 
     @tells_errors
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
         """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
         sending, local = self.sending, self._local
-        sending.tell(Moment.BACKWARD_ENDS, backward)
         came = backward.find_came()
-        has_local = any(filling.local for filling in backward.fillings)
-        local.has_sums |= has_local
         if not backward.is_open and True in came:
             backward.open()
         if not backward.is_open:  # no parameter took part, for example in autograd.grad of inputs
@@ -408,13 +361,10 @@ class Reducer:
         verdict = self._verdict.followed_by(came, unexpected, sending.at_work.num)
         backward.verdict = verdict
         sending.history.backward_ends(backward.counts, came)
-        sending.tell(Moment.GRADIENTS_CAME, backward)
         self._end(backward, verdict)
         terms = backward.layout.terms
         if sending.hook is None:
             local.warn_of_complete(backward.task, terms.group, terms.reports)
-        if has_local:
-            local.warn(terms.reports)
 
     def _end(self, backward: Backward, verdict: Verdict) -> None:
         """Reduce all buckets, write averages to ``.grad``, wait for hooks' futures."""
@@ -422,13 +372,12 @@ class Reducer:
         backward.give(verdict)
         if self._local.has_sums:
             unmark_local(self.parameters)
-        self.backward, self._local.at_forward, self._local.has_sums = None, None, False
+        self.backward, self._local.has_sums = None, False
         self._become(Phase.ENDED)
         while self.sending.awaited:
             self.sending.awaited.pop(0).wait()
         if not backward.layout.tail.reader.is_deferred:
             self._learn()
-        self.sending.tell(Moment.AVERAGED, backward)
 
     def _reduce(self, backward: Backward, verdict: Verdict) -> None:
         """Reduce all buckets; keep ``verdict`` to be read later, unless a graph is captured."""
@@ -496,4 +445,3 @@ class Reducer:
         finally:
             for bucket, before in zip(self.buckets, kept, strict=True):
                 bucket.flat.copy_(before)
-            self._local.at_forward = None

@@ -206,26 +206,6 @@ class Reports:
             "backward, may be compiled",
         )
 
-    def lacking_in_context(self, *, knows_context: bool) -> GradientError:
-        """Return the error for a distributed autograd backward, which DDP cannot average.
-
-        Args:
-            knows_context: whether the forward ran in the autograd context, so options are at fault.
-        """
-        if knows_context:
-            expected = "a gradient of every parameter in its context, on every rank"
-            found = "find_unused_parameters=True or static_graph=True"
-            fix = "wrap without them, in a model that uses all its parameters on every rank"
-        else:
-            expected, found = "a forward inside the context", "a forward outside"
-            fix = "run forward and backward in one `with torch.distributed.autograd.context()`"
-        return self._error(
-            "torch.distributed.autograd.backward cannot average these gradients",
-            expected=expected,
-            found=found,
-            fix=fix,
-        )
-
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """Return the error for a gradient that is not dense."""
         return self._error(
@@ -253,14 +233,12 @@ class Reports:
             fix="call both in one hook, or wrap the model anew",
         )
 
-    def hook_beside(self, other: str) -> ArgumentError:
-        """Return the error for a communication hook beside ``other``, as "mixed_precision"."""
+    def hook_beside_precision(self) -> ArgumentError:
+        """Return the error for a communication hook beside ``mixed_precision``."""
         return self._argument_error(
-            f"a communication hook cannot be used with {other}",
-            expected=f"a hook, or {other}",
-            fix="cast the buckets in the hook: md.distributed.comm_hooks.bf16_compress_hook"
-            if other == "mixed_precision"
-            else "step outside of the backward",
+            "a communication hook cannot be used with mixed_precision",
+            expected="a hook, or mixed_precision",
+            fix="cast the buckets in the hook: md.distributed.comm_hooks.bf16_compress_hook",
         )
 
     def hook_late(self) -> ArgumentError:

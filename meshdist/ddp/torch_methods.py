@@ -11,13 +11,11 @@ from torch.distributed import BuiltinCommHookType
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from ..checking.program import warn_caller
-from ..errors import GradientError, KindError
+from ..errors import KindError
 from ..groups.process_group import resolve_group
 from ..mesh.device_mesh import DeviceMesh
 from .comm_hooks.bucket import allreduce_hook
 from .comm_hooks.compressing import fp16_compress_hook
-from .in_backward import InBackward
-from .logging_data import DataLogger
 from .shard_guards import refuse_marked_shards
 from .typed_owner import TypedOwner
 from .wrapping import ignored_names
@@ -31,13 +29,10 @@ class TorchMethods:
     module: Any
     reducer: Any
     register_comm_hook: Any
-    logger: DataLogger
     static_graph: bool
     forward_sync_buffers: bool
     find_unused_parameters: bool
     _buffers_of_model: Any
-    _has_begun: bool
-    _optimizers: InBackward | None
     _owner: TypedOwner
     broadcast_bucket_size = 250 * 1024 * 1024
     """Torch's; without effect: buffers travel together, see ``broadcast_from``."""
@@ -73,7 +68,6 @@ class TorchMethods:
             warn_caller("find_unused_parameters has no effect beside a static graph")
         self.reducer.change_options("static_graph", is_static=True)
         self.static_graph = True
-        self.logger.note("static_graph", 1)
 
     def _register_buffer_comm_hook(
         self,
@@ -100,36 +94,6 @@ class TorchMethods:
             )
         is_plain = comm_hook_type == BuiltinCommHookType.ALLREDUCE
         self.register_comm_hook(None, allreduce_hook if is_plain else fp16_compress_hook)
-
-    def _register_fused_optim(
-        self,
-        optim: type[torch.optim.Optimizer],
-        *args: Any,
-        optim_params: Iterable[torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Step an optimizer of this class for each parameter inside the backward.
-
-        Args:
-            args, kwargs: arguments of the class behind the parameters.
-            optim_params: the parameters to step; all that are averaged by default.
-        """
-        if self._optimizers is not None or self.reducer.sending.hook is not None:
-            raise GradientError(
-                "an optimizer in the backward was registered behind "
-                + ("another one" if self._optimizers is not None else "a communication hook"),
-                expected="one optimizer in the backward, or a communication hook",
-                fix="make another DistributedDataParallel",
-            )
-        parameters = self.reducer.parameters
-        if optim_params is not None:
-            wanted = {*map(id, optim_params)}
-            parameters = [parameter for parameter in parameters if id(parameter) in wanted]
-        self._step_in_backward(InBackward.fused(optim, parameters, args, kwargs))
-
-    def _step_in_backward(self, optimizers: InBackward) -> None:
-        self._optimizers = optimizers
-        self.reducer.sending.observe(optimizers.calls())
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -176,21 +140,3 @@ class TorchMethods:
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Do nothing: outputs are the module's own, never copies."""
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts about this wrapper, and times of its last sampled iteration.
-
-        Example:
-            >>> import meshdist as md, torch
-            >>> def program():
-            ...     model = md.DDP(torch.nn.Linear(3, 1))
-            ...     return model._get_ddp_logging_data()["total_parameter_size_bytes"]
-            >>> md.simulate(program, 2)
-            [16, 16]
-        """
-        # The names are torch's; docs/debugging.md lists them.
-        return self.logger.data()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Measure iterations whose number it divides (100 by default), beside the first ten."""
-        self.logger.set_sample_rate(sample_rate)

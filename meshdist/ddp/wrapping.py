@@ -30,11 +30,9 @@ _BOUND = {
     "process_group",
     "device_mesh",
     "reducer",
-    "logger",
     "_buffers_of_model",
     "_owner",
     "_parting",
-    "_optimizers",
     "_join_config",
 }
 """Attributes that belong to this process, and are made anew for a copy."""

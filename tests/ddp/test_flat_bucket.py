@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def bucket_of(
     first = parameters[indices[0]]
     count = sum(parameters[index].numel() for index in indices) + num_behind
     averaging = Averaging(None, changes.pop("scale", None), None)
-    given = {"hooked": (), "reports": None, **changes}
+    given = {"reports": None, **changes}
     return Bucket.of_several(
         indices,
         parameters,
@@ -74,105 +74,12 @@ def test_views_have_the_strides_of_parameters_and_version_counters_of_their_own(
 # -- which have come ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("hooked", "expected"),
-    [
-        ((), [True, False, False, True]),
-        ((2,), [True, False, True, True]),
-        ((1,), [True, True, False, True]),  # whatever has a hook here, it lies as elsewhere
-        (None, [True] * 4),
-    ],
-)
-def test_hooks_are_on_large_ones_the_last_small_one_and_those_that_need_them(
-    hooked: Any, expected: list[bool]
-) -> None:
-    parameters = zeros(1, 2, 3, LARGE)
-    bucket = bucket_of(parameters, (1, 3, 2, 0), hooked=hooked)
-    assert bucket.indices == (3, 1, 2, 0)
-    assert bucket.is_hooked == expected
-    assert Filling(bucket).num_pending == sum(expected)
-    everywhere = bucket.with_all_hooks()
-    assert everywhere.is_hooked == [True] * 4 and Filling(everywhere).num_pending == 4
-    assert bucket.is_hooked == expected
-    assert bucket_of(zeros(LARGE), (0,)).is_hooked == [True]
-
-
-def test_on_an_accelerator_every_gradient_has_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "streams_for", lambda _: object)
-    assert bucket_of(zeros(1, 2), (0, 1)).is_hooked == [True, True]
-
-
 def kept(view: torch.Tensor) -> torch.Tensor:
     return view
 
 
 def apart(view: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(view)
-
-
-@pytest.mark.parametrize("before", [None, kept, apart])
-def test_a_gradient_has_come_that_is_there_or_another_tensor_or_another_version(
-    before: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> None:
-    parameters = zeros(2, 2, 2)
-    bucket = bucket_of(parameters, (0, 1, 2))
-    for parameter, view in zip(parameters, bucket.views, strict=True):
-        parameter.grad = None if before is None else before(view)
-    filling = Filling(bucket)
-    assert filling.find_missing() == [0, 1]
-    assert not filling.take_early() and filling.must_wait
-    parameters[1].grad = torch.ones(2)  # another tensor
-    assert filling.find_missing() == [0]
-    if before is None:
-        parameters[0].grad = torch.ones(2)
-    else:
-        parameters[0].grad.add_(1)  # type: ignore[union-attr]  # another version
-    assert filling.find_missing() == []
-    assert filling.take_early() and not filling.must_wait
-    assert bucket.flat.tolist() == [1, 1, 1, 1, 0, 0]
-
-
-def test_what_was_there_when_the_backward_began_does_not_count() -> None:
-    parameters = zeros(2, 2)
-    bucket = bucket_of(parameters, (0, 1))
-    first = Filling(bucket)
-    assert first.find_missing() == [0]
-    for parameter in parameters:
-        parameter.grad = torch.ones(2)
-    assert first.find_missing() == []
-    assert not Filling(bucket).take_early()
-    assert first.take_early()
-    for parameter in parameters:
-        parameter.grad = None
-    assert Filling(bucket).find_missing() == [0]  # every backward begins anew
-
-
-def test_where_hooks_tell_of_all_the_beginning_need_not_be_seen() -> None:
-    parameters = zeros(2, LARGE)
-    bucket = bucket_of(parameters, (0, 1), hooked=None)
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    filling = Filling(bucket)
-    bucket.taking.take(filling, 0)
-    assert filling.take_early()
-    assert bucket.views[1].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("as_views", [True, False])
-def test_gradients_that_grow_after_they_have_moved_in_are_found(as_views: bool) -> None:
-    parameters = zeros(2, 2, 2)
-    bucket = bucket_of(parameters, (0, 1, 2), as_views=as_views)
-    filling = Filling(bucket)
-    for parameter in parameters:
-        parameter.grad = torch.ones(2)
-    assert filling.find_late() == []
-    assert filling.take_early()
-    assert filling.find_late() == []
-    parameters[1].grad.add_(1)
-    assert filling.find_late() == [1]
-    parameters[0].grad = None  # as a program may do behind the copy
-    assert filling.find_late() == [1]
-    assert Filling(bucket).find_late() == []
 
 
 # -- moving in ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def learned(num: int, counts: list[int], order: list[int] | None = None) -> Hist
     seen = [0] * num
     for index in order or [i for i in range(num) for _ in range(counts[i])]:
         seen[index] += 1
-        arrivals.note_first(index, seen[index])
+        arrivals.order.append(index)
     arrivals.backward_ends(counts, [count > 0 for count in counts])
     return arrivals
 
@@ -40,10 +40,6 @@ def test_the_laid_order_is_that_of_first_arrivals_and_then_of_the_rest() -> None
     assert arrivals.laid_order([4, 3, 2, 1, 0]) == [3, 1, 0, 4, 2]
 
 
-def test_what_comes_several_times_is_known_by_its_count_alone() -> None:
-    assert learned(3, [1, 2, 0]).by_count == {1}
-
-
 def test_changes_are_told_against_the_first_backward_whatever_came_between() -> None:
     arrivals = learned(4, [1, 2, 0, 1])
     arrivals.settle([2], may_move=False)
@@ -53,14 +49,6 @@ def test_changes_are_told_against_the_first_backward_whatever_came_between() -> 
     counts = [0, 1, 1, 0]  # the hooked ones; the last one is seen by its .grad
     changes = arrivals.find_changes(counts, [False, True, True, True])
     assert changes == {0: (0, 1), 1: (1, 2), 2: (1, 0)}
-
-
-def test_one_seen_without_a_hook_is_learned_as_one_arrival() -> None:
-    arrivals = History(2)
-    arrivals.note_first(0, 1)
-    arrivals.backward_ends([1, 0], [True, True])
-    assert arrivals.learned == (1, 1)
-    assert arrivals.find_changes([1, 0], [True, True]) == {}
 
 
 def test_what_the_first_backward_lacked_trails_at_once() -> None:
@@ -94,7 +82,7 @@ def test_all_is_forgotten_at_once() -> None:
     arrivals.settle([1], may_move=True)
     arrivals.forget()
     fresh = History(2)
-    for name in ("expected", "learned", "order", "by_count", "trailing", "is_learned"):
+    for name in ("expected", "learned", "order", "trailing", "is_learned"):
         assert getattr(arrivals, name) == getattr(fresh, name), name
     arrivals.settle([], may_move=True)
     assert arrivals.trailing == frozenset()  # the row of the one that trailed is gone as well

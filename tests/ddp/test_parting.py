@@ -283,13 +283,6 @@ def with_a_hook() -> None:
     steps(model)
 
 
-def with_an_optimizer_in_the_backward() -> None:
-    model = md.DDP(mlp())
-    model._register_fused_optim(torch.optim.SGD, lr=0.1 + 0.1 * md.get_rank())
-    for number in range(4):
-        model(batch_of(number)).sum().backward()
-
-
 def with_a_static_graph() -> None:
     model = md.DDP(mlp(), static_graph=True)
     if md.get_rank():
@@ -344,7 +337,6 @@ def of_a_copy() -> None:
         a_frozen_layer_that_came_later,
         under_mixed_precision,
         with_a_hook,
-        with_an_optimizer_in_the_backward,
         with_a_static_graph,
         found_by_the_check,
         through_a_reducer,

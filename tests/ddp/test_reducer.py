@@ -157,45 +157,6 @@ def test_buckets_are_rebuilt_once_in_the_order_of_rank_0() -> None:
     assert md.simulate(program, 3) == [[made, rebuilt, rebuilt, [8.0, 8.0, 8.0]]] * 3
 
 
-def test_small_gradients_without_a_hook_are_found_when_the_last_one_comes(
-    events: list[str],
-) -> None:
-    def program() -> list[Any]:
-        module = Chain([3, 0, 1, 2], events if md.get_rank() == 0 else [])
-        mine = reducer_of(module, (12, 4))
-        for number in range(3):
-            module.zero_grad(set_to_none=number != 2)
-            events.clear()
-            step(module, mine, torch.ones(1))
-        return [[bucket.indices, bucket.is_hooked] for bucket in mine.buckets]
-
-    assert md.simulate(program, 2) == [[[(2, 1, 0), [False, False, True]], [(3,), [True]]]] * 2
-    assert events == [
-        *("backward of 2", "backward of 1", "backward of 0", "start of 3"),
-        *("backward of 3", f"start of {1 + NUM_FLAGS + 4}", "wait", "wait"),
-    ]
-
-
-def test_a_bucket_whose_hooked_gradient_comes_before_the_others_waits_for_the_end(
-    events: list[str],
-) -> None:
-    def program() -> list[float | None]:
-        module = Chain([3, 0, 1, 2], events if md.get_rank() == 0 else [])
-        mine = reducer_of(module, (12, 4))
-        step(module, mine, torch.ones(1))
-        module.zero_grad()
-        events.clear()
-        module.order = [3, 2, 1, 0]
-        step(module, mine, torch.ones(1) + md.get_rank())
-        return gradients_of(module)
-
-    assert md.simulate(program, 2) == [[12.0] * 4] * 2
-    assert events == [
-        *("backward of 0", "backward of 1", "backward of 2", "backward of 3"),
-        *("start of 3", f"start of {1 + NUM_FLAGS + 4}", "wait", "wait"),
-    ]
-
-
 def test_gradients_keep_their_values_and_become_views_when_buckets_are_rebuilt() -> None:
     def program() -> bool:
         module = Chain([1, 0], [])
@@ -507,36 +468,6 @@ def test_a_gradient_that_grows_after_its_bucket_has_gone_is_an_error_on_every_ra
             rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
         )
         assert seen == [EACH, EACH, text, EACH, EACH, EACH]
-
-
-def test_a_small_one_without_a_hook_that_grows_late_is_found_by_its_version() -> None:
-    def program() -> list[Any]:
-        model = md.DDP(Again(3), bucket_cap_mb_list=[8e-6, 4e-6])  # 2 and 1 together, then 0
-        seen: list[Any] = []
-        for number in range(5):
-            model.zero_grad()
-            loss = model(*ALL)
-            if number == 2 and md.get_rank() == 1:
-                first = model.module.weights[0].register_hook(
-                    lambda _: model.module.weights[2].grad.add_(1)
-                )
-            try:
-                loss.backward()
-            except GradientError as error:
-                first.remove() if md.get_rank() == 1 else None
-                seen.append(str(error))
-            else:
-                seen.append(gradients_of(model))
-            laid = [(bucket.indices, bucket.is_hooked) for bucket in model.reducer.buckets]
-            if number == 1:
-                assert laid == [((2, 1), [False, True]), ((0,), [True])]
-        return seen
-
-    for rank, seen in enumerate(md.simulate(program, 2)):
-        text = UNEXPECTED.format(
-            rank=rank, found="weights.2 (index 2) got more after its bucket had been sent"
-        )
-        assert seen == [EACH, EACH, text, EACH, EACH]
 
 
 def test_as_many_arrivals_as_last_time_are_waited_for() -> None:

@@ -18,7 +18,6 @@ from .compressing import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from .zero_step import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = [
     "DDPCommHookType",
@@ -31,8 +30,6 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
-    "hook_with_zero_step",
-    "hook_with_zero_step_interleaved",
     "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
