@@ -49,7 +49,7 @@ def test_ranks_lie_in_blocks_and_take_the_wire_for_hosts(two_hosts: TwoHosts) ->
         return socket.gethostname(), wire, x.mean().item()
 
     found = two_hosts.run(program, 5)
-    assert found == [(f"host-{x}", "hierarchical", 15.0) for x in "aaabb"]
+    assert found == [(f"host-{x}", "gloo", 15.0) for x in "aaabb"]
 
 
 def test_programs_start_there(two_hosts: TwoHosts) -> None:

@@ -19,7 +19,6 @@ from ..verb_table import VERBS
 
 # The wires, each of which registers itself.
 from .c10d.torch_classes import C10dWire as C10dWire, adopt_torch_backends
-from .hierarchical.communicator import HierarchicalWire as HierarchicalWire
 from .mpi.communicator import MpiWire as MpiWire
 from .registry import Wire, find_wire, wire_names
 from .shm.communicator import ShmWire as ShmWire
@@ -166,7 +165,7 @@ def table_grid(
 
 
 _BEGIN, _END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
-_OWN = ("gloo", "hierarchical", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
+_OWN = ("gloo", "mpi", "nccl", "shm", "simulated", "ucc", "xccl")
 """The wires of this package, whether or not this machine has them."""
 
 

@@ -9,7 +9,6 @@ from ..bootstrap.world import World
 from ..checking.program import warn_caller
 from ..errors import ArgumentError, KindError
 from .c10d.torch_classes import RegisteredWire, adopt_torch_backends
-from .hierarchical.communicator import HierarchicalWire as HierarchicalWire  # registers itself
 from .mpi.communicator import MpiWire as MpiWire  # registers itself
 from .registry import find_wire, get_wire, register_wire
 from .shm.communicator import ShmWire as ShmWire  # registers itself

@@ -125,7 +125,7 @@ def test_what_wires_do_in_a_users_words(
     capsys: pytest.CaptureFixture[str],
     devices: list[str],
 ) -> None:
-    names = ("gloo", "hierarchical", "mpi", "shm", "simulated", "nccl", "ucc")
+    names = ("gloo", "mpi", "shm", "simulated", "nccl", "ucc")
     wires = [wire for name in names if (wire := find_wire(name)) is not None]
     monkeypatch.setattr(capabilities, "available_wires", lambda: wires)
     monkeypatch.setattr(doctor, "find_device_types", lambda: devices)

@@ -1,1 +1,0 @@
-"""The wire of groups that span hosts: shared memory inside each host, Gloo between hosts."""
