@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from torch.distributed import register_rendezvous_handler
 from ..arguments import DEFAULT_TIMEOUT, check_timeout, get_whole_number
 from ..errors import ArgumentError, KindError, RendezvousError, StoreError
 from ..runtime.whole_numbers import find_whole_number
-from . import file_records
 from .bounded_store import BoundedStore
 from .environments import MOST_RANKS, Surroundings, read_surroundings
 from .generations import SERVER, Attempt, Rendezvous, lost_while_joining
@@ -410,26 +408,7 @@ def _meet_by_file(url: SplitResult, rank: int, size: int, terms: Terms) -> Rende
 def _meet_in_file(
     path: str, rank: int, size: int, origin: str, terms: Terms, **known: Any
 ) -> Rendezvous:
-    given = rank if rank >= 0 else None
-    entry = file_records.enter(path, given, size, terms.group_name, terms.timeout)
-    pid = os.getpid()
-
-    def leave() -> None:
-        atexit.unregister(leave)
-        if pid == os.getpid():
-            file_records.leave(entry)
-
-    # A program that ends without closing its world has left as well.
-    atexit.register(leave)
-    try:
-        named = replace(terms, group_name="")  # the generation is the job's alone
-        joined = _meet_in(
-            open_file(entry.store_path, terms.timeout), entry.rank, size, origin, named, **known
-        )
-    except BaseException:
-        leave()
-        raise
-    return replace(joined, leave=leave)
+    return _meet_in(open_file(path, terms.timeout), rank, size, origin, terms, **known)
 
 
 def _meet_by_handler(

@@ -126,39 +126,6 @@ def test_ranks_by_order_of_arrival_in_a_file(pool: Pool, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_file_is_there_as_long_as_the_world(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "meeting"
-
-    def program(rank: int) -> bool:
-        md.init_process_group("gloo", f"file://{path}", LONG, 2, rank)
-        there = path.exists()
-        md.barrier()
-        md.destroy_process_group()
-        return there
-
-    assert pool.call(program, 2) == [True, True]
-    assert not path.exists()
-
-
-def test_a_file_left_by_a_crashed_job_is_refused(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "meeting"
-    program = f"""
-import os
-import meshdist as md
-md.init_process_group("gloo", "file://{path}", rank=0, world_size=1)
-os._exit(1)
-"""
-    assert pool.start(program)[0].returncode == 1
-    with pytest.raises(md.RendezvousError) as caught:
-        meet(f"file://{path}", rank=0, world_size=1)
-    text = str(caught.value)
-    assert "left behind by a job that crashed" in text
-    command = text.rpartition("then: ")[2].split()
-    assert command[:3] == ["rm", "-f", str(path)]
-    subprocess.run(command, check=True)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_rank_at_a_file(tmp_path: Path) -> None:
     with pytest.raises(md.RendezvousError, match="rank 1 has not joined the world of 2"):
         meet(f"file://{tmp_path}/meeting", rank=0, world_size=2, timeout=SHORT)
