@@ -8,7 +8,6 @@
 namespace meshdist {
 
 void bind_fast_path(nb::module_& module);
-void bind_mpi_runner(nb::module_& module);
 void bind_torch_runner(nb::module_& module);
 void bind_verb_calls(nb::module_& module);
 

@@ -25,24 +25,6 @@ using namespace nanobind::literals;
 namespace meshdist {
 namespace {
 
-// `result` becomes the sum of both, numbers of a dtype. Called by MPI, which passes its own datatype.
-void add_to(unsigned dtype, nb::handle data, nb::handle result, nb::handle) {
-  const ReduceLoop add =
-      dtype < kNumDtypes ? kernels().reduce[dtype][static_cast<unsigned>(Op::sum)] : nullptr;
-  if (add == nullptr) throw std::invalid_argument("no such sum");
-  Py_buffer from, to;
-  if (PyObject_GetBuffer(data.ptr(), &from, PyBUF_SIMPLE) != 0) throw nb::python_error();
-  if (PyObject_GetBuffer(result.ptr(), &to, PyBUF_WRITABLE) != 0) {
-    PyBuffer_Release(&from);
-    throw nb::python_error();
-  }
-  const void* const sources[] = {to.buf, from.buf};
-  const std::size_t count = std::min(from.len, to.len) / kDtypeBytes[dtype];
-  add(to.buf, sources, 2, count);
-  PyBuffer_Release(&to);
-  PyBuffer_Release(&from);
-}
-
 // Where the memory of a plain tensor begins.
 void* memory_of(nb::handle tensor) { return pointer(number(tensor.attr("data_ptr")())); }
 
@@ -106,7 +88,6 @@ NB_MODULE(native, m) {
   m.def("stream_scaled", [](Address to, Address from, Count count, float factor) {
     stream_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), count, factor);
   });
-  m.def("add_to", &add_to, nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   m.def("reduce_parts", &reduce_parts);
   m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a, "is_crowded"_a);
@@ -219,7 +200,6 @@ NB_MODULE(native, m) {
         if (decode == nullptr) throw std::invalid_argument("no such recoding");
         decode(self, memory_of(to), memory_of(from), number(to.attr("numel")()), 1);
       });
-  bind_mpi_runner(m);
   bind_torch_runner(m);
   bind_fast_path(m);
   bind_verb_calls(m);

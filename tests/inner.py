@@ -19,7 +19,6 @@ from meshdist.bench.measuring import (
 from meshdist.bench.reporting import machine as machine, size_text as size_text
 from meshdist.bootstrap import (
     engines as engines,
-    file_records as file_records,
     init_methods as init_methods,
     mpi_library as mpi_library,
     store_places as store_places,
@@ -57,7 +56,6 @@ from meshdist.bootstrap.world import (
     world_here as world_here,
 )
 from meshdist.checking import (
-    call_words as call_words,
     debug_levels as debug_levels,
     program as program,
     shared_words as shared_words,
@@ -162,8 +160,6 @@ from meshdist.wires.c10d import communicator as c10d_communicator  # noqa: F401
 from meshdist.wires.capabilities import table_page as table_page
 from meshdist.wires.communicator import Communicator as Communicator
 from meshdist.wires.core import core as core
-from meshdist.wires.mpi import arrivals as arrivals
-from meshdist.wires.mpi.arrivals import Arrivals as Arrivals
 from meshdist.wires.mpi.connection import MpiConnection as MpiConnection
 from meshdist.wires.mpi.opening import parse_member as parse_member
 from meshdist.wires.names import parse_backends as parse_backends

@@ -34,7 +34,6 @@ from tests.inner import (
     World,
     bench,
     debug_levels,
-    file_records,
     find_local_size,
     find_mpi_problem,
     find_whole_number,
@@ -268,7 +267,7 @@ def read_url(url: str) -> None:
         for name in ("connect_store", "serve_store", "bind_listener"):
             patch.setattr(store_places, name, refuse)
         patch.setattr(init_methods, "read_surroundings", refuse)
-        patch.setattr(file_records, "enter", refuse)
+        patch.setattr(init_methods, "open_file", refuse)
         for rank, size in ((-1, -1), (0, 2), (1, 2)):
             with contextlib.suppress(MeshdistError):
                 terms = init_methods.Terms(url, rank, size, timeout=timedelta(seconds=1))
@@ -285,23 +284,6 @@ def read_command_line(words: str) -> object:
         patch.setattr(run.os, "execve", refuse)
         patch.setattr(bench, "measure", refuse)
         return cli.main(words.split(" "))
-
-
-def read_file(folder: Path) -> Callable[[bytes], object]:
-    def read(data: bytes) -> None:
-        path = folder / "meeting"
-        path.write_bytes(data)
-        with contextlib.suppress(MeshdistError):
-            file_records.leave(file_records.enter(str(path), 1, 2, timeout=timedelta(seconds=1)))
-        path.unlink(missing_ok=True)
-
-    return read
-
-
-def record_of_file() -> dict[str, Any]:
-    member = {"rank": 0, "has_left": False, **my_card().to_json()}
-    generation = {"job": "", "name": "0a1b2c3d", "size": 2, "members": {"a0b1": member}}
-    return {"meshdist rendezvous": 1, "generations": [generation]}
 
 
 # -- what programs pass ---------------------------------------------------------------------------
@@ -388,10 +370,6 @@ def readers(folder: Path) -> dict[str, Reader]:
             ),
             read_url,
         ),
-        "records of file://": Reader(
-            records(record_of_file()), file_records.parse, (ValueError, RecursionError)
-        ),
-        "the file of file://": Reader(records(record_of_file()), read_file(folder)),
         "process cards": Reader(
             lambda rng: changed_value(card, rng),
             lambda found: isinstance(found, dict) and ProcessCard.from_json(found),

@@ -14,7 +14,6 @@ import tempfile
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -23,11 +22,9 @@ import pytest
 import torch
 
 from tests.inner import (
-    Arrivals,
     Door,
     HeaderTable,
     HeaderTables,
-    MpiConnection,
     Parcel,
     Regions,
     SharedWords,
@@ -35,11 +32,9 @@ from tests.inner import (
     WireFailure,
     World,
     _rank_of,
-    arrivals as mpi_arrivals,
     core,
     find_readable,
     handshake,
-    my_card,
     open_file,
     unpack,
 )
@@ -297,34 +292,6 @@ def use(table: HeaderTable, call: int, kind: str, number: int, place: int) -> No
     table.find_lost()
 
 
-def arrivals_words(rng: random.Random) -> list[tuple[int, int]]:
-    """The words of two other members for the first collectives."""
-    junk = (*NUMBERS, rng.getrandbits(64))
-
-    def word() -> int:
-        return rng.choice((*junk, *(rng.randrange(4) << 3 | rng.randrange(8) for _ in range(30))))
-
-    return [(word(), word()) for _ in range(3)]
-
-
-def mpi_arrivals_of(given: list[tuple[int, int]]) -> None:
-    def nothing() -> None:
-        pass
-
-    opening: Any = SimpleNamespace(
-        rank=0, ranks=(0, 1, 2), num_local=1 << 20, look=None, store=Memory(), name="a group"
-    )  # on a crowded host no wait spins
-    comm = SimpleNamespace(Iprobe=lambda: False)
-    link = MpiConnection(None, comm, opening, [my_card()] * 3, nothing)
-    words = [memoryview(bytearray(8 * Arrivals.num_words)).cast("Q") for _ in range(3)]
-    arrivals = Arrivals(link, words[0], words[1:])
-    with mock.patch.multiple(mpi_arrivals, _SETTLING=timedelta(seconds=1e-5), _LEAVING_S=0.0):
-        for number, (first, second) in enumerate(given, 1):
-            words[1][number], words[2][number] = first, second
-            with suppress(WireFailure):
-                arrivals.enter(True, timedelta(seconds=1e-5))
-
-
 READERS: Readers = {
     "the door of shared memory": (visits, door),
     "the address of the door": (
@@ -341,7 +308,6 @@ READERS: Readers = {
     "the file of a store": (file_of_store, read_file_of_store),
     "the address of shared words": (records([os.getpid(), 3, 1 << 62], None), address_of_words),
     "shared words": (deeds, shared_words),
-    "arrivals over MPI": (arrivals_words, mpi_arrivals_of),
 }
 """How the inputs are drawn, and what reads them."""
 

@@ -18,7 +18,7 @@ IN_THE_PAGE: dict[str, Any] = {}
 for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
     exec(block, IN_THE_PAGE)
 NUM_MESHES = 12  # the signal thread may open a few files meanwhile, for itself
-GROUPS = [("shm", "AAAAA"), ("gloo", "AA"), ("hierarchical", "ABC"), ("hierarchical", "AABB")]
+GROUPS = [("shm", "AAAAA"), ("gloo", "AA"), ("gloo", "ABC"), ("gloo", "AABB")]
 
 
 def take_from_opening() -> tuple[int, int]:
@@ -71,7 +71,7 @@ def test_the_table_of_worlds_follows_from_the_formulas(
     for name in sizes if axis == "each" else [axis]:
         hosts = [rank // 8 for rank in layout.ranks_of_axis(name, 0)]
         by_host = [hosts.count(host) for host in dict.fromkeys(hosts)]
-        wire = "shm" if len(by_host) == 1 else "hierarchical"
+        wire = "shm" if len(by_host) == 1 else "gloo"
         descriptors, threads = IN_THE_PAGE["taken"](wire, by_host)
         requests, num_bytes = IN_THE_PAGE["of_gloo"](wire, by_host)
         assert columns[:3] == [f"{number:,}" for number in (descriptors, threads, requests)]

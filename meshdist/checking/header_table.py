@@ -6,7 +6,7 @@ members whose calls differ the later one sees it, before it has sent anything. N
 another, so that asynchronous calls still overlap. Where members may differ in how much they send
 (uneven verbs), they also write how much they send to and take from each other member, and compare
 pair by pair. Where there is a native core, messages are compared in the order of their tags, sender
-with receiver, and a receive from any member takes the first that has noted a message for it.
+with receiver.
 
 A write is one aligned 64-bit store of the interpreter's, long before the loads that follow it.
 
@@ -102,7 +102,6 @@ class HeaderTable:
         self._missing = others
         self._views: list[tuple[int, memoryview]] = []
         self._sees_all = len(others) == size - 1
-        self._reaches_all = new_log is not None and self._sees_all
         self._messages: dict[int, Any] = {}
         if new_log is not None:
             for peer in others:
@@ -114,7 +113,6 @@ class HeaderTable:
                     self._publish_later,
                     _NUM_ENTRIES,
                 )
-        self._round_robin = list(others)
         self._publisher: threading.Thread | None = None
         self._finding = threading.Lock()  # several threads may call verbs at the same time
         self._messages_lock = threading.Lock()  # another thread may look for a sender
@@ -304,37 +302,6 @@ class HeaderTable:
             log = self._messages.get(peer)
             kind = tag << 1 | (not is_send)
             return None if log is None else log.note(kind, header) or None
-
-    def can_find_sender(self, tag: int) -> bool:
-        """Return whether ``find_sender`` sees every message under ``tag`` that a member sends."""
-        with self._messages_lock:
-            if self._missing:
-                self._find_missing()
-            return (
-                self._reaches_all
-                and not self._missing
-                and all(log.sees_sends(tag) for log in self._messages.values())
-            )
-
-    def find_sender(self, tag: int) -> int | None:
-        """Return a member with a noted message under ``tag`` that no receive takes, or None."""
-        # Round robin, where several have; for tags for which ``can_find_sender`` was true.
-        with self._messages_lock:
-            for place, peer in enumerate(self._round_robin):
-                log = self._messages.get(peer)
-                if log is not None and log.has_sent(tag):
-                    self._round_robin.append(self._round_robin.pop(place))
-                    return peer
-        return None
-
-    def find_lost(self) -> int | None:
-        """Return a member that ended abnormally, or any if all others exited; else None."""
-        gone = [member for member, _ in tuple(self._views) if not self._regions.is_alive(member)]
-        for member, view in tuple(self._views):
-            # In this order: a member that closes the group sets the word before it frees its words.
-            if member in gone and self._regions.is_current(member) and not view[self._left_word]:
-                return member
-        return gone[0] if gone and len(gone) == self._size - 1 else None
 
     def recv_any(self, tag: int) -> None:
         """Note a receive from any member; messages under ``tag`` are compared no more."""

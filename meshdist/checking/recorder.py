@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..runtime.module_locks import ModuleLock
@@ -61,20 +60,14 @@ class Recorder:
         group: GroupFacts,
         call: Call,
         sizes: Sequence[Sequence[int]] = (),
-        *,
-        is_numbered: bool = True,
     ) -> tuple[Any, ...]:
-        """Note a call; return the note.
-
-        Args:
-            is_numbered: false for a receive that ``name_sender`` numbers later.
-        """
+        """Note a call; return the note."""
         # A collective is the next in the members' common sequence. A message does not count there:
         # it gets its number among those of its direction, peer and tag.
         counts, number = self.counts, 0
         if call.tag is None:
             counts[_SEQUENCE] += 1
-        elif is_numbered:
+        else:
             self._num_messages[call.kind] = number = self._num_messages.get(call.kind, 0) + 1
         _moments[0] += 1  # in no step of which another thread goes on
         counts[_MOMENT] = _moments[0]
@@ -103,17 +96,6 @@ class Recorder:
                     no_stack=_NO_STACK,
                 )
         return self._of_core
-
-    def name_sender(self, number: int, peer: int, tag: int) -> None:
-        """Number the receive noted under ``number`` as the next from ``peer`` under ``tag``."""
-        kind = False, peer, tag
-        self._num_messages[kind] = among = self._num_messages.get(kind, 0) + 1
-        size = len(self._notes)
-        noted, fields = self._notes[number % size]
-        if noted == number > self.num_notes - size + 1:  # the oldest may be overwritten right now
-            note = Note(*fields)
-            named = note._replace(call=replace(note.call, peer=peer), number=among)
-            self._notes[number % size] = noted, named
 
     def find_note(self, number: int | None = None) -> Note | None:
         """Return the note ``number``, by default the last note; None if it is not kept."""

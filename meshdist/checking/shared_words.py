@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from ..runtime.deadlines import Grace
@@ -261,6 +262,15 @@ def make_shared_words() -> SharedWords | None:
         return SharedWords()
     except OSError:
         return None
+
+
+@cache
+def words_of_process() -> SharedWords | None:
+    """Return this process's shared words for torch's groups; None where it can have none."""
+    return make_shared_words()
+
+
+os.register_at_fork(after_in_child=words_of_process.cache_clear)
 
 
 def find_view(address: WordsAddress) -> SharedWordsView | None:

@@ -160,15 +160,6 @@ class Rounds(Collective):
         super().__init__(name, group)
         self.device = find_device(self.group, device, name)
 
-    def __enter__(self) -> None:
-        """Return None and do nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error compare the members' calls, and raise if they differ."""
-        if isinstance(error, Exception):  # bytes that make no sense may be another call's
-            for channel in self.group.channels:
-                channel.check_calls()
-
     def agree(self, parcel: Parcel, length: int = 0) -> list[int]:
         """Return each member's number of bytes; raise if one failed to pickle or lengths differ."""
         gathered, _ = self._all_gather_numbers(parcel.signed_size, length)

@@ -80,10 +80,9 @@ def all_gather_object(object_list: list[Any], obj: Any, group: GroupLike = None)
     rounds.check_list(object_list, "object_list", size, may_be_longer=True)
     check_is_list(object_list, "object_list", rounds.verb, is_written=True)
     parcel = Parcel({"obj": obj})
-    with rounds:
-        sizes = rounds.agree(parcel)
-        parts = rounds.all_gather_bytes(parcel.data, sizes)
-        object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
+    sizes = rounds.agree(parcel)
+    parts = rounds.all_gather_bytes(parcel.data, sizes)
+    object_list[:size] = [rounds.unpack(part, member)[0] for member, part in enumerate(parts)]
 
 
 @verb()
@@ -126,15 +125,14 @@ def gather_object(
     if rounds.is_root:
         check_is_list(object_gather_list, argument, rounds.verb, is_written=True)
     parcel = Parcel({"obj": obj})
-    with rounds:
-        sizes = rounds.agree(parcel)
-        sent = [0] * size
-        sent[root] = parcel.data.numel()
-        parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
-        if object_gather_list and rounds.is_root:
-            object_gather_list[:size] = [
-                rounds.unpack(part, member)[0] for member, part in enumerate(parts)
-            ]
+    sizes = rounds.agree(parcel)
+    sent = [0] * size
+    sent[root] = parcel.data.numel()
+    parts = rounds.exchange(parcel.data, sent, sizes if rounds.is_root else [0] * size)
+    if object_gather_list and rounds.is_root:
+        object_gather_list[:size] = [
+            rounds.unpack(part, member)[0] for member, part in enumerate(parts)
+        ]
 
 
 @verb()
@@ -174,11 +172,10 @@ def broadcast_object_list(
     root = rounds.root = get_root(rounds.group, src, group_src, rounds.verb, "src")
     check_is_list(object_list, "object_list", rounds.verb, is_written=not rounds.is_root)
     parcel = Parcel(entries("object_list", object_list) if rounds.is_root else {})
-    with rounds:
-        sizes = rounds.agree(parcel, len(object_list))
-        arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
-        if not rounds.is_root:
-            object_list[:] = rounds.unpack(arrived, root)
+    sizes = rounds.agree(parcel, len(object_list))
+    arrived = rounds.broadcast(parcel.data if rounds.is_root else rounds.empty(sizes[root]))
+    if not rounds.is_root:
+        object_list[:] = rounds.unpack(arrived, root)
 
 
 @verb()
@@ -224,12 +221,11 @@ def scatter_object_list(
         objects = rounds.check_list(scatter_object_input_list, argument, size, role="source")
         parcels = [Parcel({entry: x}) for entry, x in entries(argument, objects).items()]
     data = torch.cat([parcel.data for parcel in parcels]) if parcels else rounds.empty(0)
-    with rounds:
-        sizes = rounds.broadcast_sizes(parcels)
-        taken = [0] * size
-        taken[root] = sizes[rounds.group.rank()]
-        arrived = rounds.exchange(data, sizes if parcels else [0] * size, taken)[root]
-        scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
+    sizes = rounds.broadcast_sizes(parcels)
+    taken = [0] * size
+    taken[root] = sizes[rounds.group.rank()]
+    arrived = rounds.exchange(data, sizes if parcels else [0] * size, taken)[root]
+    scatter_object_output_list[0] = rounds.unpack(arrived, root)[0]
 
 
 @verb()

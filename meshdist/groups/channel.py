@@ -36,7 +36,6 @@ from ..wires.started_work import StartedWork
 from ..wires.work import WatchedWork, Work
 from .communicators import OpenCommunicator
 from .explainer import Explainer, OtherMembers
-from .matching import UnnamedReceive
 
 if TYPE_CHECKING:
     from ..wires.native import FastPath
@@ -87,23 +86,19 @@ class Channel:
         self.timeout = group.timeout
         self.communicator: Communicator = opened.communicator
         self.header_table = opened.header_table
-        self.matching = opened.matching
         self.recorder = opened.recorder
         self.spans_hosts = opened.spans_hosts
         self.guard: CallGuard | None = None
         """The join context that announces its calls; its group takes none by the fast path then."""
         self._others = others
         self._explain = Explainer(group, self.recorder, others).explain
-        self._comparison = opened.comparison
-        if opened.comparison is not None:
-            opened.comparison.explain = self._explain
-            self._explain = opened.comparison.tell
         self.communicator.watch(self._explain)
         # Without the channel, which keeps the native core's part that is given this.
         self.disagree = partial(_disagreement, self._explain)
         self._warn_dropped: Callable[[int], None] | None = partial(
             _warn_dropped, self.recorder, self.aborts, opened.label
         )
+        self._is_followed = opened.spans_hosts and not opened.communicator.on_stream
         entry = self._native_entry()
         self._enter = (lambda *_: False) if entry is None else entry.enter
         self.fast_path: FastPath | None = None
@@ -181,6 +176,7 @@ class Channel:
         recorder = self.recorder
         if sizes is None and not layouts and self._enter(call, call.fingerprint):
             prepared.sequence, _, prepared.number = recorder.counts
+            self._await_rooted(prepared)
             return
         sent, taken = sizes or _EVEN
         self._note(call, sizes or ())
@@ -192,9 +188,17 @@ class Channel:
             if header_table.enter(sequence, call.fingerprint, sent, taken):
                 raise self.disagree(sequence)
         if self.spans_hosts or self.communicator.on_stream:
-            if self._comparison is not None:
-                self._comparison.enter(sequence, call.fingerprint)
             self._compare_before_data_move(call, tensor, sent, taken)
+        if self._is_followed:
+            self._follow(sequence, call.fingerprint)
+        self._await_rooted(prepared)
+
+    def _await_rooted(self, prepared: PreparedCall) -> None:
+        """Wait for all members of a rooted call, where one may return before others come."""
+        table, leaves_early = self.header_table, self.communicator.leaves_early
+        is_rooted = prepared.waits and prepared.root is not None
+        if leaves_early and is_rooted and table is not None and table.sees_all():
+            self._wait_for_all()
 
     def run(self, prepared: PreparedCall, *, is_async: bool = False) -> Work | None:
         """Start ``prepared`` and wait for its end; with ``is_async`` return its Work at once.
@@ -287,22 +291,12 @@ class Channel:
 
     def _start_message(self, prepared: PreparedCall) -> None:
         """Note and start a send or receive; raise if its counterpart, if noted, does not fit."""
-        # A receive whose sender is known only later is compared then: ``finish`` raises.
         communicator, recorder, table = self.communicator, self.recorder, self.header_table
         peer, tag, is_send = prepared.root, prepared.tag, not prepared.outputs
         call = get_message(prepared.verb, prepared.noted, peer, tag)
         if self.guard is not None:
             self.guard.check_message(self, prepared.verb, prepared.noted, peer)
         prepared.recorder = recorder
-        if not is_send and self.matching is not None and self.matching.takes(peer, tag):
-            self._note(call, is_numbered=False)
-            _, _, number = recorder.counts
-            prepared.number = number
-            prepared.begin_here()
-            of_message = prepared.outputs[0], peer, tag, call.fingerprint, number, self.timeout
-            receive = UnnamedReceive(*of_message, partial(self.explain, note=number))
-            prepared.operation = self.matching.add(receive, waits=prepared.waits)
-            return
         # The sooner a receive is posted the less its sender waits; its call is noted while the
         # message is on its way.
         is_noted_late = not is_send and communicator.posts_at_once and not self.is_broken()
@@ -349,20 +343,9 @@ class Channel:
             error = self.communicator.take_error()
             raise self.explain(WireAborted("the group is broken")) if error is None else error
 
-    def check_calls(self) -> None:
-        """Compare calls with members on other hosts now; raise AgreementError if they differ."""
-        try:
-            self._others.compare_again()
-        except MembersDisagree as failure:
-            raise self.explain(failure) from None
-        if (self._others.find_abort() or {}).get("disagreement"):  # another member was first
-            raise self.explain(WireAborted("the group is broken"))
-
-    def _note(
-        self, call: Call, sizes: Sequence[Sequence[int]] = (), *, is_numbered: bool = True
-    ) -> None:
-        """Note a call, a message ``is_numbered`` if its peer is known; raise if the group broke."""
-        note = self.recorder.note(self.group, call, sizes, is_numbered=is_numbered)
+    def _note(self, call: Call, sizes: Sequence[Sequence[int]] = ()) -> None:
+        """Note a call; raise if the group broke."""
+        note = self.recorder.note(self.group, call, sizes)
         if verbs_log.isEnabledFor(TRACE):
             verbs_log.log(TRACE, "%s: %s", self.group.here, Note(*note).heading)
         if self.aborts:
@@ -375,14 +358,14 @@ class Channel:
             notes = self.recorder.for_core(core.Notes)
         if notes is None:
             return None
-        table, matching, comparison = self.header_table, self.matching, self._comparison
+        table = self.header_table
         on_stream = self.communicator.on_stream
         device_type = self.device_type if on_stream else "cpu"  # others copy to the host
         return core.Entry(
             notes,
             self.group,
             headers=None if table is None else table.for_core(core.Words, core.Headers),
-            receives=[] if matching is None else matching.receives,
+            receives=[],
             aborts=self.aborts,
             label=self.opened.label,
             log=verbs_log,
@@ -391,7 +374,7 @@ class Channel:
             member=self.group.rank,
             calls=calls,
             disagree=self.disagree,
-            compare=None if comparison is None else comparison.enter,
+            compare=self._follow if self._is_followed else None,
             get_level=torch.distributed.get_debug_level if self.spans_hosts or on_stream else None,
             most_level=self._most_level.value,
             device_type=_DEVICE_TYPES.get(device_type, 0),
@@ -426,6 +409,16 @@ class Channel:
                 self._compare_by_a_round(call.header, sent, taken, device)
         except BaseException as error:
             raise self.explained(error) from None
+
+    def _follow(self, sequence: int, fingerprint: int) -> None:
+        """Add a call to the digest of all so far, which members compare by a round now and then."""
+        opened = self.opened
+        opened.digest = hash((opened.digest, fingerprint))
+        if not sequence % CHECK_EVERY:
+            try:
+                self._compare_by_a_round((opened.digest,), (), (), self.device_type)
+            except BaseException as error:
+                raise self.explained(error) from None
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""

@@ -27,11 +27,10 @@ from weakref import ref
 
 from ..bootstrap.bounded_store import find_value, read_json, read_number, within
 from ..bootstrap.world import World
-from ..checking.call_words import CallWords
 from ..checking.header_table import HeaderTable
 from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
-from ..errors import AgreementError, MeshdistError, StoreError
+from ..errors import StoreError
 from ..launching.questions import Answerer
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.hosts import (
@@ -49,15 +48,11 @@ from ..wires.registry import Opening, Wire
 from .agreement import NO_OFFERS, Agreement, Agreements, JoinContext, Offers
 from .host_comparison import (
     DISAGREEMENT,
-    NUM_DIGESTS,
     HeaderTables,
-    HostComparison,
-    HostComparisons,
     parse_abort,
     parse_disagreement,
     reason_of,
 )
-from .matching import Matching
 from .presence import Presence, key_of_opened
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
 
@@ -78,7 +73,6 @@ class OpenCommunicator:
     recorder: Recorder
     aborts: dict[str, dict[str, Any]]
     header_table: HeaderTable | None = None
-    matching: Matching | None = None
     spans_hosts: bool = False
     sees_all_calls: bool = False  # whether every member sees those of all; equal on all of them
     options: Any = None  # kept, since equal options are known by their identity
@@ -87,9 +81,8 @@ class OpenCommunicator:
     """By ``id``: weak references, and functions that hold the groups that were dropped."""
     ranks: tuple[int, ...] = ()
     is_closed: bool = False
+    digest: int = 0  # of all calls, where members are on several hosts
     is_leaving: bool = False  # whether this member has offered to close it
-    call_words: CallWords | None = None  # from the first join context on
-    comparison: HostComparison | None = None  # where members are on several hosts
 
     @property
     def is_in_use(self) -> bool:
@@ -112,14 +105,11 @@ class OpenCommunicator:
             self.header_table.leave()
 
     def close(self) -> None:
-        """Close the communicator and its tables; receives that wait for a sender fail."""
+        """Close the communicator and its table."""
         self.is_closed = True
-        if self.matching is not None:
-            self.matching.close()
         self.communicator.close()
-        for table in (self.header_table, self.call_words):
-            if table is not None:
-                table.close()
+        if self.header_table is not None:
+            self.header_table.close()
 
 
 class Registry:
@@ -141,9 +131,6 @@ class Registry:
         self.wait_notice_s: float | None = None
         """After how long a wait is told of, in the context that says so; 0 for never."""
         self._agreements = Agreements(world, self.endings, lambda: self.guard)
-        self._comparisons = HostComparisons(
-            world, lambda: self._signals.wake() if self._signals else None
-        )
         self._by_label: dict[str, OpenCommunicator] = {}
         self._lock = threading.RLock()
         self._num_openings = 0
@@ -198,9 +185,7 @@ class Registry:
                 self._num_openings -= 1
                 for opened in leaving:
                     opened.is_leaving = opened.label in agreed
-            error = self._close([opened for opened in leaving if opened.is_leaving])
-            if error is not None:  # not of what is opened here
-                _log.warning("calls on a group that was dropped, and is closed now: %s", error)
+            self._close([opened for opened in leaving if opened.is_leaving])
 
     def _find_dropped(self, here: Collection[int], offers: Offers) -> list[OpenCommunicator]:
         """Mark as leaving, and return, unused communicators; none during other openings or joins.
@@ -272,17 +257,13 @@ class Registry:
                 if each is not None:
                     each.close()
             raise
-        comparison = self._comparisons.make(label, ranks, table is None)
-        recorder = Recorder() if comparison is None else Recorder(NUM_DIGESTS)
-        matching = None
-        if table is not None and communicator.wants_senders:
-            matching = Matching(communicator, table, recorder, lambda: label in self.aborts)
-        of_calls = label, communicator, recorder, self.aborts, table, matching
+        recorder = Recorder()
+        of_calls = label, communicator, recorder, self.aborts, table
         facts = world.spans_hosts(ranks), communicator.on_stream and len(ranks) == 1, options
         connection = wire.connection_for(opening.device_type)
         share_key = None if user.is_private else (connection, ranks, id(options))
         users: dict[int, Callable[[], Any]] = {id(user): ref(user)}
-        opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks, comparison=comparison)
+        opened = OpenCommunicator(*of_calls, *facts, share_key, users, ranks)
         agreement.opened.append(opened)
         with self._lock:
             self._by_label[label] = opened
@@ -300,25 +281,19 @@ class Registry:
             return next((each.label for each in reversed(found) if not each.is_leaving), "")
 
     def release(self, opened: OpenCommunicator, user: Any) -> None:
-        """Remove ``user``; close the communicator after its last, and raise unseen errors."""
+        """Remove ``user``; close the communicator after its last."""
         with self._lock:
             opened.users.pop(id(user), None)
             if opened.users or opened.label not in self._by_label:
                 return
-            # So that no thread shares it while the last calls are compared.
-            opened.is_leaving = True
-        error = self._close([opened])
-        if error is not None:
-            raise error
+            opened.is_leaving = True  # so that no thread shares it
+        self._close([opened])
 
-    def _close(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare last calls, close ``opened``; return the comparison's error if not raised yet."""
-        error = self._compare_last(opened)  # others may ask for their calls
+    def _close(self, opened: list[OpenCommunicator]) -> None:
         for each in opened:
             self._by_label.pop(each.label, None)
             each.users.clear()
             each.close()
-        return error
 
     def abort(self, labels: list[str], message: dict[str, Any]) -> None:
         """Abort the communicators ``labels`` on every rank of the world; ``message`` tells why."""
@@ -368,10 +343,7 @@ class Registry:
         ]
         text = None
         if about and asked is not None:  # a message may be on its way and not noted yet
-            if asked.comparison is not None and "digests" in about:
-                text = json.dumps(asked.comparison.digests(*about["digests"]))
-            else:
-                text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
+            text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
         now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
         return {"calls": calls, "about": text, "now": now}
 
@@ -386,12 +358,11 @@ class Registry:
         if self.look is not None:
             self.look()
         self._answerer.look()
-        self._comparisons.look(opened.comparison for opened in self.all_opened())
 
     def close(self) -> None:
-        """Close all communicators and stop the signal thread; raise if last calls differ."""
+        """Close all communicators and stop the signal thread."""
         failure = find_failure(self.world.handled_before)
-        error = self._leave(DESTROYED if failure is None else ending_text(failure))
+        self._leave(DESTROYED if failure is None else ending_text(failure))
         if self._signals is not None:
             self._signals.stop()
             self._signals = None
@@ -411,45 +382,29 @@ class Registry:
             except Exception:  # the others are to be closed as well
                 _log.exception("%s could not be closed", entry.label)
         self.header_tables.close()
-        if error is not None:
-            raise error
 
     def all_opened(self) -> list[OpenCommunicator]:
         """Return a new list of the communicators that are open."""
         with self._lock:
             return list(self._by_label.values())
 
-    def _leave(self, how: str) -> MeshdistError | None:
-        """Compare last calls across hosts, store ``how`` this rank leaves; return any error."""
-        opened = self.all_opened()
-        error = self._compare_last(opened)
-        self._comparisons.stop()
+    def _leave(self, how: str) -> None:
+        """Store ``how`` this rank leaves."""
         do_not_call_at_end(self._end)
         if self.world.has_processes and self.world.process_id == os.getpid():
+            opened = self.all_opened()
             self.endings.leave(how, {each.label: each.recorder.sequence for each in opened})
-        return error
 
     def _end(self) -> None:
-        """End as Python exits: store how this rank ended; raise or log calls that differ."""
+        """End as Python exits: store how this rank ended."""
         if self.world.process_id != os.getpid():
             return
-        error = self._leave(ending_text(find_last_exception()))
+        self._leave(ending_text(find_last_exception()))
         for entry in self.all_opened():
             if not is_ending_by_exception():
                 entry.leave()
             if self.world.server == self.world.rank:  # others may need this process for long
                 entry.close()
-        if isinstance(error, AgreementError):  # Python shows it on stderr
-            raise error
-        if error is not None:  # the process that serves the store may have ended in good order
-            _log.warning("%s", error)
-
-    def _compare_last(self, opened: list[OpenCommunicator]) -> MeshdistError | None:
-        """Compare last calls across hosts; return an error not seen by the program, or None."""
-        compared = [each.comparison for each in opened if each.comparison and each.comparison.last]
-        return self._comparisons.compare_at_end(
-            compared, self.aborts, self.presence.count, self.find_abort
-        )
 
     def _abort_here(self, message: dict[str, Any]) -> None:
         with self._lock:

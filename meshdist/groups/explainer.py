@@ -169,7 +169,7 @@ class Explainer:
             text = f"rank {self._group.ranks[lost]} {ending}"
         if isinstance(failure, MembersDisagree):
             if failure.message is None:
-                return self._different_calls(failure.number or call.sequence, failure.late)
+                return self._different_calls(failure.number or call.sequence)
             return self._different_messages(failure.message, failure, call)
         is_misfit = isinstance(failure, MessageMisfit) and self._others.compare_misfits
         if is_misfit and call.is_message:
@@ -206,24 +206,20 @@ class Explainer:
             "look at the rank that ended or failed first; the group is broken now",
         )
 
-    def _different_calls(self, sequence: int, late: tuple[int, int] | None = None) -> MeshdistError:
-        """Return the error that all members raise if calls ``sequence``, or in ``late``, differ."""
+    def _different_calls(self, sequence: int) -> MeshdistError:
+        """Return the error that all members raise if calls ``sequence`` differ."""
         mine = self._recorder.find_call(sequence)
         expected = likeness(mine)
         if mine is not None and mine.call.layouts:
             expected += ", and one layout in memory: x.contiguous() gives the usual one"
-        which = f"their call {sequence}"
-        if late is not None and late[0] < sequence:
-            which = f"one of their calls {late[0]} to {sequence}"
         fields = {
-            "summary": f"the members of a group disagree about {which}",
+            "summary": f"the members of a group disagree about their call {sequence}",
             "where": self._group.name,
             "expected": expected,
             "found": "",
             "fix": "make every member call the same verbs in the same order, on fitting tensors",
         }
-        about = {"sequence": sequence} if late is None else {"sequence": sequence, "late": late}
-        return self._agreed_error(fields, mine, about)
+        return self._agreed_error(fields, mine, {"sequence": sequence})
 
     def _different_messages(
         self,

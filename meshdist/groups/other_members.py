@@ -28,7 +28,6 @@ from ..errors import ArgumentError, StoreError
 from ..runtime.deadlines import Deadline, Grace, wait_until
 from ..runtime.untraced import untraced
 from ..runtime.whole_numbers import from_runs, to_runs
-from ..wires.operations import MembersDisagree
 from .communicators import OpenCommunicator, get_registry
 from .explainer import STORE_LOST, OtherMembers
 from .host_comparison import DISAGREEMENT, parse_disagreement, reason_of
@@ -61,24 +60,6 @@ class MembersOfWorld(OtherMembers):
     @property
     def is_closed(self) -> bool:
         return self._opened.is_closed
-
-    def compare_again(self, *, is_thorough: bool = True) -> None:
-        comparison = self._opened.comparison
-        if comparison is None or self.is_closed or self.find_abort() is not None:
-            return
-
-        def compare() -> list[Any]:
-            try:
-                comparison.compare_now()
-            except MembersDisagree as failure:
-                return [failure.number, failure.late]
-            return []
-
-        with suppress(StoreError, ValueError, TypeError, LookupError):  # others may write junk
-            found, _ = self._first_answer(f"again/{comparison.last}", compare, list)
-            if found:
-                first, last = map(int, found[1])
-                raise MembersDisagree("calls of hosts differ", int(found[0]), late=(first, last))
 
     def find_abort(self) -> dict[str, Any] | None:
         try:
@@ -184,9 +165,6 @@ class MembersOfWorld(OtherMembers):
         where, fix = disagreement["where"], f"{disagreement['fix']}; the group is broken now"
         if "sequence" in about:
             me = f"{self._group.here} saw it before it sent any data"
-            if "late" in about:
-                last = about["late"][1]
-                me = f"{self._group.here} saw it at call {last}; results since may be wrong"
             where = f"{where}, {ranks_text(self._group.ranks)}; {me}"
         disagreement = {**disagreement, "where": where, "fix": fix}
         calls = {rank: FORGOTTEN if mine is None else mine.text}

@@ -76,7 +76,7 @@ class SignalThread:
     Args:
         answer: answers a question, given what it is about.
         abort: acts on an abort, given its message.
-        look: called eight times a second at least, and after ``wake``; it may make requests to the
+        look: called eight times a second at least; it may make requests to the
             store, but must not wait for other ranks.
         signs: the heartbeats of this host's processes.
     """
@@ -111,12 +111,6 @@ class SignalThread:
         self._thread.start()
         # A thread that Python ends inside torch's C++ would take the process down with it.
         atexit.register(self.stop)
-
-    def wake(self) -> None:
-        """Let the thread call ``look`` at once."""
-        with self._changing:  # else another thread could close the pipe meanwhile
-            if not self._is_stopped:
-                os.write(self._wake, b"x")
 
     def stop(self) -> None:
         """End the thread; in a forked child, where it does not run, do nothing."""

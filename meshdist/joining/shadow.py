@@ -1,17 +1,14 @@
 """Ranks without data answer the others' calls, whatever they are, until all ranks have none.
 
 While a rank is in a join context it states, before each of its collectives, the call that it is
-about to make (``statements``): in shared words where all members of the group are on one host, else
-in a round to which all of them come. A rank whose data have ended has *joined*. It waits until a
+about to make (``statements``), in a round to which all members of the group come. A rank whose
+data have ended has *joined*. It waits until a
 member of any of its groups states a call; it states that it has joined, and then answers the call
 with the neutral element. So every collective is answered. Programs outside of join contexts pay
 nothing: channels have a guard in the context alone.
 
 * *The end.* A rank that joins states so on the main group at once. When all members have joined
   there, all of them leave. Their statements show which ranks joined last.
-* *Words.* A rank that has data waits for the others' statements only in a round, and where it must
-  know which ranks have joined: at notices of joinables, in calls that come from a source, in strict
-  contexts. It makes all other calls at once.
 * *Waiting.* A joined rank must not wait for one group while another needs it, so it polls them. It
   states that it has joined where it sees that a member has come to the next call: in the call
   words, which show calls in contexts alone, else in the header table, in shared memory, in a
@@ -35,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -43,7 +39,6 @@ from torch.distributed.algorithms.join import Joinable as TorchJoinable
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bootstrap.world import World
-from ..checking.call_words import StatementTooLong
 from ..checking.calls import Call, get_call
 from ..checking.program import set_aside
 from ..errors import (
@@ -62,7 +57,7 @@ from ..wires.prepared import PreparedCall
 from .answers import answer
 from .statements import NEVER, NOTICE, JoinedCommunicator, Statement
 from .waits import Waits
-from .whereabouts import TOO_LONG, Whereabouts, find_call, has_source, message_refusal
+from .whereabouts import Whereabouts, find_call, message_refusal
 
 
 @dataclass(frozen=True)
@@ -195,7 +190,7 @@ class Shadow(CallGuard):
 
     def _tell(self, communicator: JoinedCommunicator, call: Call) -> list[bool]:
         """Announce a call that no channel carries to its members; return whether each has data."""
-        said = self._agree(communicator, Statement(call), waits=True)
+        said = self._agree(communicator, Statement(call))
         communicator.is_settled = True
         return [not statement.has_joined for statement in said]
 
@@ -212,7 +207,7 @@ class Shadow(CallGuard):
         """State a call to the members, then enter it in its channel; raise for members' errors."""
         communicator = self._communicators[channel.opened]  # `cover` has added it
         mine = Statement.of(prepared, self.owner)
-        self._agree(communicator, mine, waits=has_source(mine.call))
+        self._agree(communicator, mine)
         try:
             channel.enter(prepared, is_guarded=False)
         except AgreementError as error:
@@ -235,49 +230,27 @@ class Shadow(CallGuard):
         self._whereabouts.refuse(refusal)
         raise refusal
 
-    def _agree(
-        self, communicator: JoinedCommunicator, mine: Statement, *, waits: bool
-    ) -> Sequence[Statement]:
-        """State ``mine``; return all members' statements, or () without waiting for them.
-
-        Args:
-            waits: whether the caller must know which members have joined.
-        """
+    def _agree(self, communicator: JoinedCommunicator, mine: Statement) -> Sequence[Statement]:
+        """State ``mine``; return all members' statements."""
         admitted, self._admitted = self._admitted, None
         if admitted is not None and admitted.header == mine.call.header:
             return ()
-        waits = waits or self._has_joined or self._is_strict(communicator)
         while True:
-            self._say(communicator, mine._replace(has_joined=self._has_joined))
-            if not waits and not communicator.is_in_round():
-                communicator.end()
-                self._waits.refuse_gone(communicator)
-                return ()
+            communicator.say(mine._replace(has_joined=self._has_joined))
             said = self._read(communicator)
             going = self._check(communicator, said)
             if not self._has_joined or going is None or going.call.header == mine.call.header:
                 return said
             self._respond(communicator, said, going)
 
-    def _say(self, communicator: JoinedCommunicator, mine: Statement) -> None:
-        """State ``mine`` to the members, once there is room for it; raise after the timeout."""
-        if not communicator.has_room(mine):
-            self._wait(communicator, partial(communicator.has_room, mine), mine)
-            if not communicator.has_room(mine):
-                raise communicator.not_begun(mine)
-        try:
-            communicator.say(mine)
-        except StatementTooLong:
-            self._whereabouts.leave([communicator.label], TOO_LONG)
-            self._waits.refuse_left([communicator])
-
     def _read(self, communicator: JoinedCommunicator) -> list[Statement]:
         """Wait for all members' statements of a call and return them; answer calls if joined."""
         assert communicator.begun is not None
         try:
-            while self._has_joined and not communicator.is_due():
+            while self._has_joined and not communicator.is_ready():
                 self._serve_next(communicator)
-            self._wait(communicator, communicator.is_ready, communicator.begun)
+            limit = communicator.timeout_of(communicator.begun)
+            self._waits.until(communicator.is_ready, [communicator], limit)
             return communicator.read()
         finally:
             communicator.end()
@@ -314,7 +287,7 @@ class Shadow(CallGuard):
         return self._is_late
 
     def _say_joined(self, communicator: JoinedCommunicator) -> None:
-        self._say(communicator, Statement(has_joined=True, is_late=self._is_late))
+        communicator.say(Statement(has_joined=True, is_late=self._is_late))
 
     def _serve_next(self, awaited: JoinedCommunicator | None = None) -> None:
         """Answer a call of a member; if there is none, wait for a call or for ``awaited``."""
@@ -366,14 +339,14 @@ class Shadow(CallGuard):
 
     def _begins_at_once(self, communicator: JoinedCommunicator) -> bool:
         """Return whether to say "joined" at once: the communicator shows no calls of others."""
-        is_seen = communicator.uses_words or communicator.channel.shows_calls
+        is_seen = communicator.channel.shows_calls
         return not is_seen and not communicator.is_wider and communicator.is_open()
 
     def _find_due(self) -> JoinedCommunicator | None:
         """Return a communicator with a call to answer, or that waits for this rank, else None."""
         for communicator in tuple(self._communicators.values()):
             if communicator.begun is not None:
-                if not communicator.is_held() and communicator.is_due():
+                if not communicator.is_held() and communicator.is_ready():
                     return communicator
             elif (
                 communicator.is_open()
@@ -385,18 +358,14 @@ class Shadow(CallGuard):
 
     def _is_ahead(self, communicator: JoinedCommunicator) -> bool:
         """Return whether a member is in a context that this rank has yet to enter."""
-        if not (communicator.uses_words or communicator.is_ahead):
+        if not communicator.is_ahead:
             labels = [each.label for each in self._communicators.values()]
             communicator.is_ahead = self._whereabouts.is_ahead(communicator.group.ranks, labels)
         return communicator.is_ahead
 
     def _is_at_work(self) -> bool:
         """Return whether this rank waits for statements, or a member waits for its answer."""
-        return any(
-            each.begun is not None
-            or (each.uses_words and not each.is_wider and each.is_open() and each.is_awaited())
-            for each in self._communicators.values()
-        )
+        return any(each.begun is not None for each in self._communicators.values())
 
     def _leave_broken(self, due: JoinedCommunicator | None) -> bool:
         """End waits on broken groups; return False, and end none, if the error must be raised."""
@@ -415,22 +384,6 @@ class Shadow(CallGuard):
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _wait(
-        self, communicator: JoinedCommunicator, is_ready: Callable[[], bool], mine: Statement
-    ) -> None:
-        """Wait until ``is_ready`` or the timeout of ``mine``; raise if a member left.
-
-        Raises:
-            JoinError: a missing member has left the context.
-        """
-
-        def is_over() -> bool:
-            return is_ready() or communicator.find_left() is not None
-
-        self._waits.until(is_over, [communicator], communicator.timeout_of(mine))
-        if not is_ready():
-            self._waits.refuse_gone(communicator)
-
     def _wait_for_any(self, awaited: JoinedCommunicator | None) -> None:
         """Wait for a call to answer, or until ``awaited``, if any, is due; raise if it is late."""
         communicators = [
@@ -440,7 +393,7 @@ class Shadow(CallGuard):
         ]
 
         def is_ready() -> bool:
-            is_done = awaited is not None and awaited.is_due()
+            is_done = awaited is not None and awaited.is_ready()
             return bool(self._waits.has_ready_answer() or is_done or self._find_due())
 
         self._waits.until(is_ready, communicators, awaited.channel.timeout if awaited else NEVER)

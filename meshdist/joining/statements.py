@@ -1,13 +1,7 @@
-"""The statements that members of a join context make before a call: in shared words, or in rounds.
+"""The statements that members of a join context make before a call, in rounds.
 
 A round is a small all-gather on the communicator of the call. It is noted and compared as other
-collectives are, so that a member outside of every join context is found to disagree. Where all
-members are on one host, and see each other's call words, later statements of the context are shown
-there: then a member that has data need not wait for the others, except where it must know which
-ranks have joined. All members know from the rounds before whether they use words:
-
-    no words yet:  rank 0   gathers statements, calls       rank 1, joined   gathers, answers
-    on words:      rank 0   shows its call, calls           rank 1, joined   shows, reads, answers
+collectives are, so that a member outside of every join context is found to disagree.
 
 A ``JoinedCommunicator`` exchanges statements on one communicator of a join context, and tells
 whether this rank is needed there.
@@ -22,10 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..checking.call_words import CallWords, StatementTooLong, most_statement_bytes
 from ..checking.calls import Call, from_fields, get_call, to_fields
-from ..error_text import ranks_text
-from ..errors import CollectiveTimeoutError, MeshdistError
+from ..errors import MeshdistError
 from ..groups.channel import Channel
 from ..groups.communicators import get_registry
 from ..groups.process_group import ProcessGroup
@@ -37,6 +29,7 @@ NOTICE = "notice"
 """The verb of a call by which a joinable says that it begins something, named by its owner."""
 
 _NUM_BYTES = 256
+_MOST_BYTES = 1 << 26  # of a statement: more is another call's
 _HEAD_BYTES = 4
 _ROUND = get_call(NAME, torch.empty(_NUM_BYTES, dtype=torch.uint8, device="meta"))
 _AT_ONCE = timedelta(milliseconds=1)
@@ -55,14 +48,12 @@ class Statement(NamedTuple):
         sizes: the numbers of elements sent to and taken from each member, where members may differ.
         has_joined: whether the member has no data left.
         is_late: of a member without data: whether no other has made a call since it joined.
-        sees_all: in an all-gather: whether the member can read all others' words in shared memory.
     """
 
     call: Call = _NOTHING
     sizes: tuple[tuple[int, ...], ...] = ()
     has_joined: bool = False
     is_late: bool = False
-    sees_all: bool = False
 
     @classmethod
     def of(cls, prepared: PreparedCall, owner: str = "") -> Statement:
@@ -97,17 +88,9 @@ class JoinedCommunicator:
         self.begun: Statement | None = None  # this member's, while it waits for those of the others
         self.is_over = False  # all members have joined
         self.is_wider = False  # some member is outside of the context
-        self.uses_words = False  # all members see each other's words: the same on all of them
         self.is_ahead = False  # a member waits in a later context, which this rank has yet to enter
         self.is_settled = True  # this rank has made all calls that it has stated
         self._gather: PreparedCall | None = None  # the round that is under way
-        opened = channel.opened
-        if opened.call_words is None and not opened.communicator.on_stream:
-            tables = get_registry(group.world).header_tables
-            opened.call_words = tables.make_call_words(opened.label, group.ranks)
-        self.words: CallWords | None = opened.call_words  # this member's
-        if self.words is not None:
-            self.words.begin()
 
     @property
     def label(self) -> str:
@@ -120,60 +103,27 @@ class JoinedCommunicator:
 
     # -- statements -------------------------------------------------------------------------------
 
-    def has_room(self, mine: Statement) -> bool:
-        """Return whether ``mine`` can be shown without overwriting unread statements."""
-        return not (self.uses_words and self.words) or self.words.has_room(to_bytes(mine))
-
     def timeout_of(self, mine: Statement) -> timedelta:
         """Return the time limit to wait for statements: unlimited if ``mine`` calls no verb."""
         return self.channel.timeout if mine.call.verb else NEVER
 
     def say(self, mine: Statement) -> None:
-        """Show ``mine`` in shared memory, or start an all-gather of statements.
-
-        Raises:
-            StatementTooLong: it fits into no words.
-        """
-        self.is_settled, words = False, self.words
-        if self.uses_words and words is not None:
-            words.show(to_bytes(mine))
-        else:
-            if words is not None:
-                words.show_round()
-                mine = mine._replace(sees_all=words.sees_all())
-            data = to_bytes(mine)
-            if len(data) > most_statement_bytes():
-                raise StatementTooLong
-            head = len(data).to_bytes(_HEAD_BYTES, "little")
-            self._gather = self._start(head + data, _NUM_BYTES, self.timeout_of(mine))
+        """Start an all-gather of statements."""
+        self.is_settled, data = False, to_bytes(mine)
+        head = len(data).to_bytes(_HEAD_BYTES, "little")
+        self._gather = self._start(head + data, _NUM_BYTES, self.timeout_of(mine))
         self.begun = mine
-
-    def is_in_round(self) -> bool:
-        """Return whether an all-gather of statements is under way."""
-        return self._gather is not None
 
     def is_ready(self) -> bool:
         """Return whether all members' statements have come, or gathering them failed."""
-        if self._gather is not None:
-            return self._gather.operation.is_ready()
-        return self.words is not None and self.words.find_all() is not None
-
-    def is_due(self) -> bool:
-        """Return whether all statements have come, or a missing member has left."""
-        return self.is_ready() or self.find_left() is not None
+        return self._gather is not None and self._gather.operation.is_ready()
 
     def read(self) -> list[Statement]:
         """Return all members' statements in group order; raise if any is missing."""
-        assert self.begun is not None
-        rows = self.words.find_all() if self.words and not self._gather else self._gathered()
-        if rows is None:
-            raise self.not_begun(self.begun)
         try:
-            said = list(map(from_bytes, rows))
+            return list(map(from_bytes, self._gathered()))
         except (ValueError, TypeError, LookupError):
             raise self._of_another_call() from None
-        self.uses_words = self.uses_words or all(statement.sees_all for statement in said)
-        return said
 
     def end(self) -> None:
         """Drop the wait for other members' statements."""
@@ -185,7 +135,7 @@ class JoinedCommunicator:
         sizes = [int.from_bytes(row[:_HEAD_BYTES], "little") for row in rows]
         rows = [row[_HEAD_BYTES:] for row in rows]
         longest = max(sizes)
-        if longest > most_statement_bytes():
+        if longest > _MOST_BYTES:
             raise self._of_another_call()
         # A statement that does not fit is sent by a second round, which all members then start.
         if longest > _NUM_BYTES - _HEAD_BYTES:
@@ -223,19 +173,11 @@ class JoinedCommunicator:
 
     def is_awaited(self) -> bool:
         """Return whether a member waits at a call of the context after this member's last call."""
-        # Words show calls in contexts alone. A wire may not tell them from calls outside, which
-        # members outside of the context make on a wider group.
-        if self.words is None or not self.words.reaches_all():
-            return self.channel.is_awaited(NAME, _ROUND.fingerprint if self.is_wider else None)
-        return self.words.is_awaited(by_wire=not self.uses_words)
+        return self.channel.is_awaited(NAME, _ROUND.fingerprint if self.is_wider else None)
 
     def is_missed(self) -> bool:
         """Return whether a member may wait for a call that this rank, leaving, never makes."""
-        return not self.is_settled or (self.uses_words and self.is_awaited())
-
-    def find_left(self) -> int | None:
-        """Return the place of a member that shared words show to have left, or None."""
-        return self.words.find_left() if self.uses_words and self.words else None
+        return not self.is_settled
 
     def find_gone(self) -> int | None:
         """Return the place of the first member that has left the world, as seen here, or None."""
@@ -243,20 +185,3 @@ class JoinedCommunicator:
         others = [rank for rank in ranks if rank != mine]
         gone = get_registry(self.group.world).endings.find_all(others)
         return min(map(ranks.index, gone), default=None)
-
-    def leave(self) -> None:
-        """Show in shared words that this member makes no more calls in the context."""
-        if self.words is not None:
-            self.words.leave(self.words.number - (not self.is_settled))
-
-    def not_begun(self, mine: Statement) -> CollectiveTimeoutError:
-        """Return the timeout error for members that did not come to the call of ``mine``."""
-        group, silent = self.channel.group, self.words.find_silent() if self.words else []
-        return CollectiveTimeoutError(
-            f"{mine.call.text} on {group.name} was not begun by all ranks within "
-            f"{self.timeout_of(mine).total_seconds():g} s",
-            where=group.here,
-            expected=f"the same call, or the end of the data, on {ranks_text(group.ranks)}",
-            found=f"{ranks_text([group.ranks[member] for member in silent])} did not come to it",
-            fix="look at the ranks that did not come to this call; the group is broken now",
-        )

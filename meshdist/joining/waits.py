@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 
 from ..bootstrap.world import World
-from ..checking.call_words import most_statement_bytes
 from ..checking.program import call_site, set_aside
 from ..errors import JoinError
 from ..groups.communicators import get_registry
@@ -19,12 +18,11 @@ from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
 from ..wires.work import Work, is_ready as is_done, may_be_dropped
 from .statements import JoinedCommunicator
-from .whereabouts import TOO_LONG, Whereabouts
+from .whereabouts import Whereabouts
 
 _LOOK_S = 0.1
 _LOOK_AT_LIVES_S = 0.5
 _LEAVING_S = 0.5
-_SEEN_S = 0.002
 _YIELDS_S = 0.0002
 _PAUSE_S = 0.001  # short, since the others wait meanwhile
 _yield_core = getattr(os, "sched_yield", partial(time.sleep, 0))  # not on every system
@@ -101,7 +99,7 @@ class Waits:
             if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S
                 for communicator in communicators:  # in a round the wire sees members end
-                    gone = None if communicator.is_in_round() else communicator.find_gone()
+                    gone = None if communicator.begun is not None else communicator.find_gone()
                     if gone is not None and not is_ready():  # it may have come before it ended
                         raise communicator.channel.explain(MemberLost("has ended", gone))
 
@@ -112,17 +110,6 @@ class Waits:
         left = self._whereabouts.find_left(communicator.label)
         if left is None:
             return None
-        if left["reason"] == TOO_LONG:
-            return self._broken(
-                communicator,
-                f"a call on {communicator.channel.group.name} is too long to be told to ranks "
-                "without data",
-                expected="a verb, shapes, dtypes and a title that take "
-                f"{most_statement_bytes()} bytes",
-                found=f"a longer call on rank {left['rank']}",
-                fix="give it a shorter title or fewer tensors, or call it outside of the join "
-                "context; the group is broken now",
-            )
         return self._broken(
             communicator,
             f"rank {left['rank']} has left the join context by an exception",
@@ -137,31 +124,8 @@ class Waits:
             if cause is not None:
                 raise cause
 
-    def refuse_gone(self, communicator: JoinedCommunicator) -> None:
-        """Raise if a member of ``communicator`` has left the context, or has ended."""
-        member = communicator.find_left()
-        if member is None:
-            return
-        self.refuse_left([communicator])
-        ended = communicator.find_gone()
-        if ended is not None:
-            raise communicator.channel.explain(MemberLost("has ended", ended))
-        rank = communicator.channel.group.ranks[member]
-        raise self._broken(
-            communicator,
-            f"rank {rank} has left its join context, which this rank is in still",
-            expected="equally many calls of a group on all of its members, or a join context that "
-            "all of them leave together",
-            fix="let the context be on a group that has all of these ranks; the group is broken "
-            "now",
-        )
-
     def leave(self, communicators: Sequence[JoinedCommunicator]) -> None:
         """Leave the context, and end each group whose members may wait for this rank."""
-        for communicator in communicators:
-            communicator.leave()
-        if any(each.uses_words for each in communicators):
-            time.sleep(_SEEN_S)  # by then members that did not see it have shown their next call
         for communicator in communicators:
             if communicator.is_missed() and self.break_if_left(communicator) is None:
                 self._end(communicator, f"rank {self._world.rank} has left its join context")

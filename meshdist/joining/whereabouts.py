@@ -23,9 +23,6 @@ from ..verb_table import VERBS, WIRE_VERBS
 from ..wires.simulated.scheduler import find_rank_here
 from .statements import Statement
 
-TOO_LONG = "too long"
-"""The reason of a rank whose statement did not fit into the call words."""
-
 
 class Whereabouts:
     """Notes in the store on which ranks of a join context have joined or left.

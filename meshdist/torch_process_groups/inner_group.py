@@ -25,6 +25,7 @@ from ..bootstrap.world import World
 from ..checking.calls import GroupFacts, Note
 from ..checking.header_table import WINDOW, HeaderTable
 from ..checking.recorder import FORGOTTEN, Recorder
+from ..checking.shared_words import words_of_process
 from ..error_text import grouped_text, ranks_text
 from ..errors import AbortedError
 from ..groups.channel import Channel
@@ -35,7 +36,6 @@ from ..groups.process_group import ProcessGroup
 from ..groups.signals import Endings, collect
 from ..runtime.deadlines import Deadline, Grace
 from ..runtime.hosts import forks
-from ..wires.mpi.arrivals import words_of_process
 from ..wires.operations import MembersDisagree
 from ..wires.prepared import Layout, PreparedCall
 from ..wires.registry import Opening, Wire

@@ -33,11 +33,10 @@ import torch
 
 from ..errors import MeshdistError
 from ..reduce_ops import ReduceKind
-from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.memory import Scratch
 from ..verb_table import WIRE_VERBS
 from .built_verbs import BUILT
-from .operations import Operation, WireFailure, WireTimeout
+from .operations import Operation, WireFailure
 from .prepared import PreparedCall, Tensors
 
 if TYPE_CHECKING:
@@ -54,17 +53,17 @@ class Communicator(ABC):
 
     # ``start`` starts an operation at once and returns it; nothing is kept of the tensors once it
     # is finished. Operations of one communicator are started in program order by one thread at a
-    # time; where it ``wants_senders``, another thread may start receives meanwhile.
+    # time.
 
     ways: ClassVar[Mapping[str, str]]
     """The method of each verb that the wire does itself: its name behind an underscore, unless the
     class says otherwise. All but the rows of ``built_verbs`` are there."""
 
-    wants_senders: ClassVar[bool] = False
-    """Whether a receive should name its sender, where members note what they send."""
-
     on_stream: ClassVar[bool] = False
     """Whether its verbs are enqueued on a device, so that only streams wait for them."""
+
+    leaves_early: ClassVar[bool] = False
+    """Whether a member of a rooted call may return from it before the others have come."""
 
     posts_at_once = False
     """Whether starting a receive neither waits nor needs the terms' number."""
@@ -131,10 +130,6 @@ class Communicator(ABC):
     def leave(self) -> None:  # noqa: B027 (most wires announce nothing)
         """Announce to the others that this process exits normally."""
 
-    def has_sent_itself(self, tag: int) -> bool:
-        """Return whether a message of this member to itself waits under ``tag``."""
-        return False
-
     def shared_bytes(self, num_bytes: int, timeout: timedelta) -> torch.Tensor:
         """Return ``num_bytes`` new bytes, in memory all members map if the wire can; collective."""
         return torch.empty(num_bytes, dtype=torch.uint8)  # where the wire shares none
@@ -146,11 +141,6 @@ class Communicator(ABC):
             explain: makes the error of a batch that fails as a whole.
         """
         return nullcontext()  # where starting a message never waits
-
-    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        """Wait until ``condition()`` is true; raise WireTimeout if late, or a wire's failure."""
-        if not wait_until(condition, Deadline(timeout)):
-            raise WireTimeout.after(timeout)
 
     def connect(self, device: torch.device) -> None:  # noqa: B027 (most connect as they open)
         """Connect now, not at the first verb; collective; raise WireFailure if it fails."""

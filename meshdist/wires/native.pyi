@@ -24,9 +24,6 @@ OPS: dict[str, int]
 STATUSES: dict[str, int]
 """OK = 0, TIMEOUT, ABORTED, DIED, MISMATCH, UNSUPPORTED, CLOSED, CANCELLED, INTERRUPTED."""
 
-MPI_FUNCTIONS: list[str]
-"""The C functions whose addresses ``MpiFunctions`` takes, in that order."""
-
 class Words:
     """Words of 64 bits in memory that other processes read or write: a memoryview."""
 
@@ -159,19 +156,6 @@ class ShmRunner(Runner):
         timeout: float,
     ) -> None: ...
 
-class MpiFunctions:
-    """MPI's own functions, and its handles for a group, for bytes and for ``MPI_IN_PLACE``."""
-
-    def __init__(
-        self,
-        addresses: list[int],
-        comm: int,
-        byte: int,
-        in_place: int,
-        handle_bytes: int,
-        status_bytes: int,
-    ) -> None: ...
-
 class Recoding:
     """How the numbers of a reduction travel over MPI, as ``MpiReduction`` has it, or over Gloo."""
 
@@ -183,56 +167,6 @@ class Recoding:
 
     def decode(self, dtype: int, tensor: object, found: object, /) -> None:
         """Write into the tensor what it stands for; ``found`` is overwritten."""
-
-class MpiFlights:
-    """The collectives of a group that MPI's functions have started, and their scratch memory."""
-
-    def __init__(self, functions: MpiFunctions, size: int) -> None: ...
-    def progress(self) -> bool:
-        """Test any that is in flight, so that all go on; whether there is one."""
-
-    def close(self) -> bool:
-        """Test all for the last time; whether some are in flight, whose memory is kept then."""
-
-class ArrivalWords:
-    """The members' words about the collectives that they have come to; see ``Arrivals``."""
-
-    def __init__(
-        self,
-        mine: Words,
-        others: list[Words],
-        window: int,
-        check_every: int,
-        inside: int,
-        goes_on: int,
-        waits: int,
-        left: int,
-        even: int,
-        number_shift: int,
-    ) -> None: ...
-
-class MpiRunner(Runner):
-    """Over MPI. Python goes on where it cannot: ``arrivals``, ``link``, and ``finish_message``,
-    which waits for a request; ``explain`` makes the error to raise of any.
-    """
-
-    def __init__(
-        self,
-        functions: MpiFunctions,
-        flights: MpiFlights,
-        words: ArrivalWords,
-        arrivals: object,
-        timeout: timedelta,
-        link: object,
-        finish_message: Callable[[int, object, bool], None],
-        explain: Callable[[BaseException, int | None, int | None], BaseException],
-        error: type[Exception],
-        rank: int,
-        largest_tag: int,
-        most_bytes: int,
-        limit_ms: int,
-        spin_s: float,
-    ) -> None: ...
 
 class TorchRunner(Runner):
     """Over a class of torch's, which ``communicator`` has as ``_group``.
@@ -376,9 +310,6 @@ class FastPath:
     def recv(self, tensor: Any, peer: int | None, tag: Any, /) -> Any:
         """From member ``peer``, or from any."""
 
-def add_to(dtype: int, data: object, result: object, datatype: object, /) -> None:
-    """``result`` becomes the sum of both: buffers of numbers of a dtype. ``datatype`` is MPI's."""
-
 def reduce_parts(output: object, data: object, num_parts: int, dtype: int, op: int, /) -> None:
     """Reduce equal parts of ``data``, first to last, into ``output``; both are plain."""
 
@@ -491,12 +422,6 @@ class StartedTransfer(Started):
 
 class TorchStarted(Started):
     """A collective in flight in a class of torch's, which an operation of Python's waits for."""
-
-class MpiStarted(Started):
-    """A collective in flight over MPI, which goes on while it is tested."""
-
-    def test_quietly(self) -> bool:
-        """Let MPI go on; whether it is done, or has failed."""
 
 def explain_failures_by(
     make: Callable[[int, Failure, int, tuple[bool, int, int] | None], Exception],

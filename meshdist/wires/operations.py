@@ -118,7 +118,6 @@ class MembersDisagree(WireFailure):
             where the peer's is known as well; else how many of its kind there were.
         message: for a message whether it is a send, the peer and the tag.
         other_number: what the peer's verb gave as ``number``.
-        late: where data were sent since, the first call that may differ, and the last call here.
     """
 
     def __init__(
@@ -127,11 +126,9 @@ class MembersDisagree(WireFailure):
         number: int | None,
         message: tuple[bool, int, int] | None = None,
         other_number: int | None = None,
-        late: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(text)
         self.number = number
-        self.late = late
         self.message = message
         self.other_number = other_number
 
@@ -280,51 +277,6 @@ def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
         then()
         return DONE
     return Chain([started], then)
-
-
-@dataclass(eq=False)
-class Deferred(Operation):
-    """An operation that starts once its condition, such as a known sender, holds.
-
-    Args:
-        start: starts it if the condition holds; any thread may call it at any time.
-        wait_for: waits for a function to return True, as ``Communicator.wait_for`` does.
-    """
-
-    start: Callable[[], None]
-    wait_for: Callable[[Callable[[], bool], timedelta], None]
-    started: Operation | None = None
-    failure: Exception | None = None  # why it never will start
-    is_cancelled: bool = False  # whether its caller has given it up
-
-    def finish(self, timeout: timedelta) -> None:
-        deadline = Deadline(timeout)
-        try:
-            self.wait_for(self._try_to_start, timeout)
-        except BaseException:  # Ctrl-C, too: the next receive must not wait behind it
-            self.is_cancelled = True
-            raise
-        if self.started is not None:
-            self.started.finish(deadline.left)
-        elif self.failure is not None:
-            raise self.failure
-
-    def poll(self) -> bool:
-        return self._try_to_start() and (self.started is None or self.started.poll())
-
-    def source(self) -> int:
-        if self.started is None:
-            raise BackendError(
-                "the sender of a receive that is not finished is not known",
-                fix="call wait() before source_rank()",
-            )
-        return self.started.source()
-
-    def _try_to_start(self) -> bool:
-        """Call ``start`` unless started or failed; return whether it has started or failed."""
-        if self.started is None and self.failure is None:
-            self.start()
-        return self.started is not None or self.failure is not None
 
 
 _GRACE_S = 1.0

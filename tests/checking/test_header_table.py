@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -356,17 +355,6 @@ def both_sides(
 orders = st.tuples(*[st.lists(st.integers(0, 5), max_size=40)] * 2)
 
 
-def test_without_a_log_no_message_is_compared_or_found() -> None:
-    team = Team(2, new_log=None)
-    assert team.tables[0].note(1, 0, 7, is_send=True) is None
-    assert team.tables[1].note(0, 0, 8, is_send=False) is None
-    team.tables[1].recv_any(0)
-    assert not team.tables[1].can_find_sender(0)
-    assert team.tables[1].find_sender(0) is None
-    assert team.tables[0].enter(1, 5) == []
-    assert team.tables[1].enter(1, 6) == [0]
-
-
 @compares_messages
 @given(st.lists(messages, max_size=40), orders, schedules)
 def test_the_nth_send_meets_the_nth_receive_of_its_tag(drawn, orders, schedule) -> None:
@@ -449,20 +437,6 @@ def test_a_receive_from_anybody_whose_note_was_overwritten() -> None:
 
 
 @compares_messages
-@pytest.mark.parametrize("lead", [100, 127, 128, 129, 400])
-def test_many_notes_raise_no_false_alarm(lead: int) -> None:
-    team = Team(2)
-    for number in range(1, lead + 1):
-        assert team.tables[0].note(1, 0, number, is_send=True) is None
-    for number in range(1, lead + 1):
-        assert team.tables[1].note(0, 0, number, is_send=False) is None
-    while not has_published(team.tables[0]):
-        assert team.tables[1].find_sender(0) is None
-    assert team.tables[0].note(1, 0, 1, is_send=True) is None
-    assert team.tables[1].note(0, 0, 2, is_send=False) == lead + 1  # and are of use again
-
-
-@compares_messages
 def test_a_note_that_has_arrived_by_half_is_read_later() -> None:
     team = Team(2)
     first, second = team.tables
@@ -488,64 +462,6 @@ def test_large_tags_and_messages_to_those_who_share_no_memory() -> None:
 
 
 @compares_messages
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=60), st.data())
-def test_who_has_sent_is_found_as_often_as_they_sent(sends: list, data: st.DataObject) -> None:
-    """Sends to member 0: from whom, under which tag; some are received by name, in between."""
-    team = Team(4)
-    mine = team.tables[0]
-    left: dict[tuple[int, int], int] = {}
-    for source, tag in sends:
-        assert team.tables[source].note(0, tag, source, is_send=True) is None
-        left[source, tag] = left.get((source, tag), 0) + 1
-        if data.draw(st.booleans()):
-            assert mine.note(source, tag, source, is_send=False) is None
-            left[source, tag] -= 1
-    for tag in range(3):
-        assert mine.can_find_sender(tag)
-        while (source := mine.find_sender(tag)) is not None:
-            assert mine.note(source, tag, source, is_send=False) is None
-            left[source, tag] -= 1
-    assert not any(left.values())
-
-
-@compares_messages
-def test_members_who_have_sent_take_turns() -> None:
-    team = Team(3)
-    assert team.tables[0].can_find_sender(0)
-    for _ in range(3):
-        team.tables[1].note(0, 0, 1, is_send=True)
-        team.tables[2].note(0, 0, 1, is_send=True)
-    found = []
-    for _ in range(6):
-        source = team.tables[0].find_sender(0)
-        assert source is not None
-        team.tables[0].note(source, 0, 1, is_send=False)
-        found.append(source)
-    assert found == [1, 2, 1, 2, 1, 2]
-
-
-@compares_messages
-@pytest.mark.parametrize("count", [127, 128, 129, 400])
-def test_no_send_is_missed_however_many_there_were(count: int) -> None:
-    team = Team(2)
-    first, second = team.tables
-    assert second.can_find_sender(4)
-    first.note(1, 0, 0, is_send=False)  # each has looked at the other's words once
-    for number in range(count):
-        first.note(1, 4 + number % 2, number, is_send=True)
-    for tag in (4, 5):
-        numbers = [number for number in range(count) if 4 + number % 2 == tag]
-        for number in numbers:
-            end = time.monotonic() + 10.0
-            while second.find_sender(tag) is None and time.monotonic() < end:
-                time.sleep(0.001)  # the rest is published as this side reads
-            assert second.find_sender(tag) == 0
-            assert second.note(0, tag, number, is_send=False) is None
-        assert second.find_sender(tag) is None and second.can_find_sender(tag)
-    assert has_published(first)
-
-
-@compares_messages
 def test_what_nobody_will_read_does_not_wait() -> None:
     team = Team(2)
     team.tables[0].note(1, 0, 0, is_send=False)
@@ -554,50 +470,3 @@ def test_what_nobody_will_read_does_not_wait() -> None:
     assert not has_published(team.tables[0])
     team.dead |= {1}
     assert has_published(team.tables[0])
-
-
-@compares_messages
-def test_where_entries_were_overwritten_nothing_is_compared_and_no_sender_found() -> None:
-    """A member that cannot read the other's words cannot know what that one has read."""
-    team = Team(2)
-    team.present.remove(1)
-    for number in range(300):
-        assert team.tables[0].note(1, 4, number, is_send=True) is None
-    assert not team.tables[1].can_find_sender(4)
-    for _ in range(300):
-        assert team.tables[1].note(0, 4, 999, is_send=False) is None
-
-
-@compares_messages
-def test_senders_are_found_where_all_members_share_memory_alone() -> None:
-    team = Team(3)
-    assert team.tables[0].can_find_sender(0)
-    alone = HeaderTable(Words(team.regions[0]), 1, (0, 0, 1), 0, team)
-    assert not alone.can_find_sender(0)
-    team.present.remove(2)
-    unseen = HeaderTable(Words(team.regions[0]), 1, (0, 0, 0), 0, team)
-    assert not unseen.can_find_sender(0)
-
-
-@compares_messages
-def test_a_member_that_left_in_good_order_or_closed_is_not_lost() -> None:
-    team = Team(4)
-    assert team.tables[0].can_find_sender(0)
-    assert team.tables[0].find_lost() is None
-    team.tables[1].leave()
-    team.dead |= {1}
-    team.gone |= {2}
-    assert team.tables[0].find_lost() is None
-    team.dead |= {3}
-    assert team.tables[0].find_lost() == 3
-
-
-@compares_messages
-def test_where_all_others_have_left_one_of_them_is_lost() -> None:
-    team = Team(3)
-    assert team.tables[0].can_find_sender(0)
-    for member in (1, 2):
-        assert team.tables[0].find_lost() is None
-        team.tables[member].leave()
-        team.dead |= {member}
-    assert team.tables[0].find_lost() == 1

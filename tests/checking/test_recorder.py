@@ -141,17 +141,6 @@ def test_messages_are_numbered_by_direction_peer_and_tag() -> None:
     assert call is not None and call.call.verb == "barrier"  # messages bear its number too
 
 
-def test_a_receive_is_numbered_when_its_sender_is_known() -> None:
-    recorder = Recorder()
-    message(recorder, "recv", torch.ones(1), 1, 3)
-    recorder.note(WORLD, get_message("irecv", torch.ones(2), None, 3), is_numbered=False)
-    assert (noted(recorder).call.peer, noted(recorder).number) == (None, 0)
-    recorder.name_sender(2, 1, 3)
-    assert (noted(recorder).call.peer, noted(recorder).number) == (1, 2)
-    call = recorder.find_message(False, 1, 3, 2)
-    assert call is not None and call.arguments == "(2,) float32, from rank 6, tag 3"
-
-
 def test_before_any_call() -> None:
     assert Recorder().find_note() is None
     assert Recorder().moment == 0

@@ -26,7 +26,12 @@ from tests.verbs.cases import WIRES
 AT_ONCE_S = 1.0
 HANDLER_S = 0.01
 COMES_S = 0.7  # after which the other member comes, though no handler has run yet
-ON = ["shm", "gloo", "hierarchical", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.soak])]
+ON = [
+    "shm",
+    "gloo",
+    "gloo across hosts",
+    pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.soak]),
+]
 
 
 def run_inside(
@@ -252,11 +257,11 @@ def left_receive(peer: int | None, folder: str) -> str:
 
 
 @pytest.mark.parametrize("peer", [1, None])
-@pytest.mark.parametrize("wire", ["shm", "gloo", "hierarchical"])
+@pytest.mark.parametrize("wire", ["shm", "gloo", "gloo across hosts"])
 def test_a_receive_that_a_handler_leaves(
     wire: str, peer: int | None, pool: Pool, tmp_path: Path
 ) -> None:
-    is_broken = wire == "hierarchical" and peer is None  # what nothing can take back
+    is_broken = wire == "gloo across hosts" and peer is None  # what nothing can take back
     found = WIRES[wire](pool, left_receive, 2, peer, str(tmp_path))
     assert found == ["broken" if is_broken else "", ""]
 

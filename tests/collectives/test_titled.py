@@ -27,7 +27,7 @@ VERBS = (
     "all_to_all_single",
     "all_to_all",
 )
-WIRES = [("shm", ""), ("gloo", ""), ("hierarchical", "AABB")]
+WIRES = [("shm", ""), ("gloo", ""), ("gloo", "AABB")]
 
 
 def call(verb: str, title: str = "", group: ProcessGroup | None = None) -> Any:
@@ -138,7 +138,7 @@ def test_different_titles_raise_before_data_move(wire: str, pool: Pool) -> None:
         check_texts(texts, titles)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "hierarchical"])
+@pytest.mark.parametrize("backend", ["gloo"])
 def test_different_titles_raise_across_hosts_at_debug_level_detail(
     backend: str, pool: Pool
 ) -> None:

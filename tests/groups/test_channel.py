@@ -645,7 +645,6 @@ def test_every_call_is_logged_at_trace_level(caplog: pytest.LogCaptureFixture) -
         ("shm", "", True),
         ("gloo", "", True),
         ("gloo", "AAB", False),
-        ("hierarchical", "AAB", False),
     ],
 )
 def test_a_channel_shows_whether_a_member_has_come_to_the_next_call(

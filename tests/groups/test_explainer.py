@@ -208,14 +208,6 @@ def test_calls_that_differ_are_agreed_upon() -> None:
     assert others.asked == [(None, {"sequence": 7})]
 
 
-def test_calls_that_may_differ_from_some_call_on_are_told_as_a_range() -> None:
-    error, others = explained(MembersDisagree("", 7, late=(5, 9)))
-    assert error.summary == "the members of a group disagree about one of their calls 5 to 7"
-    assert others.asked == [(None, {"sequence": 7, "late": (5, 9)})]
-    error, _ = explained(MembersDisagree("", 7, late=(7, 9)))
-    assert error.summary == "the members of a group disagree about their call 7"
-
-
 def test_calls_whose_tensors_lie_differently_are_told_how_they_may_lie() -> None:
     recorder = Recorder()
     recorder.note(FACTS, get_call("all_reduce", torch.ones(2), layouts=(((2,), (3,)),)))

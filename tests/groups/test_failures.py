@@ -327,7 +327,7 @@ def interrupted_in(how: str) -> str:
 def test_what_a_handler_raises_in_a_verb_is_told_to_the_others(
     pool: Pool, how: str, hosts: str
 ) -> None:
-    wire = "hierarchical" if hosts else "shm"
+    wire = "gloo" if hosts else "shm"
     told = pool.run(interrupted_in, 4, how, backend=wire, hosts=hosts)
     assert told[1] == "Struck: a handler has a fault"
     for text in (told[0], *told[2:]):
@@ -379,12 +379,12 @@ VERBS_LEFT = ["all_reduce", "all_reduce MAX", "broadcast", "all_gather", "reduce
     [
         ("gloo", "all_reduce", "Struck"),
         ("gloo", "all_reduce MAX", "KeyboardInterrupt"),
-        ("hierarchical", "all_reduce", "KeyboardInterrupt"),
+        ("gloo across hosts", "all_reduce", "KeyboardInterrupt"),
         ("shm", "all_reduce", "KeyboardInterrupt"),
         *(
             pytest.param(wire, verb, raised, marks=pytest.mark.soak)
             for wire, verb, raised in product(
-                ["gloo", "mpi", "hierarchical", "shm"],
+                ["gloo", "mpi", "gloo across hosts", "shm"],
                 [*VERBS_LEFT, "all_to_all", "all_gather_object"],
                 ["Struck", "KeyboardInterrupt"],
             )
@@ -621,7 +621,7 @@ def told_of_a_disagreement_before_its_signal() -> str:
     return first + second
 
 
-@pytest.mark.parametrize("wire", ["gloo", "hierarchical", "shm"])
+@pytest.mark.parametrize("wire", ["gloo", "shm"])
 def test_a_disagreement_is_told_though_its_signal_has_not_come(wire: str, pool: Pool) -> None:
     told, _ = pool.run(told_of_a_disagreement_before_its_signal, 2, backend=wire)
     assert told.count("AgreementError: calls differ") == told.count("raised on rank 0") == 2, told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 import meshdist as md
 from meshdist.checking import calls
 from meshdist.joining import statements
-from tests.inner import call_words, get_registry, get_world, shared_words
+from tests.inner import get_registry, get_world, shared_words
 from tests.joining.uneven_programs import plans, run_plan
 from tests.load import is_within
 from tests.mpi_job import job_of
@@ -85,49 +84,6 @@ def assert_only_the_first_calls_had_a_round(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_only_the_first_calls_have_a_round(pool: Pool, backend: str) -> None:
-    assert_only_the_first_calls_had_a_round(
-        pool.run(sums_and_collectives, 2, 2, 10, backend=backend)
-    )
-
-
-@pytest.mark.mpi
-def test_only_the_first_calls_have_a_round_over_mpi(pool: Pool) -> None:
-    assert_only_the_first_calls_had_a_round(
-        job_of(pool, 2).run_in_world(sums_and_collectives, 2, 10)
-    )
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_sizes_of_uneven_calls_stand_in_words(pool: Pool, size: int, backend: str) -> None:
-    """Ranks differ in what they give, anew in each call; rank 0 has no data from the second on."""
-
-    def program() -> tuple[list[list[int]], int]:
-        rank, recorder = md.get_rank(), md.group.WORLD.open_channel("cpu").recorder
-        md.barrier()
-        before, found = recorder.sequence, []
-        for turn in md.uneven(range(10 if rank else 1)):
-            sizes = [1 + (turn + member) % 4 for member in range(size)]
-            parts = [torch.empty(length, dtype=torch.int64) for length in sizes]
-            md.all_gather(parts, torch.full((sizes[rank],), rank + 1))
-            found.append(torch.cat(parts).tolist())
-        return found, recorder.sequence - before
-
-    wanted = [
-        [
-            member + 1 if member or not turn else 0
-            for member in range(size)
-            for _ in range(1 + (turn + member) % 4)
-        ]
-        for turn in range(10)
-    ]
-    for rank, (found, num_collectives) in enumerate(pool.run(program, size, backend=backend)):
-        assert found == wanted[: 10 if rank else 1]
-        assert 10 < num_collectives <= 13  # of each but the first no round
-
-
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_all_calls_have_a_round_where_one_has_no_room_for_words(pool: Pool, backend: str) -> None:
     def program() -> tuple[list[float], int]:
         md.barrier()
@@ -191,60 +147,6 @@ def test_calls_of_one_fingerprint_are_told_apart(
     assert found == [few] + [many] * (size - 1)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_words_that_have_room_for_few_calls_are_written_over(pool: Pool, size: int) -> None:
-    """Each half has room for two of ten kinds of calls."""
-
-    def program() -> list[float]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call_words, "_HALF", 32)
-            return sums_of_many_kinds(5)
-
-    few, many = [float(size)] * 2, [float(size)] * 2 + [size - 1.0] * 8
-    assert pool.run(program, size, backend="shm") == [few] + [many] * (size - 1)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("of", ["all", "one"])
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_call_that_is_longer_than_words_have_room_for_is_an_error_on_all(
-    pool: Pool, size: int, of: str, waits: bool
-) -> None:
-    """Rank 0 has joined; the last rank, or each but that, gives its tensor very many dims."""
-
-    def loop(group: md.ProcessGroup, *, is_long: bool) -> float:
-        rank, x = md.get_rank(), torch.ones(1)
-        for turn in md.uneven(range(6 if rank else 1), group):
-            if turn == 3 and is_long and (of == "all" or rank == size - 1):
-                x = torch.ones([1] * 60)
-            if turn == 3 and waits:
-                md.broadcast(x, src=size - 1, group=group)
-            md.all_reduce(x, group=group)
-        return x.sum().item()
-
-    def program() -> tuple[str, float]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(call_words, "_HALF", 16)
-            group = md.new_group()
-            with pytest.raises(md.JoinError) as error:
-                loop(group, is_long=True)
-            group.close()
-            return str(error.value), loop(md.new_group(), is_long=False)
-
-    begin = time.monotonic()
-    found = pool.run(program, size, backend="shm", timeout_s=20.0)
-    assert is_within(time.monotonic() - begin, 8.0)
-    for rank, (text, _) in enumerate(found):
-        assert "is too long to be told to ranks without data" in text.split("\n")[0]
-        assert f"where:    rank {rank}, group" in text
-        assert "expected: a verb, shapes, dtypes and a title that take 120 bytes" in text
-        assert "found:    a longer call on rank " in text
-        assert "fix:      give it a shorter title or fewer tensors, or call it" in text
-        assert "the group is broken now" in text
-    assert len({re.sub("where: .*", "", text) for text, _ in found}) == 1
-    assert {value for _, value in found[1:]} == {found[1][1]}
-
-
 def test_more_calls_than_there_are_words_are_answered(pool: Pool) -> None:
     def program() -> float:
         x = torch.ones(1)
@@ -254,41 +156,6 @@ def test_more_calls_than_there_are_words_are_answered(pool: Pool) -> None:
         return x.item()
 
     assert pool.run(program, 2, backend="shm") == [1.0, 1.0]
-
-
-def test_a_rank_with_data_does_not_wait_for_the_others(pool: Pool) -> None:
-    """It starts many calls before another comes to the first of them."""
-
-    def program() -> tuple[float, list[float]]:
-        rank = md.get_rank()
-        slept = 0.0
-        sums = []
-        with md.uneven(range(3 * rank)) as turns:
-            for turn in turns:
-                md.all_reduce(torch.ones(1))
-                if turn:
-                    md.barrier()
-                if turn == 1 and rank == 2:
-                    time.sleep(0.4)
-                begin = time.monotonic()
-                works = []
-                for number in range(83 if turn == 1 else 5):
-                    x = torch.full((1,), float(number))
-                    works.append((x, md.all_reduce(x, async_op=True)))
-                    if turn == 1 and number == 53:
-                        slept = time.monotonic() - begin
-                for x, work in works:
-                    work.wait()
-                    sums.append(x.item())
-        return slept, sums
-
-    (_, none), (first, few), (_, many) = pool.run(program, 3, backend="shm")
-    assert none == []
-    assert (
-        few == many[: len(few)] == [2.0 * number for number in [*range(5), *range(83), *range(5)]]
-    )
-    assert many[len(few) :] == [float(number) for _ in range(3) for number in range(5)]
-    assert first < 0.3
 
 
 # -- beside the main group ------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def is_named_as_left(found: list[str]) -> bool:
 def mismatches_move_nothing() -> str:
     """Calls that differ raise one error on all ranks; tensors stay, the group is broken."""
     group, rank = md.new_group(), md.get_rank()
-    if md.get_backend(group) == "hierarchical":
+    if group.world.spans_hosts(group.ranks):
         md.set_debug_level(md.DebugLevel.DETAIL)
     x = torch.full((3 + rank // 2,), float(rank))
     told = [error_of(lambda: md.all_reduce(x, group=group)) for _ in range(2)]

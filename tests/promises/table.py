@@ -24,7 +24,7 @@ COLUMNS = {
     "gloo": "Gloo",
     "mpi": "MPI",
     "simulated": "simulated",
-    "hierarchical": "two hosts, feigned",
+    "gloo across hosts": "two hosts, feigned",
     "namespaces": "two hosts (network namespaces)",
     "nccl": "NCCL, stand-in",
 }
@@ -82,11 +82,11 @@ class Promise:
     def on_feigned_hosts(self) -> list[str]:
         """The tests elsewhere that run on ranks which take themselves to be on two hosts."""
         named = [test for test in self.tests if not is_soak(test)]
-        return [test for test in named if "hierarchical" in wires_of(test)]
+        return [test for test in named if "gloo across hosts" in wires_of(test)]
 
     def differs_on(self, wire: str) -> str | None:
         """What is otherwise there on ``wire``; two hosts differ alike, feigned or not."""
-        return self.differs.get("hierarchical" if wire == "namespaces" else wire)
+        return self.differs.get("gloo across hosts" if wire == "namespaces" else wire)
 
     def cell(self, wire: str) -> str:
         """What stands in the column of ``wire``."""
@@ -128,7 +128,7 @@ def wires_of(test: str) -> dict[str, bool]:
             row = list(given) if isinstance(given, (tuple, list)) else [given]
             wire, is_only_soak = row[place], is_soak(test) or "soak" in marks
             if "hosts" in words and row[list(words).index("hosts")]:
-                wire = "hierarchical"
+                wire = "gloo across hosts"
             found[wire] = found.get(wire, True) and is_only_soak
     return found
 
@@ -308,7 +308,7 @@ FAULTS = [
         "tests/verbs/test_checks.py::test_members_that_call_different_things_all_raise",
         program=programs.mismatches_move_nothing,
         differs={
-            "hierarchical": "between hosts [a little later](debugging.md#between-hosts); before "
+            "gloo across hosts": "between hosts [within 256 calls](debugging.md#between-hosts); before "
             "data move at level DETAIL",
         },
         nccl=f"{NCCL}test_members_that_disagree",
@@ -317,7 +317,7 @@ FAULTS = [
         "[A message that does not fit](verbs.md#point-to-point) raises where it arrives",
         "tests/verbs/test_checks.py::test_a_receiver_notices_a_message_of_another_size",
         differs={
-            "hierarchical": "[left where it is](verbs.md#when-ranks-disagree) until the timeout",
+            "gloo across hosts": "[left where it is](verbs.md#when-ranks-disagree) until the timeout",
         },
         nccl=NOT_SEEN,
     ),
@@ -352,8 +352,7 @@ FAULTS = [
         others={
             "shm": "tests/joining/test_waits.py::test_an_idle_wait_sees_that_a_rank_has_ended",
             "gloo": "tests/groups/test_failures.py::test_a_killed_rank_frees_the_others",
-            "hierarchical": "tests/wires/hierarchical/test_communicator.py::"
-            "test_a_killed_rank_is_an_error_on_all_others",
+            "gloo across hosts": "tests/promises/test_deaths.py::test_a_rank_that_dies_on_two_hosts",
             "namespaces": "tests/promises/test_deaths.py::test_a_rank_that_dies_on_two_hosts",
         },
         differs={
@@ -438,7 +437,7 @@ and what shows on each wire that it is kept. *tested*: the suite runs it over th
 change; *tested in `make soak`*: the long run does. *differs* says what is otherwise there. Ranks
 are processes of one host. *Two hosts, feigned* are ranks of one host that take themselves to be on
 two (`MESHDIST_HOST_ID`); *network namespaces* have networks of their own, and no memory in common,
-where the system allows them. Both talk by the wire `hierarchical`. *NCCL, stand-in* is a class that
+where the system allows them. Both talk by Gloo. *NCCL, stand-in* is a class that
 does what torch's does, without a GPU; [what has run on GPUs](cuda.md#what-has-run-where).
 
 Written by `python -m tests.promises.table`; the tests of each row stand at the end.

@@ -22,6 +22,6 @@ def dying() -> str:
 
 
 def test_a_rank_that_dies_on_two_hosts(pool: Pool) -> None:
-    told = two_hosts_of(pool).outcomes(dying, 3, backend="hierarchical", hosts="ABA")
+    told = two_hosts_of(pool).outcomes(dying, 3, backend="gloo", hosts="ABA")
     for rank in (0, 2):
         assert isinstance(told[rank], str) and "rank 1" in told[rank], told

@@ -20,9 +20,7 @@ ALL = [promise for promises in PROMISES.values() for promise in promises]
 
 def on_two_hosts(pool: Pool, fn: Any, size: int, *args: Any) -> list[Any]:
     hosts = "ABBAABBA"[:size]
-    return two_hosts_of(pool).run(
-        fn, size, *args, timeout_s=120.0, backend="hierarchical", hosts=hosts
-    )
+    return two_hosts_of(pool).run(fn, size, *args, timeout_s=120.0, backend="gloo", hosts=hosts)
 
 
 ON = {**WIRES, "namespaces": on_two_hosts}
@@ -63,7 +61,7 @@ def arguments_of(test: str) -> list[dict[str, Any]]:
             row = dict(zip(names, given if len(names) > 1 else [given], strict=True))
             if isinstance(value, ParameterSet) and len(names) == 1:
                 row = {names[0]: value.values[0]}
-            if row.get("wire", "hierarchical") == "hierarchical":
+            if row.get("wire", "gloo across hosts") == "gloo across hosts":
                 rows.append(row)
         cases = [{**case, **row} for case in cases for row in rows]
     return cases
@@ -82,7 +80,7 @@ def test_over_two_hosts(test: str, pool: Pool, tmp_path: Path) -> None:
         folder.mkdir()
         fixtures = {"pool": pool, "tmp_path": folder}
         more = {name: one for name, one in fixtures.items() if name in wanted}
-        with mock.patch.dict(WIRES, hierarchical=on_two_hosts):
+        with mock.patch.dict(WIRES, **{"gloo across hosts": on_two_hosts}):
             function(**case, **more)
 
 

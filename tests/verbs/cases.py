@@ -361,7 +361,7 @@ def on_shm_processes(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -
 def on_several_hosts(pool: Any, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     hosts = "ABBAABBA"[:size]
     return pool.run(  # type: ignore[no-any-return]
-        fn, size, *args, timeout_s=120.0, backend="hierarchical", hosts=hosts
+        fn, size, *args, timeout_s=120.0, backend="gloo", hosts=hosts
     )
 
 
@@ -382,7 +382,7 @@ WIRES: dict[str, OnRanks] = {
     "simulated": on_simulated_ranks,
     "gloo": on_gloo_processes,
     "shm": on_shm_processes,
-    "hierarchical": on_several_hosts,
+    "gloo across hosts": on_several_hosts,
     "mpi": on_mpi_processes,
     "two hosts": on_two_hosts,
     "gloo on two hosts": on_two_hosts_by_gloo,

@@ -378,7 +378,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 def disagreeing(name: str, wire: str) -> str:
     call = DISAGREEMENTS[name][md.get_rank()]
-    if wire == "hierarchical" or wire.endswith(
+    if wire == "gloo across hosts" or wire.endswith(
         "two hosts"
     ):  # across hosts calls are compared at this level alone
         md.set_debug_level(md.DebugLevel.DETAIL)
@@ -412,7 +412,7 @@ def sizes_of_a_message() -> str:
     return told
 
 
-@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "hierarchical"])
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "gloo across hosts"])
 def test_a_receiver_notices_a_message_of_another_size(wire: str, pool: Pool) -> None:
     text = WIRES[wire](pool, sizes_of_a_message, 2)[1]
     assert "(3,)" in text and "(2,)" in text

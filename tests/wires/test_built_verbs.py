@@ -176,7 +176,7 @@ def next_of_each() -> tuple[str, list[float]]:
     return support, y.tolist()
 
 
-@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm", "hierarchical", "mpi"])
+@pytest.mark.parametrize("wire", ["simulated", "gloo", "shm", "gloo across hosts", "mpi"])
 def test_a_wire_does_what_it_lacks_by_a_row_alone(wire: str, pool: Pool) -> None:
     found = WIRES[wire](pool, next_of_each, 3)
     assert found == [("built", [2.0, 2.0]), ("built", [3.0, 3.0]), ("built", [1.0, 1.0])]

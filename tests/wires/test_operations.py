@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -11,11 +10,9 @@ from meshdist.errors import BackendError
 from meshdist.wires.operations import (
     DONE,
     Chain,
-    Deferred,
     Done,
     Operation,
     WireFailure,
-    WireTimeout,
     followed,
 )
 
@@ -86,55 +83,6 @@ def test_a_chain_of_one_receive_has_its_source() -> None:
     for parts in ([], [Done(1), Done(1)], [DONE]):
         with pytest.raises(BackendError, match="only a receive has a source"):
             Chain(parts).source()
-
-
-class Late:
-    """Starts a deferred operation at the third call, or says why it never will."""
-
-    def __init__(self, started: Operation | None, failure: Exception | None = None) -> None:
-        self.calls = 0
-        self.started = started
-        self.failure = failure
-        self.deferred = Deferred(self.start, self.wait_for)
-
-    def start(self) -> None:
-        self.calls += 1
-        if self.calls == 3:
-            self.deferred.started, self.deferred.failure = self.started, self.failure
-
-    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        for _ in range(5):
-            if condition():
-                return
-        raise WireTimeout.after(timeout)
-
-
-def test_a_deferred_operation_starts_and_then_finishes() -> None:
-    late = Late(Step())
-    assert not late.deferred.poll()
-    with pytest.raises(BackendError, match="the sender of a receive that is not finished"):
-        late.deferred.source()
-    late.deferred.finish(SECONDS)
-    assert late.deferred.poll() and late.calls == 3
-    assert not late.deferred.is_cancelled
-    received = Late(Done(7))
-    received.deferred.finish(SECONDS)
-    assert received.deferred.source() == 7
-
-
-def test_one_that_never_starts_fails_as_it_says() -> None:
-    late = Late(None, WireFailure("its sender has ended"))
-    with pytest.raises(WireFailure, match="its sender has ended"):
-        late.deferred.finish(SECONDS)
-    assert late.deferred.poll() and not late.deferred.is_cancelled
-
-
-def test_one_that_is_given_up_is_cancelled() -> None:
-    late = Late(Step())
-    late.calls = 100
-    with pytest.raises(WireTimeout, match="not finished after 9 s"):
-        late.deferred.finish(SECONDS)
-    assert late.deferred.is_cancelled
 
 
 def test_a_result_that_was_not_completed_is_never_there() -> None:

@@ -308,9 +308,6 @@ class C10dCommunicator(Communicator):
             work = self._call("recv", [movable(tensor)], peer, slot)
         return self._transfer(work, prepared)
 
-    def has_sent_itself(self, tag: int) -> bool:
-        return self._mailbox.has_sent(tag)
-
     def fast_path(
         self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
     ) -> FastPath | None:

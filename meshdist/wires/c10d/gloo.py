@@ -35,7 +35,7 @@ from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
-from ...runtime.deadlines import Deadline, Timer, clock, start_timers, wait_until
+from ...runtime.deadlines import Deadline, Timer, clock, start_timers
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..messages import TagNumbers
 from ..operations import (
@@ -131,7 +131,6 @@ class GlooCommunicator(C10dCommunicator):
     """
 
     arithmetic = GLOO
-    wants_senders = True
     # c10d's reduce-scatter is an all-reduce, of which each member keeps its block: twice the bytes
     # of an exchange, and its Work says for ever that it is not done. Its all-to-all of lists takes
     # equal sizes only, and a member does not know those of the others.
@@ -206,12 +205,6 @@ class GlooCommunicator(C10dCommunicator):
             if str(error) != _EXPIRED_SLICE:
                 raise self.failure(error) from None
             self.finish_slowly(work, timeout)
-
-    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        if self._spins:
-            _spin_until(condition)
-        if not wait_until(condition, Deadline(timeout), longest_pause_s=_LONGEST_PAUSE_S):
-            raise WireTimeout.after(timeout)
 
     def own_timeout(self, timeout: timedelta) -> timedelta:
         return timeout if self._is_lazy else _ALMOST_FOR_EVER

@@ -1,16 +1,14 @@
 """MPI, by mpi4py: the ranks that mpiexec has started.
 
-A collective is one call of MPI's, in its blocking form where all members wait for it (see
-``Arrivals``), and else in its nonblocking form, which goes on while it is polled. What MPI does not
+A collective is one nonblocking call of MPI's, which goes on while it is polled. What MPI does not
 reduce itself is done in another dtype (``datatypes``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,47 +17,39 @@ from ...bootstrap.mpi_library import find_mpi_problem, is_cuda_aware
 from ...reduce_ops import ReduceKind, ReduceOp
 from ...verb_table import REDUCING_VERBS
 from ..built_verbs import reduce_scatter_by_exchange
-from ..communicator import Communicator, Explain
+from ..communicator import Communicator
 from ..messages import Mailbox, TagNumbers
 from ..operations import DONE, Chain, Operation, WireAborted, WireFailure, followed
-from ..prepared import EXCHANGE_TAG, LARGEST_TAG, PreparedCall, Sizes, Tensors
+from ..prepared import EXCHANGE_TAG, PreparedCall, Sizes, Tensors, write_all
 from ..registry import Opening, Wire, register_wire
-from .arrivals import Arrivals, EntryKind
 from .connection import MpiConnection, MpiOperation
 from .datatypes import (
     MpiBuffers,
     MpiReduction,
     find_plan,
+    mpi_op,
     mpi_type,
-    op_of,
     plain_sums,
-    plan_of,
     view_or_pack,
     view_or_unpack,
 )
-from .opening import forget, make_fast_path, open_link, watch
-from .staging import StagedCommunicator
-
-if TYPE_CHECKING:
-    from ..native import FastPath
+from .opening import open_link
 
 _SUM = ReduceOp.SUM
 _MOST_NUMBERED_TAGS = 1 << 12
-_EVEN = EntryKind.EVEN
 
 
 class MpiCommunicator(Communicator):
-    """Part of one member in a group over MPI; ``arrivals`` is None if members share no memory."""
+    """Part of one member in a group over MPI."""
 
-    wants_senders = True
     posts_at_once = True
+    leaves_early = True
 
-    def __init__(self, opening: Opening, link: MpiConnection, arrivals: Arrivals | None) -> None:
+    def __init__(self, opening: Opening, link: MpiConnection) -> None:
         super().__init__("mpi", opening.rank, len(opening.ranks))
         MPI = self._MPI = link.MPI
         self._link = link
         self._comm = link.comm
-        self._arrivals = arrivals
         self._buffers = MpiBuffers(MPI)
         self._mailbox = Mailbox(opening.rank)
         self._tag_numbers = TagNumbers(opening.store)
@@ -69,12 +59,25 @@ class MpiCommunicator(Communicator):
         self._sum = MPI.SUM
         self._kinds = plain_sums(MPI)
         self._is_cuda = opening.device_type == "cuda"
+        self._is_staged = self._is_cuda and not is_cuda_aware(MPI)
 
     @classmethod
     def support(cls, verb: str, device_type: str, dtype: torch.dtype, op: ReduceKind) -> str:
         if verb in REDUCING_VERBS and not find_plan("mpi", op, dtype).is_plain:
             return "built"
         return super().support(verb, device_type, dtype, op)
+
+    def start(self, prepared: PreparedCall) -> Operation:
+        """Start ``prepared``; by copies on the host where MPI knows no CUDA memory."""
+        if not self._is_staged:
+            return super().start(prepared)
+        copies = {id(x): x.cpu() for x in (*prepared.inputs, *prepared.outputs)}
+        given, taken = (
+            [copies[id(x)] for x in some] for some in (prepared.inputs, prepared.outputs)
+        )
+        of_call = prepared.op, prepared.root, prepared.sizes, prepared.tag
+        host = prepared.by(prepared.way, given, taken, *of_call)
+        return followed(super().start(host), partial(write_all, prepared.outputs, taken))
 
     # -- verbs that reduce --------------------------------------------------------------------
 
@@ -85,7 +88,7 @@ class MpiCommunicator(Communicator):
         if kind is not None and tensor.numel() <= self._buffers.most:  # the common case
             buffers = self._in_place, self._buffers.numbers(tensor, kind), self._sum
             return self._collective("Allreduce", prepared, tensor, None, *buffers)
-        plan = plan_of(op, tensor.dtype, self.size)
+        plan = find_plan("mpi", op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             pieces = data.view(-1).split(self._buffers.most)
@@ -100,7 +103,7 @@ class MpiCommunicator(Communicator):
     def _reduce(self, prepared: PreparedCall) -> Operation:
         (tensor,), op, root = prepared.outputs, prepared.op, prepared.root
         assert op is not None
-        plan = plan_of(op, tensor.dtype, self.size)
+        plan = find_plan("mpi", op, tensor.dtype)
         data = tensor if plan.is_plain else plan.encode(tensor, self.scratch)
         if data.numel() > self._buffers.most:
             return self.build(prepared)
@@ -126,7 +129,7 @@ class MpiCommunicator(Communicator):
         """Start a reduce-scatter of ``whole`` in blocks of ``sizes``; None: equal blocks."""
         (output,), kind = prepared.outputs, prepared.op
         assert kind is not None
-        plan = plan_of(kind, whole.dtype, self.size)
+        plan = find_plan("mpi", kind, whole.dtype)
         if whole.numel() > self._buffers.most:
             given = sizes or [output.numel()] * self.size
             return reduce_scatter_by_exchange(self, prepared, output, whole, given)
@@ -228,9 +231,9 @@ class MpiCommunicator(Communicator):
         takes: Sizes,
         gives: Sizes,
     ) -> Operation:
-        cut, is_even = self._buffers.cut, len({*gives, *takes}) == 1
+        cut = self._buffers.cut
         kept, buffers = (output, tensor), (cut(tensor, gives), cut(output, takes))
-        return self._collective("Alltoallv", prepared, kept, None, *buffers, is_even=is_even)
+        return self._collective("Alltoallv", prepared, kept, None, *buffers)
 
     def _barrier(self, prepared: PreparedCall) -> Operation:
         return self._collective("Barrier", prepared, None, None)
@@ -246,56 +249,22 @@ class MpiCommunicator(Communicator):
 
     def _recv(self, prepared: PreparedCall) -> Operation:
         (tensor,), peer, tag = prepared.outputs, prepared.root, prepared.tag
-        if peer == self.rank or (peer is None and (self.size == 1 or self.has_sent_itself(tag))):
+        if peer == self.rank or (peer is None and (self.size == 1 or self._mailbox.has_sent(tag))):
             return self._mailbox.recv(tensor, tag)
         source = self._MPI.ANY_SOURCE if peer is None else peer
         taken = (self._MPI.Status(), tensor.numel() * tensor.itemsize)
         return self._message(self._comm.Irecv, tensor, source, tag, *taken)
 
-    def has_sent_itself(self, tag: int) -> bool:
-        return self._mailbox.has_sent(tag)
-
-    # -- the fast path ------------------------------------------------------------------------
-
-    def fast_path(
-        self, entry: Any, explain: Explain, timeout: timedelta, works: tuple[Any, ...]
-    ) -> FastPath | None:
-        if self._arrivals is None or self._is_cuda:
-            return None
-        return make_fast_path(
-            self._link,
-            self._arrivals,
-            entry,
-            explain,
-            timeout,
-            largest_tag=min(LARGEST_TAG, self._largest_tag - _MOST_NUMBERED_TAGS),
-            most_bytes=self._buffers.most,
-            works=works,
-        )
-
     # -- waiting and the end ------------------------------------------------------------------
-
-    def wait_for(self, condition: Callable[[], bool], timeout: timedelta) -> None:
-        def poll() -> bool:
-            self._link.progress()
-            return condition()
-
-        self._link.wait(poll, timeout)
 
     def abort(self) -> None:
         self._link.is_aborted = True
         self._mailbox.abort()
 
-    def watch(self, explain: Explain) -> None:
-        if self._arrivals is not None:
-            watch(self._arrivals, explain)
-
     def leave(self) -> None:
         self._link.leave()
 
     def close(self) -> None:
-        if self._arrivals is not None:
-            forget(self._arrivals)
         self._link.close()
 
     # -- how it is done -----------------------------------------------------------------------
@@ -314,7 +283,7 @@ class MpiCommunicator(Communicator):
         return copy_back
 
     def _op(self, plan: MpiReduction) -> Any:
-        return op_of(self._MPI, plan)
+        return mpi_op(self._MPI, plan.op)
 
     def _numbers(self, data: torch.Tensor, num_blocks: int = 1) -> tuple[Any, int, Any]:
         kind = mpi_type(self._MPI, data.dtype)
@@ -327,49 +296,26 @@ class MpiCommunicator(Communicator):
         kept: Any,
         then: Callable[[], None] | None,
         *buffers: Any,
-        is_even: bool = False,
     ) -> Operation:
-        """Run mpi4py's collective ``name``, or start it if some member does not wait.
+        """Start mpi4py's collective ``name``, and finish it if the caller waits.
 
         Args:
             kept: the tensors that it uses, kept while it runs.
             then: copies the result back.
-            is_even: whether all parts of this member's exchange are of one size.
         """
-        if self._is_cuda and kept is not None:
+        if self._is_cuda and not self._is_staged and kept is not None:
             _synchronize(kept if isinstance(kept, torch.Tensor) else kept[0])
-        link, arrivals = self._link, self._arrivals
+        link = self._link
         if link.is_aborted:
             raise WireAborted("the communicator was aborted")
         try:
-            if arrivals is None:
-                return self._start(name, prepared, kept, then, buffers)
-            operation: Operation = DONE
-            call, arguments = getattr(self._comm, name), buffers
-            of_one_size = buffers if is_even else ()  # of which MPI's alltoall takes a single count
-            even = tuple([(memory, counts[0], kind) for memory, (counts, _), kind in of_one_size])
-            even_call = self._comm.Alltoall
-            entry_kind = arrivals.enter(prepared.waits, prepared.timeout, is_even=is_even)
-            if entry_kind:  # from here to MPI's call no handler of a signal runs
-                if entry_kind is _EVEN:  # faster than with sizes for each
-                    call, arguments = even_call, even
-                arrivals.stay_inside(call, arguments, prepared.timeout)
-                if then is not None:
-                    then()
-            else:
-                operation = self._start(name, prepared, kept, then, buffers)
-            arrivals.end()
-            return operation
+            request = getattr(self._comm, "I" + name.lower())(*buffers)
         except self._failing as error:
             raise link.failure(error) from None
-
-    def _start(
-        self, name: str, prepared: PreparedCall, kept: Any, then: Any, buffers: Sequence[Any]
-    ) -> Operation:
-        request = getattr(self._comm, "I" + name.lower())(*buffers)
-        started = self._link.start(MpiOperation(self._link, request, kept, then))
+        started = link.start(MpiOperation(link, request, kept, then))
         if prepared.waits:
-            self._link.finish_at_once(started, prepared.timeout)
+            link.finish_at_once(started, prepared.timeout)
+            return DONE
         return started
 
     def _message(
@@ -381,7 +327,7 @@ class MpiCommunicator(Communicator):
             taken: of a receive, MPI's status and the number of bytes.
         """
         link = self._link
-        if self._is_cuda:
+        if self._is_cuda and not self._is_staged:
             _synchronize(tensor)
         number = self._tag(tag)
         if link.is_aborted:
@@ -437,11 +383,7 @@ class MpiWire(Wire):
 
     def open(self, opening: Opening) -> Communicator:
         """Open the group among its members alone; the first group of a process starts MPI."""
-        link, arrivals = open_link(opening)
-        if opening.device_type == "cpu" or is_cuda_aware(link.MPI):
-            return MpiCommunicator(opening, link, arrivals)
-        host = MpiCommunicator(replace(opening, device_type="cpu"), link, arrivals)
-        return StagedCommunicator(host)
+        return MpiCommunicator(opening, open_link(opening))
 
 
 def _synchronize(tensor: torch.Tensor) -> None:

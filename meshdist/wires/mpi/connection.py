@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...error_text import first_line
 from ...runtime.deadlines import Deadline, Grace, wait_until
@@ -33,9 +33,6 @@ from ..operations import (
     given_up_for,
 )
 from ..registry import Opening
-
-if TYPE_CHECKING:
-    from ..native import MpiFlights, MpiStarted
 
 # As long as every rank of the host has a core of its own, spinning takes no core from a rank that
 # could work; to yield would leave the core to other programs for whole time slices.
@@ -102,24 +99,16 @@ class MpiOperation(Operation):
 
 @dataclass(eq=False)
 class MpiConnection:
-    """Part of one member in a group over MPI, with its operations in flight.
-
-    Args:
-        end: frees the shared words that the group has taken.
-    """
+    """Part of one member in a group over MPI, with its operations in flight."""
 
     MPI: Any
     comm: Any
     opening: Opening
     cards: Sequence[ProcessCard]
-    end: Callable[[], None]
     is_aborted: bool = field(default=False, init=False)
     is_closed: bool = field(default=False, init=False)
-    # Those that Python has started; the core has those of the fast path, if there is any.
     in_flight: dict[MpiOperation, None] = field(default_factory=dict, init=False)
-    flights: MpiFlights | None = field(default=None, init=False)
     keeping: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _has_stranded: bool = field(default=False, init=False)
     _process_id: int = field(default_factory=os.getpid, init=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +139,7 @@ class MpiConnection:
             in_flight[operation] = None
         return operation
 
-    def finish_at_once(self, operation: MpiOperation | MpiStarted, timeout: timedelta) -> None:
+    def finish_at_once(self, operation: MpiOperation, timeout: timedelta) -> None:
         """Wait for a collective's end; raise a handler's exception as an Interrupted."""
         try:
             operation.finish(timeout)
@@ -169,8 +158,6 @@ class MpiConnection:
         # A probe that finds a message makes no progress. To test an operation that is not done
         # makes progress on all of them.
         for link in _all_links():
-            if link.flights is not None and link.flights.progress():
-                return
             with link.keeping:
                 operation = next((it for it in link.in_flight if not it.is_done), None)
             if operation is not None:
@@ -208,22 +195,6 @@ class MpiConnection:
         with suppress(RuntimeError):  # the store is lost, as the others will see
             self.opening.store.set(left_key(self.opening.rank), "")
 
-    def say_why(self, number: int, reason: BaseException) -> None:
-        """Store for the other members why this member no longer waits for the collective."""
-        text = " ".join(f"{reason}".split()) or type(reason).__name__
-        if not isinstance(reason, WireFailure):
-            text = f"{type(reason).__name__} {reason}".strip()
-        with suppress(RuntimeError):  # the store is lost, as the others will see
-            self.opening.store.set(_why_key(self.opening.rank, number), text)
-
-    def find_why(self, member: int, number: int) -> str:
-        """Return a text that ``member`` stopped waiting for call ``number``, and why, as stored."""
-        text, key = "", _why_key(member, number)
-        with suppress(RuntimeError):
-            if self.opening.store.check([key]):
-                text = f": {self.opening.store.get(key).decode(errors='replace')}"
-        return f"rank {self.opening.ranks[member]} has given up waiting for this call{text}"
-
     def close(self) -> None:
         """Free MPI's communicator, or keep it until the process ends if calls are in flight."""
         if self.is_closed:
@@ -232,21 +203,13 @@ class MpiConnection:
         if self.is_forked:
             return
         self.leave()
-        self.end()
         with self.keeping:
             unfinished = [it for it in self.in_flight if not it.test_quietly()]
             self.in_flight.clear()
-        if self.flights is not None and self.flights.close():
-            self._has_stranded = True
-        if unfinished or self._has_stranded or self.is_aborted or self.MPI.Is_finalized():
+        if unfinished or self.is_aborted or self.MPI.Is_finalized():
             _abandoned.append((self.comm, unfinished))  # MPI may write into their tensors still
             return
         self.comm.Free()
-
-    def strand(self, kept: Any) -> None:
-        """Keep ``kept``, tensors of an operation never tested again, alive: MPI may use them."""
-        self._has_stranded = True
-        _abandoned.append((self.comm, kept))
 
     def check_size(self, count: int, num_bytes: int) -> None:
         """Raise MessageMisfit unless ``count``, the bytes that came, equals ``num_bytes``."""
@@ -319,10 +282,6 @@ def _all_links() -> tuple[MpiConnection, ...]:
 def left_key(member: int) -> str:
     """Return the key that a member sets in the store when it takes no further part."""
     return f"left/{member}"
-
-
-def _why_key(member: int, number: int) -> str:
-    return f"why/{member}/{number}"
 
 
 def report_dead_ranks_at_the_end() -> None:

@@ -23,11 +23,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...dtypes import DTYPES, IN_ORDER, dtype_name
-from ...reduce_ops import ON_BOOL, PLAIN_OPS, ReduceKind, ReduceOp, find_refusal
+from ...dtypes import DTYPES, IN_ORDER
+from ...reduce_ops import ON_BOOL, ReduceKind, ReduceOp
 from ...runtime.memory import Scratch
 from ..built_verbs import check_reducible, divide, flip, to_order
-from ..core import core
 from ..prepared import Tensors, parts_like, write_all, writing
 
 Afterwards: TypeAlias = Callable[[], None] | None
@@ -123,9 +122,6 @@ def _in_a_row(tensors: Tensors) -> torch.Tensor | None:
     return flat.as_strided(((end - start) // item,), (1,))
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
 @dataclass(frozen=True)
 class MpiReduction:
     """Way to do one reduction of one dtype.
@@ -136,14 +132,12 @@ class MpiReduction:
         in_order: the integer dtype to which floats are mapped in their order for MIN or MAX, or
             None.
         divides: whether the result is divided by the number of members.
-        ours: the 16-bit float dtype that an MPI operation of this package adds, None for MPI's own.
     """
 
     op: ReduceKind
     wide: torch.dtype | None = None
     in_order: torch.dtype | None = None
     divides: bool = False
-    ours: torch.dtype | None = None
 
     @cached_property
     def is_plain(self) -> bool:
@@ -196,22 +190,6 @@ def find_plan(wire: str, op: ReduceKind, dtype: torch.dtype) -> MpiReduction:
     return MpiReduction(op, wide, in_order, divides)
 
 
-_sums: dict[torch.dtype, MpiReduction] = {}
-_sums_of_two = {dtype: MpiReduction(ReduceOp.SUM, ours=dtype) for dtype in _HALVES}
-
-
-def plan_of(op: ReduceKind, dtype: torch.dtype, size: int) -> MpiReduction:
-    """Return ``find_plan``'s result, but an op of ours for 16-bit sums in a group of ``size`` 2."""
-    # To hash an op takes longer than to add a few numbers.
-    if op is not ReduceOp.SUM:
-        return find_plan("mpi", op, dtype)
-    plan = _sums_of_two.get(dtype) if size == 2 and core is not None else None
-    plan = plan or _sums.get(dtype)
-    if plan is None:
-        plan = _sums[dtype] = find_plan("mpi", op, dtype)
-    return plan
-
-
 @cache
 def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
     """Return MPI's datatypes for the dtypes that it adds up itself."""
@@ -219,54 +197,13 @@ def plain_sums(MPI: Any) -> dict[torch.dtype, Any]:
     return {dtype: mpi_type(MPI, dtype) for dtype in kinds if dtype is not torch.bool}
 
 
-def native_reductions(
-    MPI: Any, size: int
-) -> list[tuple[ReduceKind, int, dict[torch.dtype, tuple[Any, ...]]]]:
-    """Return (op, its number, {dtype: MPI's way}) of what the core reduces, SUM first."""
-    found = []
-    for op in PLAIN_OPS:
-        kinds = [dtype for dtype in DTYPES if find_refusal(op, dtype) is None]
-        ways = {dtype: _native_way(MPI, plan_of(op, dtype, size), dtype) for dtype in kinds}
-        found.append((op, op.value, {dtype: way for dtype, way in ways.items() if way}))
-    return found
-
-
-def _native_way(MPI: Any, plan: MpiReduction, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Return MPI's handles of type and op, and a ``Recoding`` if needed; () if Python reduces."""
-    travelling = plan.in_order or plan.wide or dtype
-    handles = mpi_type(MPI, travelling).handle, op_of(MPI, plan).handle
-    if plan.is_plain:
-        return handles
-    if dtype.is_complex or (dtype.itemsize == 1 and dtype.is_floating_point):
-        return ()
-    recoding = core.Recoding(
-        widens=plan.wide is not None,
-        orders=plan.in_order is not None,
-        nan_is_greatest=plan.op == ReduceOp.MAX,
-        divides=plan.divides,
-    )
-    return *handles, recoding
-
-
-def op_of(MPI: Any, plan: MpiReduction) -> Any:
-    """Return the MPI operation that does the reduction of a plan."""
-    return _mpi_op(MPI, plan.op) if plan.ours is None else _sum_of_two(MPI, plan.ours)
-
-
-@cache
-def _sum_of_two(MPI: Any, dtype: torch.dtype) -> Any:
-    """Return a reduction that adds 16-bit floats, of two members only: it rounds each sum."""
-    # It runs no Python code: a signal's handler that raised inside would end the whole job.
-    return MPI.Op.Create(partial(core.add_to, core.DTYPES[dtype_name(dtype)]), commute=True)
-
-
 @cache
 def mpi_type(MPI: Any, dtype: torch.dtype) -> Any:
-    """Return MPI's datatype for a dtype that it computes in, or for 16-bit floats that it moves."""
-    return MPI.UINT16_T if dtype in _HALVES else getattr(MPI, DTYPES[dtype].mpi)
+    """Return MPI's datatype for a dtype that it computes in."""
+    return getattr(MPI, DTYPES[dtype].mpi)
 
 
 @cache
-def _mpi_op(MPI: Any, op: ReduceKind) -> Any:
+def mpi_op(MPI: Any, op: ReduceKind) -> Any:
     """Return MPI's predefined operation for ``op``."""
     return getattr(MPI, "PROD" if op == ReduceOp.PRODUCT else op.name)

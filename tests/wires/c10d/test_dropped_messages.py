@@ -21,7 +21,7 @@ from tests.verbs.cases import WIRES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the Work of:UserWarning")
 LARGE = 3_000_000
-ON = ["shm", "gloo", "hierarchical", "simulated", pytest.param("mpi", marks=pytest.mark.mpi)]
+ON = ["shm", "gloo", "gloo across hosts", "simulated", pytest.param("mpi", marks=pytest.mark.mpi)]
 
 
 def total() -> float:

@@ -449,25 +449,6 @@ def test_one_request_is_asked_after_by_one_thread_at_a_time(pool: Pool) -> None:
     assert job_of(pool, 2).run_in_world(messages_beside_collectives) == [True, True]
 
 
-def groups_that_come_and_go() -> int:
-    from meshdist.wires.mpi.arrivals import words_of_process
-
-    words = words_of_process()
-    assert words is not None
-    for number in range(40):
-        group = md.new_group()
-        x = torch.ones(2)
-        md.all_reduce(x, group=group)
-        group.close()
-        if number == 5:
-            before = len(words._slots) + len(words._free)
-    return len(words._slots) + len(words._free) - before
-
-
-def test_closed_groups_give_back_their_shared_words(pool: Pool) -> None:
-    assert max(job_of(pool, 3).run_in_world(groups_that_come_and_go)) <= 2
-
-
 # -- whole jobs -----------------------------------------------------------------------------------
 
 

@@ -67,22 +67,6 @@ def test_what_a_signals_handler_raises_leaves_the_opening(monkeypatch: pytest.Mo
         open_alone(monkeypatch, ZeroDivisionError("mine"))
 
 
-def test_the_watchdog_ends_no_process_whose_call_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[str, str]] = []
-    monkeypatch.setattr(module, "_end_with", lambda error, of: ended.append((str(error), of)))
-    stays = [(3, 2.0)]
-    arrivals: Any = SimpleNamespace(find_blocked_collective=lambda: stays[0])
-    arrivals.link = SimpleNamespace(opening="its opening")
-    watched: dict[Any, Any] = {}
-    monkeypatch.setattr(module, "_watched", SimpleNamespace(get=lambda _: watched.get("group")))
-    module._end_process(arrivals, (3, 2.0))  # the group was closed meanwhile
-    watched["group"] = lambda failure, _: failure
-    module._end_process(arrivals, (2, 2.0))  # another call is under way by now
-    assert ended == []
-    module._end_process(arrivals, (3, 2.0))
-    assert ended == [("not finished after 2 s", "its opening")]
-
-
 def test_a_process_that_is_ended_loses_nothing_that_it_has_written() -> None:
     program = (
         "from types import SimpleNamespace\n"

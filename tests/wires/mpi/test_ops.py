@@ -9,7 +9,7 @@ import torch
 
 import meshdist as md
 from meshdist.reduce_ops import ReduceOp
-from meshdist.wires.mpi.datatypes import find_plan, plan_of
+from meshdist.wires.mpi.datatypes import find_plan
 from tests.inner import Scratch
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
@@ -64,14 +64,13 @@ def test_floats_in_the_order_of_whole_numbers(dtype: torch.dtype, device: str) -
 
 def test_what_mpi_does_alone() -> None:
     for dtype in (torch.float32, torch.int64, torch.uint32, torch.complex64):
-        assert plan_of(ReduceOp.SUM, dtype, 3).is_plain
+        assert find_plan("mpi", ReduceOp.SUM, dtype).is_plain
     for dtype in (torch.float16, torch.bfloat16):
-        assert plan_of(ReduceOp.SUM, dtype, 2).is_plain  # one sum, rounded once
-        assert not plan_of(ReduceOp.PRODUCT, dtype, 2).is_plain
-    assert plan_of(ReduceOp.MAX, torch.bool, 3).is_plain
+        assert not find_plan("mpi", ReduceOp.PRODUCT, dtype).is_plain
+    assert find_plan("mpi", ReduceOp.MAX, torch.bool).is_plain
     for dtype in (torch.float16, torch.bfloat16, torch.int16, torch.complex32):
-        assert not plan_of(ReduceOp.SUM, dtype, 3).is_plain
-    assert not plan_of(ReduceOp.AVG, torch.float32, 3).is_plain
+        assert not find_plan("mpi", ReduceOp.SUM, dtype).is_plain
+    assert not find_plan("mpi", ReduceOp.AVG, torch.float32).is_plain
 
 
 def test_what_has_no_meaning_is_refused() -> None:
