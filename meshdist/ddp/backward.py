@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar, cast
@@ -29,15 +29,6 @@ from .comm_hooks.registered import RegisteredHook
 from .history import History
 from .tail import Ending
 from .verdict import Verdict
-
-
-class Moment(Enum):
-    """A moment of a forward or backward at which a reducer's observers are called."""
-
-    FORWARD_BEGINS = auto()
-    SENDING_ENDS = auto()
-    CHECKED = auto()
-    GROUP_CHANGED = auto()
 
 
 class Phase(Enum):
@@ -66,7 +57,7 @@ class AtWork(NamedTuple):
 
 
 class Sending:
-    """State of a reducer across backwards: the hook, failures, observers, futures, a lock."""
+    """State of a reducer across backwards: the hook, failures, futures, a lock."""
 
     def __init__(self, history: History, at_work: AtWork) -> None:
         self.history = history  # what is expected of a backward
@@ -77,17 +68,6 @@ class Sending:
         self.calls_inside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.awaited: list[Any] = []  # futures, by the end of the next backward
         self.lock = threading.RLock()  # a module on several devices has a thread on each
-        self.observers: dict[Moment, list[Callable[[Any], None]]] = {}
-
-    def observe(self, calls: Mapping[Moment, Callable[[Any], None]]) -> None:
-        """Register a function by moment, to call with ``tell``'s subject after those before it."""
-        for moment, call in calls.items():
-            self.observers.setdefault(moment, []).append(call)
-
-    def tell(self, moment: Moment, subject: object) -> None:
-        """Call the observers of ``moment`` with ``subject``: a layout, a backward or an error."""
-        for call in self.observers.get(moment, ()):
-            call(subject)
 
 
 _UNCOME = DeadlockError, AgreementError, CollectiveTimeoutError
@@ -98,11 +78,11 @@ _JOIN = "where ranks have unequally many batches, put the loop into `with ddp.jo
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def tells_errors(method: F) -> F:
-    """Decorate a reducer's method: its observers are called with each MeshdistError."""
+def adds_join_fix(method: F) -> F:
+    """Decorate a reducer's method: errors of ranks that do not call it name ``join()``."""
 
     @functools.wraps(method)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_fix(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except MeshdistError as error:
@@ -115,7 +95,7 @@ def tells_errors(method: F) -> F:
             raise
 
     # Untraced, since parts of a backward run inside a compiled step, too.
-    return cast(F, untraced(telling))
+    return cast(F, untraced(with_fix))
 
 
 class Backward:
@@ -244,7 +224,6 @@ class Backward:
         except Exception as failure:
             sending.failure = without_frames(failure)
             raise
-        sending.tell(Moment.SENDING_ENDS, self)
 
     def _find_gradients(self, verdict: Verdict, *, has_local_sums: bool) -> list[bool] | None:
         """Return for each parameter if this rank adds a new gradient; None if all or none came.

@@ -270,8 +270,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             other.connect(self.device)
         self._owner = TypedOwner(trainable, group, self.device_mesh, self._further)
         self._parting = Parting(module, self.verify_every, self.device)
-        self.reducer = Reducer(parameters, list(trainable), group, options, wider)
-        self.reducer.sending.observe(self._parting.calls())
+        self.reducer = Reducer(parameters, list(trainable), group, options, wider, self._parting)
         # A module that outlives its wrapper must not go on reducing.
         weakref.finalize(self, let_go, self.reducer, self._cast, self._owner).atexit = False
 

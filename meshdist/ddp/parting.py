@@ -18,9 +18,8 @@ own, so that the sum tells of a bit that flipped and of values that changed plac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +36,7 @@ from ..functional.value_checks import find_differing
 from ..groups.process_group import ProcessGroup
 from ..reduce_ops import ReduceOp
 from ..typed_contexts.refusals import type_of
-from .backward import Backward, Moment
-from .bucket_layout import BucketLayout
+from .backward import Backward
 from .device_streams import is_capturing, reader_for
 from .wrapping import ignored_names, module_state, trainable_parameters
 
@@ -92,7 +90,7 @@ class Parting:
         self._wrapped = {id(parameter): parameter for parameter in module.parameters()}
         self._reader = reader_for(device, 2, torch.int64)
         self._num_forwards = 0
-        self._count_anew()
+        self.count_anew()
 
     def forward_begins(self) -> None:
         """Raise, in the first 3 and each 100th forward, if parameters came after the wrapping."""
@@ -121,21 +119,12 @@ class Parting:
                 "del ddp and its outputs, wrap again, and make the optimizer of all parameters",
             )
 
-    def calls(self) -> Mapping[Moment, Callable[[Any], None]]:
-        """Return the methods that watch the reducer, by moment of the call."""
-        return {
-            Moment.FORWARD_BEGINS: self._report,
-            Moment.SENDING_ENDS: self._backward_ends,
-            Moment.CHECKED: self._report,
-            Moment.GROUP_CHANGED: self._count_anew,
-        }
-
-    def _count_anew(self, _: object = None) -> None:
+    def count_anew(self) -> None:
         """Count backwards from 0 again, as another group's ranks may have counted otherwise."""
         self._num_backwards = 0  # equal on every rank
         self._reader.take()
 
-    def _backward_ends(self, backward: Backward) -> None:
+    def backward_ends(self, backward: Backward) -> None:
         """Count a backward; compare replicas after some, by number, if gradients were averaged."""
         self._num_backwards += 1
         number, every = self._num_backwards, self._every
@@ -170,11 +159,11 @@ class Parting:
                 state[name] = parameter.detach()
         return state
 
-    def _report(self, layout: BucketLayout) -> None:
+    def report(self, group: ProcessGroup) -> None:
         """Raise on every rank if replicas differed behind the last backward, and still do."""
         numbers = self._reader.take()
         if numbers is not None:
-            self._compare_parameters(numbers, layout.terms.group)
+            self._compare_parameters(numbers, group)
 
     @hidden_from_modes
     def _compare_parameters(self, numbers: torch.Tensor, group: ProcessGroup) -> None:

@@ -33,9 +33,9 @@ Drawn case: parameters a b c d of 4 bytes, buckets of 8 bytes, on 2 ranks. Rank 
     rank 0    d   b [d b]   a [a]             end [0]         zeros stand in for c
     rank 1      c   d   b [d b]   a [a]         end [c]
 
-Had d not come with b, ``[d b]`` would wait for it, and ``[a]`` behind it, since all ranks send in one
-order. ``[c]`` is trailing: it waits
-for the end always, until c has come everywhere in 16 backwards in a row.
+If d had not come before b, ``[d b]`` would wait for it, and ``[a]`` after it, since all ranks send
+buckets in one order. ``[c]`` is trailing: it waits for the end of the backward, until c has come on
+every rank in 16 backwards in a row.
 
     >>> from .bucket_layout import lay_out
     >>> a, b, c, d, history = 0, 1, 2, 3, History(4)
@@ -66,7 +66,7 @@ from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
 from .autograd_engines import NO_TASK, at_end_of_task, current_task
-from .backward import AtWork, Backward, Moment, Phase, Sending, tells_errors
+from .backward import AtWork, Backward, Phase, Sending, adds_join_fix
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
 from .comm_hooks.registered import RegisteredHook
@@ -76,6 +76,7 @@ from .history import History
 from .increments import Increments
 from .local_backwards import LocalBackwards
 from .norm_flags import mark_local, unmark_local
+from .parting import Parting
 from .reports import Reports
 from .tail import Ending
 from .verdict import Verdict
@@ -89,6 +90,7 @@ class Reducer:
         parameters: those that require gradients, in the same order on every rank.
         names: of the parameters, for messages.
         group: open for the parameters' devices, as are the wider groups.
+        parting: compares the replicas.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Reducer:
         group: ProcessGroup,
         options: ReductionOptions,
         wider: WiderGroups,
+        parting: Parting,
     ) -> None:
         num = len(parameters)
+        self._parting = parting
         self.sending = Sending(History(num), AtWork(wider.all_ranks.size()))
         self.backward: Backward | None = None  # since it has reached outputs, until it has ended
         self._local = LocalBackwards()
@@ -131,7 +135,7 @@ class Reducer:
         self._hooks.close()
         self.increments.close()
 
-    @tells_errors
+    @adds_join_fix
     def change_options(self, what: str, **changes: Any) -> None:
         """Change fields of the options; raise, naming ``what``, after the first backward."""
         terms = self.layout.terms
@@ -152,9 +156,9 @@ class Reducer:
         reports = Reports(terms.reports.names, group)
         terms = terms._replace(group=group, reports=reports, wider=WiderGroups(group))
         self._lay(terms, self.buckets)
-        sending.tell(Moment.GROUP_CHANGED, self.layout)
+        self._parting.count_anew()
 
-    @tells_errors
+    @adds_join_fix
     def register_hook(self, state: object, hook: Callable[..., object]) -> None:
         """Let a communication hook average the buckets; raise if it is late, second or unfit."""
         terms, sending = self.layout.terms, self.sending
@@ -198,7 +202,7 @@ class Reducer:
 
     # -- before and after the module's forward ----------------------------------------------------
 
-    @tells_errors
+    @adds_join_fix
     def before_forward(self, *, is_synchronised: bool = True) -> None:
         """Complete the last backward, raise its errors; lay changed buckets anew but in no_sync."""
         is_again = current_task() != NO_TASK  # computed again by a checkpoint
@@ -213,7 +217,7 @@ class Reducer:
             return
         self._verdict.expect_all()
         layout, history = self.layout, self.sending.history
-        self.sending.tell(Moment.FORWARD_BEGINS, layout)
+        self._parting.report(layout.terms.group)
         self._state = Phase.AWAITED
         is_fitting = layout.fits(history)
         if not (layout.is_learned and is_fitting) and is_capturing(layout.tail.numbers.device):
@@ -222,7 +226,7 @@ class Reducer:
         if not is_fitting:
             self._rebuild()
 
-    @tells_errors
+    @adds_join_fix
     def check(self) -> None:
         """Complete the last backward, and raise on every rank what the next forward would raise."""
         if current_task() != NO_TASK:
@@ -236,7 +240,7 @@ class Reducer:
             self._stand_in(Ending.ABSENT)
         self._learn()
         self._verdict.refuse_lacking()
-        self.sending.tell(Moment.CHECKED, self.layout)
+        self._parting.report(self.layout.terms.group)
 
     def after_forward(
         self, outputs: object, owner: object, *, is_synchronised: bool = True
@@ -344,7 +348,7 @@ class Reducer:
             for index, parameter in self._local.backward_begins(task):
                 backward.arrived(index, parameter)
 
-    @tells_errors
+    @adds_join_fix
     @torch.no_grad()
     def _finish(self, backward: Backward) -> None:
         """End a backward: average its gradients, zeros for missing; drop it if it brought none."""
@@ -382,6 +386,7 @@ class Reducer:
     def _reduce(self, backward: Backward, verdict: Verdict) -> None:
         """Reduce all buckets; keep ``verdict`` to be read later, unless a graph is captured."""
         backward.reduce(verdict, has_local_sums=self._local.has_sums)
+        self._parting.backward_ends(backward)
         if verdict.note_tail():
             self._verdict = verdict
 

@@ -16,6 +16,7 @@ from meshdist.ddp import buckets, reducer, tail
 from meshdist.ddp.bucket_layout import ReductionOptions
 from meshdist.ddp.device_streams import TailReader
 from meshdist.ddp.gradient_hooks import tensors_in
+from meshdist.ddp.parting import Parting
 from meshdist.ddp.reducer import Reducer
 from meshdist.ddp.tail import Ending
 from meshdist.ddp.wider_groups import WiderGroups
@@ -59,7 +60,8 @@ class Chain(nn.Module):
 def reducer_of(module: nn.Module, caps: tuple[int, ...], **options: Any) -> Reducer:
     named = dict(module.named_parameters())
     world, how = md.group.WORLD, ReductionOptions(caps, **options)
-    return Reducer(list(named.values()), list(named), world, how, WiderGroups(world))
+    parting = Parting(module, 0, torch.device("cpu"))
+    return Reducer(list(named.values()), list(named), world, how, WiderGroups(world), parting)
 
 
 def forward(module: nn.Module, mine: Reducer, x: torch.Tensor) -> torch.Tensor:
