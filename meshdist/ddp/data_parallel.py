@@ -334,8 +334,6 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         where the *forward* runs.
 
         Raises:
-            GradientError: an optimizer steps inside the backward.
-
         Example:
             >>> import meshdist as md, torch
             >>> def program():
@@ -394,7 +392,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
             self.reducer.check()
         finally:  # once all ranks are in step
             refuse_unfrozen(self._left_frozen, self.process_group)
-            self._parting.refuse_late_parameters()
+            self._parting.refuse_local_gradients()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` average the gradients of each bucket; on every rank alike.
@@ -422,7 +420,7 @@ class DistributedDataParallel(TorchMethods, JoinMethods, WrappedModel):
         try:
             self.reducer.before_forward(is_synchronised=self.require_backward_grad_sync)
         except GradientError:
-            self._parting.refuse_late_parameters()  # which may be why
+            self._parting.refuse_local_gradients()  # which may be why
             raise
         if self.takes_buffers(is_before=True):
             self.take_buffers()

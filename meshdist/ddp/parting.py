@@ -72,7 +72,9 @@ def checksum(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
 
 _FIRST = (2, 10, 100)  # backwards behind which replicas are compared, besides each n-th
 _LOCAL_HOOKS = ("noop_hook", "post_localSGD_hook")  # replicas part, as is meant
-_LOOKS, _LOOK_EVERY = 3, 100  # forwards that look whether parameters came into the module
+_LOOKS, _LOOK_EVERY = 3, 100  # forwards that look for gradients that are not averaged
+_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute that torch's ``_apply_optimizer_in_backward`` sets on parameters."""
 _PARTED = (
     "look for what one rank does otherwise (weights loaded or drawn, learning rate, clipping, "
     "steps under no_sync(), eval()) by {}, or for a bit that flipped"
@@ -93,14 +95,22 @@ class Parting:
         self.count_anew()
 
     def forward_begins(self) -> None:
-        """Raise, in the first 3 and each 100th forward, if parameters came after the wrapping."""
+        """Raise, in the first 3 and each 100th forward, if gradients would not be averaged."""
         if torch.is_grad_enabled():
             self._num_forwards += 1
             if self._num_forwards <= _LOOKS or self._num_forwards % _LOOK_EVERY == 0:
-                self.refuse_late_parameters()
+                self.refuse_local_gradients()
 
-    def refuse_late_parameters(self) -> None:
-        """Raise GradientError if the module trains parameters added after it was wrapped."""
+    def refuse_local_gradients(self) -> None:
+        """Raise GradientError for new parameters, and for optimizers that step in the backward."""
+        if any(hasattr(parameter, _IN_BACKWARD) for parameter in self._wrapped.values()):
+            raise GradientError(
+                "an optimizer steps inside the backward, before gradients are averaged",
+                expected="parameters without _apply_optimizer_in_backward",
+                found=f"{type(self._module).__name__} has parameters with {_IN_BACKWARD}",
+                fix="call optimizer.step() after backward(); to keep optimizer states in shards, "
+                "use torch's ZeroRedundancyOptimizer or fully_shard on mesh.to_torch()",
+            )
         if all(id(parameter) in self._wrapped for parameter in self._module.parameters()):
             return
         trained = trainable_parameters(self._module, ignored_names(self._module))

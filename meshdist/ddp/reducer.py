@@ -65,7 +65,7 @@ from ..collectives.verbs import broadcast
 from ..errors import GradientError
 from ..groups.process_group import ProcessGroup
 from ..runtime.untraced import untraced
-from .autograd_engines import NO_TASK, at_end_of_task, current_task
+from .autograd_engines import NO_TASK, at_end_of_task, current_task, is_in_distributed_context
 from .backward import AtWork, Backward, Phase, Sending, adds_join_fix
 from .bucket_layout import BucketLayout, ReductionOptions, ReductionTerms, lay
 from .buckets import Bucket
@@ -211,6 +211,7 @@ class Reducer:
         self.end_last()
         if not torch.is_grad_enabled():
             return
+        self._refuse_engine()
         self._verdict.refuse_lacking()
         if not is_synchronised:
             self._local.has_sums = True
@@ -288,7 +289,10 @@ class Reducer:
 
     # -- one backward -----------------------------------------------------------------------------
 
-    def _refuse_traced(self) -> None:
+    def _refuse_engine(self) -> None:
+        """Raise in a backward of compiled or distributed autograd, which runs other hooks."""
+        if is_in_distributed_context():
+            raise self.layout.terms.reports.in_distributed_context()
         tracing = sys.modules.get("torch._dynamo.compiled_autograd")
         if tracing is not None and tracing.in_compiled_autograd_region:
             raise self.layout.terms.reports.traced()
@@ -302,7 +306,7 @@ class Reducer:
         """Count a gradient in the running averaged backward; keep it for later where none runs."""
         backward = self.backward
         if backward is None or current_task() != backward.task:
-            self._refuse_traced()
+            self._refuse_engine()
             with self.sending.lock:
                 backward = self._find_running()
                 if backward is None:
@@ -328,7 +332,7 @@ class Reducer:
 
     def _enter(self) -> None:
         """Begin an averaged backward unless begun; raise on overlap."""
-        self._refuse_traced()
+        self._refuse_engine()
         task, sending = current_task(), self.sending
         with sending.lock:  # outputs on several devices come here on a thread each
             if self.backward is not None and task == self.backward.task:

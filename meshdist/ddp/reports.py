@@ -206,6 +206,16 @@ class Reports:
             "backward, may be compiled",
         )
 
+    def in_distributed_context(self) -> GradientError:
+        """Return the error for a forward or backward in a context of torch.distributed.autograd."""
+        return self._error(
+            "DistributedDataParallel cannot average gradients of torch.distributed.autograd",
+            expected="forward and backward outside torch.distributed.autograd.context()",
+            found="a distributed autograd context, whose gradients are not in .grad",
+            fix="call loss.backward() outside the context, or pass activations between ranks by "
+            "lax.ppermute, which has a gradient",
+        )
+
     def sparse(self, index: int, layout: torch.layout) -> GradientError:
         """Return the error for a gradient that is not dense."""
         return self._error(
