@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..error_text import explain
+from ..launching.child_processes import open_closed_streams
 from ..runtime.hosts import find_version
 from .flags import report_usage_error
 
@@ -26,6 +27,7 @@ def _help() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with argv (default: the process's arguments); return the exit code."""
+    open_closed_streams()
     try:
         try:
             return _run(argv)

@@ -32,6 +32,18 @@ _POLL_S = 0.02
 _ANSWER_S = 1.0  # ranks look for questions eight times a second
 
 
+def open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that is closed, as a daemon's may be."""
+    # Otherwise the next file or pipe gets its number, and children take it for their own stream.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 @dataclass(frozen=True)
 class ProcessExit:
     """End of one process: its exit code, or minus the signal, and when, in monotonic seconds."""

@@ -38,7 +38,7 @@ from ..errors import (
     RankFailedError,
     WorldError,
 )
-from ..launching.child_processes import Launch, ProcessExit
+from ..launching.child_processes import Launch, ProcessExit, open_closed_streams
 from ..launching.failed_ranks import places_text
 from ..launching.rank_environment import JobPlace, rank_environment, reserve_port
 from ..launching.streams import show
@@ -98,6 +98,7 @@ def spawn(
     """
     _check(fn, args, timeout)
     nprocs = get_whole_number(nprocs, "nprocs", 1)
+    open_closed_streams()
     with contextlib.ExitStack() as stack:
         call = stack.enter_context(_call_file(fn, tuple(args)))
         launch = stack.enter_context(contextlib.closing(Launch()))
@@ -156,7 +157,7 @@ def _preparation() -> dict[str, Any]:
         "dir": os.getcwd(),
         "orig_dir": os.getcwd(),
     }
-    name = getattr(main.__spec__, "name", None)
+    name = getattr(getattr(main, "__spec__", None), "name", None)  # pdb's has none
     path = getattr(main, "__file__", None)
     if name is not None:
         # What runs by `python -m package` is not imported again: its file is named __main__.

@@ -52,6 +52,18 @@ def run_script(tmp_path: Path, text: str, *options: str) -> subprocess.Completed
     )
 
 
+def test_it_works_under_pdb(tmp_path: Path) -> None:
+    text = """
+        import meshdist as md
+        def rank_times(factor):
+            return md.get_rank() * factor
+        if __name__ == "__main__":
+            print("found", md.spawn(rank_times, (7,), 3))
+    """
+    done = run_script(tmp_path, text, "-m", "pdb", "-c", "continue", "-c", "quit")
+    assert "found [0, 7, 14]" in done.stdout, done.stderr
+
+
 # -- results ------------------------------------------------------------------------------------
 
 
