@@ -13,6 +13,7 @@ from pathlib import Path
 from ..bench.measuring import Cell, Entrant, SideFailedError, measure, running
 from ..bench.reporting import plot, size_text, table_text, to_json, write
 from ..bench.sides import DTYPES, SIDES, VERBS
+from ..launching.rank_environment import find_mpiexec, mpiexec_environment
 from ..runtime.whole_numbers import find_whole_number
 from .flags import Parser
 
@@ -112,21 +113,26 @@ def _measure(arguments: Namespace) -> None:
     from rich.table import Table
 
     num_ranks, rounds, sides = arguments.nproc, arguments.rounds, arguments.sides
+    by_mpi = find_mpiexec() or "mpiexec", "-n", "{n}"
     entrants = [
-        Entrant(side, side, ("mpiexec", "--oversubscribe", "-n", "{n}") if side == "mpi" else ())
+        Entrant(side, side, by_mpi, environment=mpiexec_environment({}))
+        if side == "mpi"
+        else Entrant(side, side)
         for side in sides
     ]
     console = Console()
 
-    def show(cell: Cell) -> None:
-        console.print(f"  {cell.verb} {size_text(cell.num_bytes)}", style="dim", end="\r")
+    with running(entrants, num_ranks) as ranks, console.status("", refresh_per_second=1) as status:
 
-    with running(entrants, num_ranks) as ranks:
+        def show(cell: Cell) -> None:
+            status.update(f"{cell.verb} {size_text(cell.num_bytes)}")
+
         cells = measure(ranks, arguments.verbs, arguments.sizes, rounds, show, arguments.dtype)
     head, *rows = table_text(cells, sides)
     table = Table(title=f"{num_ranks} ranks, {arguments.dtype}, median of {rounds} rounds")
     for column in head:
-        table.add_column(column, justify="left" if column == "verb" else "right")
+        is_name = column == "verb"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for row in rows:
         table.add_row(*row)
     console.print(table)

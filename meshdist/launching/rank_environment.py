@@ -134,8 +134,9 @@ def rank_environment(
 
 # -- mpiexec -----------------------------------------------------------------------------------
 
-# Open MPI refuses more ranks than cores, and binds each rank to one core, unless variables say
-# otherwise. By the first two torch takes one core and large pages.
+# Open MPI starts no more ranks than cores, binds each rank to one core, and does not run as root
+# (a container's user), unless variables say otherwise. By the first two torch takes one core and
+# large pages.
 _UNDER_MPIEXEC = {
     "OMP_NUM_THREADS": "1",
     HUGE_PAGES: "1",
@@ -145,6 +146,8 @@ _UNDER_MPIEXEC = {
     # of release 4, which Debian and Ubuntu have
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 
 

@@ -46,6 +46,25 @@ def test_two_sides_in_turn(tmp_path: Path) -> None:
         assert min(min(times) for times in cell["seconds"].values()) > 0
 
 
+@pytest.mark.mpi
+def test_on_80_columns_names_are_whole_and_mpi_starts_as_any_user() -> None:
+    words = ["--verbs", "all_gather_into_tensor", "--sizes", "8", "--rounds", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "meshdist", "bench", "collectives", *words]
+        + ["--sides", "meshdist/shm,mpi"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    title, *table = done.stdout.splitlines()
+    assert title.strip() == "2 ranks, float32, median of 1 rounds"  # without progress, in a pipe
+    (row,) = [line for line in table if "8 B" in line]
+    assert row.split("│")[1].strip() == "all_gather_into_tensor"
+    assert all(len(line) <= 80 for line in table)
+
+
 def test_what_takes_tensors_is_measured_at_every_size_whatever_its_name() -> None:
     class Ranks:
         def sample(self, verb: str, num_bytes: int, dtype: str) -> float:

@@ -448,10 +448,9 @@ def run_by_mpi(tmp_path: Path, *words: object) -> subprocess.CompletedProcess[st
     path = tmp_path / "script.py"
     path.write_text(BY_MPI)
     command = [*RUN, "--launcher", "mpi", *(path if word == "SCRIPT" else word for word in words)]
-    env = {k: v for k, v in ENV.items() if not k.startswith(("OMPI_COMM", "PMI"))}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {k: v for k, v in ENV.items() if not k.startswith(("OMPI_", "PMI"))}
     return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=100, env=env | root
+        list(map(str, command)), capture_output=True, text=True, timeout=100, env=env
     )
 
 
