@@ -12,7 +12,6 @@ from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from torch.distributed import Store
@@ -30,10 +29,8 @@ from tests.inner import (
     SignalThread,
     SignsOfLife,
     World,
-    agreement,
     clock,
     collect,
-    deadlines,
     digest_of_ranks,
     last_call_text,
     my_card,
@@ -115,16 +112,6 @@ def agreeing(junk: bytes) -> None:
     store.values[f"{name}/outcome"] = junk
     world = found_by(store)
     Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
-
-
-def waiting_elsewhere(junk: bytes) -> None:
-    name, store = f"agree/mesh/{digest_of_ranks((0, 1))}/1", Memory()
-    store.values["agree/waiting/1"] = junk
-    store.values["other/digest/about"] = b'[{"text": "another mesh"}, [[0, 1, 2]]]'
-    with patch.object(deadlines, "_LOOK_S", 0.0), patch.object(agreement, "ask", lambda *_: {}):
-        world = found_by(store)
-        Agreements(world, Endings(world)).agree((0, 1), "mesh", {"text": "a mesh"}, SHORT)
-    assert f"{name}/outcome" in store.values
 
 
 def outcome_of_barrier(junk: bytes) -> None:
@@ -215,7 +202,6 @@ READERS: Readers = {
         ),
         agreeing,
     ),
-    "what a rank waits for": (records(["other", "digest", False]), waiting_elsewhere),
     "the outcome of a barrier": (
         records({"number": 1, "passed": 1, "by": 0, "failure": "", "absent": []}),
         outcome_of_barrier,
