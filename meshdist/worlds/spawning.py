@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -264,7 +263,6 @@ class _Team:
                 environment,
                 listener=listener,
                 inherited=(call, writer),
-                stdin=subprocess.DEVNULL,
             )
         finally:
             os.close(writer)
