@@ -59,7 +59,7 @@ from ..errors import (
     MeshdistError,
     StoreError,
 )
-from ..runtime.deadlines import Deadline, Grace, Looks
+from ..runtime.deadlines import Deadline, Looks
 from ..wires.registry import lack_error
 from ..wires.simulated.store import SimulatedStore
 from .signals import Endings, ask, last_call_text
@@ -287,7 +287,7 @@ class _PendingAgreement:
             return
         # In few words first: a member that comes now must not go on alone.
         is_mine = self._is_first_to(f"give up by {self._rank}")
-        if not is_mine and await_key(store, key, Grace(_TELLING_S)):
+        if not is_mine and await_key(store, key, Deadline(_TELLING_S)):
             return
         if not (missing := self._find_missing(self._all)):
             self._conclude()
