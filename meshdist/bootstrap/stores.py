@@ -245,10 +245,8 @@ def connect_store(address: str, port: int, timeout: timedelta, try_number: int =
 
 
 def open_file(path: str, timeout: timedelta) -> FileStore:
-    """Return the store in the file at ``path``, made where absent; raise for other content.
-
-    No process removes the file: another process may just begin a world in it.
-    """
+    """Return the store in the file at ``path``, made where absent; raise for other content."""
+    # No process removes the file, since another process may just begin a world in it.
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))

@@ -26,8 +26,8 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     """Stop one rank in the debugger (pdb) at the caller's line; the other ranks wait in a barrier.
 
     Call it on every rank of the world. All ranks go on after the first command that lets the
-    program run: ``continue``, or a step. After ``quit`` the rank raises ``bdb.BdbQuit``; once its
-    process ends, the other ranks raise an error that says so.
+    program run: ``continue``, or a step. After ``quit`` the rank raises ``bdb.BdbQuit``, and the
+    other ranks raise ``BackendError`` when its process ends.
 
     The timeouts of other calls run on while the debugger asks for commands. If ranks may wait
     elsewhere meanwhile, pass a longer ``timeout=`` to ``init_process_group`` and ``new_group``.
@@ -43,6 +43,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         KindError, ArgumentError: a wrong ``rank``, ``skip`` or ``timeout_s``.
         CollectiveTimeoutError: another rank did not make this call, or did not leave the debugger,
             within ``timeout_s``.
+        BackendError: another rank's process ended.
         WorldError: ``rank`` has no standard input.
     """
     world = get_usable_world()
@@ -78,7 +79,8 @@ class _Debugger(pdb.Pdb):
         if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
             super().__init__(nosigint=True)
         else:
-            super().__init__(stdin=_StandardInput(rank), stdout=sys.stdout, nosigint=True)
+            stdin: Any = _StandardInput(rank)
+            super().__init__(stdin=stdin, stdout=sys.stdout, nosigint=True)
         self.prompt = f"(Pdb, rank {rank}) "
         self._meet: Callable[[], object] | None = meet
 
