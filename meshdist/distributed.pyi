@@ -18,6 +18,7 @@ from .checking.debug_levels import (
     set_debug_level as set_debug_level,
     set_debug_level_from_env as set_debug_level_from_env,
 )
+from .collectives.breakpoints import breakpoint as breakpoint
 from .collectives.list_verbs import (
     all_gather as all_gather,
     all_to_all as all_to_all,
@@ -104,7 +105,6 @@ from .sharding.dtensors import (
 )
 from .wires.names import Backend as Backend, BackendConfig as BackendConfig
 from .wires.work import Work as Work
-from .worlds.breakpoints import breakpoint as breakpoint
 from .worlds.initialization import (
     destroy_process_group as destroy_process_group,
     init_process_group as init_process_group,

@@ -89,7 +89,6 @@ NB_MODULE(native, m) {
     stream_scaled(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), count, factor);
   });
   m.def("reduce_parts", &reduce_parts);
-  m.def("let_timeouts_stand", &let_timeouts_stand, "stand"_a);
   m.def("create_segment", &create_segment, "size"_a, "slot_bytes"_a, "ring_bytes"_a, "is_crowded"_a);
   m.def("segment_bytes", [](std::uint32_t size, std::uint64_t slot_bytes, std::uint64_t ring_bytes) {
     return plan_geometry(size, slot_bytes, ring_bytes, false, true).total_bytes;

@@ -7,35 +7,8 @@
 #include <unistd.h>
 
 #include <climits>
-#include <mutex>
 
 namespace meshdist {
-
-namespace {
-
-std::mutex changing;
-std::atomic<Nanoseconds> paused_since{0};  // 0: it runs
-std::atomic<Nanoseconds> paused_for{0};
-
-}  // namespace
-
-// A thread that reads while it changes may be a slice early or late, no more.
-Nanoseconds timeout_now() {
-  const Nanoseconds since = paused_since.load(std::memory_order_acquire);
-  return (since != 0 ? since : now_ns()) - paused_for.load(std::memory_order_acquire);
-}
-
-void let_timeouts_stand(bool stand) {
-  const std::lock_guard<std::mutex> lock(changing);
-  const Nanoseconds since = paused_since.load(std::memory_order_relaxed);
-  if (stand == (since != 0)) return;
-  if (stand) {
-    paused_since.store(now_ns(), std::memory_order_release);
-  } else {
-    paused_for.fetch_add(now_ns() - since, std::memory_order_release);
-    paused_since.store(0, std::memory_order_release);
-  }
-}
 
 void block_signals() {
   sigset_t all;

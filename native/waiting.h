@@ -27,18 +27,14 @@ using Interruption = bool (*)();
 
 constexpr Nanoseconds kForever = INT64_MAX;
 
-// The clock of timeouts, one for the process: paused while a rank is debugged.
-Nanoseconds timeout_now();
-void let_timeouts_stand(bool stand);
-
 inline Nanoseconds deadline_after(double seconds) {
   if (!(seconds >= 0) || seconds > 1e9) return kForever;
-  return timeout_now() + static_cast<Nanoseconds>(seconds * 1e9);
+  return now_ns() + static_cast<Nanoseconds>(seconds * 1e9);
 }
 
 // How long it is until a deadline; not positive once it has passed.
 inline Nanoseconds left_until(Nanoseconds deadline) {
-  return deadline == kForever ? kForever : deadline - timeout_now();
+  return deadline == kForever ? kForever : deadline - now_ns();
 }
 
 inline void pause_core() {

@@ -125,10 +125,7 @@ from meshdist.runtime import (
     torch_worlds as torch_worlds,
 )
 from meshdist.runtime.deadlines import (
-    Clock as Clock,
     Deadline as Deadline,
-    Grace as Grace,
-    clock as clock,
     wait_until as wait_until,
 )
 from meshdist.runtime.hosts import (

@@ -140,7 +140,6 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "simulation",
             "spawned",
             "spawning",
-            "breakpoints",
         ),
         "mesh": (
             "strides",
@@ -167,6 +166,7 @@ FLOORS: tuple[Mapping[str, tuple[str, ...]], ...] = (
             "collective",
             "prepare",
             "verbs",
+            "breakpoints",
             "list_verbs",
             "several_tensors",
             "point_to_point",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..error_text import ExplainedError
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 from ..verb_table import VERBS
 from .worker import ADDRESS, say
 
@@ -256,7 +256,7 @@ def _accepted(
     listener: socket.socket, processes: list[subprocess.Popen[bytes]], label: str
 ) -> socket.socket:
     """Return the connection of the next rank; raise SideFailedError if a rank ended, or if late."""
-    grace = Grace(_START_S)
+    grace = Deadline(_START_S)
     while True:
         try:
             connection, _ = listener.accept()

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from ..errors import StoreError
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import ProcessCard, name_locker, take_lock
 from .server_watch import AlarmLost, KeyAlarm, ServerWatch, find_readable
 from .stores import NamedPrefixStore, cloned, root_of
@@ -80,6 +80,12 @@ def looking(look: Callable[[], object] | None) -> Iterator[None]:
         yield
     finally:
         _look.reset(token)
+
+
+def _answer_limit_s() -> float:
+    """Return how long the store may take to answer: ``within``'s deadline, 5 s at least."""
+    deadline = _deadline.get()
+    return _ANSWER_S if deadline is None else max(_ANSWER_S, deadline.left_s)
 
 
 class BoundedStore(Store):
@@ -159,7 +165,7 @@ class BoundedStore(Store):
         """Wait for all ``keys``, until ``within``'s deadline or ``timeout``; raise if they lack."""
         # The deadline in force also wins over the limit that C++ hands over.
         deadline, look = _deadline.get() or Deadline(timeout or self._patience), _look.get()
-        next_check = Grace(_CHECK_S)
+        next_check = Deadline(_CHECK_S)
 
         def slice_s() -> float:
             nonlocal next_check
@@ -167,9 +173,9 @@ class BoundedStore(Store):
             if look is not None:
                 look()
             elif next_check.is_over:
-                next_check = Grace(_CHECK_S)
+                next_check = Deadline(_CHECK_S)
                 self.check(keys)
-            return 0.0 if deadline.is_over else deadline.slice_s(_POLL_S)
+            return min(_POLL_S, deadline.left_s)
 
         is_set = self._await_alarm(keys[0], slice_s) if len(keys) == 1 else None
         if is_set is None:
@@ -318,14 +324,13 @@ class BoundedStore(Store):
             return request(raw)
         answer: Future[T] = Future()
         self._requests.put((request, answer))
-        silent_s, deadline = self._silent_s(), _deadline.get() or Deadline(0)
         # From when the server fell silent: waits that follow each other do not add up.
-        grace, deadline = Grace(_ANSWER_S - silent_s), Deadline(deadline.left_s - silent_s)
+        limit = Deadline(_answer_limit_s() - self._silent_s())
         while True:
             try:
                 return answer.result(_POLL_S)
             except NoAnswerYet:
-                if grace.is_over and deadline.is_over:
+                if limit.is_over:
                     answer.cancel()
                     if self._address is not None:
                         _silent_since[self._address] = time.monotonic() - self._silent_s()
@@ -350,9 +355,7 @@ class BoundedStore(Store):
             raise self._lost("was removed", f"the file {self._path}")
         if _is_unlocked(self._file):
             return
-        limits = _deadline.get() or Deadline(0), Grace(_ANSWER_S)
-        limit = max(limits, key=lambda limit: limit.left_s)
-        if not wait_until(partial(_is_unlocked, self._file), limit):
+        if not wait_until(partial(_is_unlocked, self._file), Deadline(_answer_limit_s())):
             raise self._lost("keeps its file locked", name_locker(self._path))
 
     def _run(self) -> None:

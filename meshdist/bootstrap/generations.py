@@ -9,6 +9,17 @@ the timeout, two processes claim one rank, ranks disagree about the size) is clo
 every rank in it raises the same error. What comes later begins the next generation, so that a world
 can be made again and again at one address, and nothing of an earlier world is taken for its own.
 
+A job that crashed while its ranks met leaves an open generation with claims of processes that have
+ended. A rank of the next job that finds such a claim closes the generation as stale, and all ranks
+that joined it go on to the next. For example, ranks 0 and 1 of a job of 3 are killed::
+
+    next job's rank 2   claims 2, is counted as the third, waits for ``state``
+    next job's rank 0   finds rank 0 claimed by an ended process, writes ``state``: stale
+    all ranks           meet in the next generation
+
+An ended process is recognized on its own host only. Elsewhere the claim is a failure, and the job
+after that begins in a new generation.
+
 Keys of a generation, below its number: ``arrived``, ``card/RANK``, ``joined/...`` and
 ``confirmed/...``, which count heads; ``full``, ``gave up``, ``state``; the world's own keys lie
 below ``world``. However many ranks there are, each makes as many requests.
@@ -27,7 +38,7 @@ from typing import Any
 
 from ..error_text import fields_among, first_line, ranks_text
 from ..errors import RendezvousError
-from ..runtime.deadlines import Deadline, Grace
+from ..runtime.deadlines import Deadline
 from ..runtime.hosts import ProcessCard, is_alive, my_card
 from ..runtime.whole_numbers import from_runs, to_runs
 from .bounded_store import (
@@ -158,8 +169,9 @@ class Attempt:
         self._terms = held.decode()
         if agreed != self.size:
             generation_store = PrefixStore(f"{self.prefix}/{generation}", self.handle)
-            self._fail(generation_store, generation, self._disagreement(agreed), agreed)
-            self._pass_over(generation)
+            is_stale = self._has_ended_claim(generation_store, agreed)
+            outcome = {"kind": "stale"} if is_stale else self._disagreement(agreed)
+            self._fail(generation_store, generation, outcome, agreed)
             return self._enter()
         return generation
 
@@ -200,7 +212,9 @@ class Attempt:
         while True:
             rank = generation_store.add("arrived", 1) - 1 if self.rank is None else self.rank
             if rank >= self.size:
-                if not self._wait_for(generation_store, "state"):
+                if self._has_ended_claim(generation_store, self.size):
+                    self._resolve(generation_store, {"kind": "stale"})
+                elif not self._wait_for(generation_store, "state"):
                     self._raise(self._missing(generation_store))
                 return None
             found = generation_store.compare_set(f"card/{rank}", "", text)
@@ -226,14 +240,19 @@ class Attempt:
         self._fail(generation_store, generation, failure, self.size)
         return None
 
+    def _has_ended_claim(self, generation_store: Store, size: int) -> bool:
+        """Return whether a rank below ``size`` is claimed by a process of this host that ended."""
+        cards = (self._card_of(generation_store, rank) for rank in range(size))
+        return any(card is not None and is_alive(card) is False for card in cards)
+
     def _wait_for(self, generation_store: Store, key: str) -> bool:
         """Wait for ``key``; log once which ranks are missing; return whether it was set in time."""
-        notice = Grace(_NOTICE_S)
+        notice = Deadline(_NOTICE_S)
 
         def look() -> None:
             nonlocal notice
             if notice.is_over:
-                notice = Grace(float("inf"))
+                notice = Deadline(float("inf"))
                 # The first of the ranks that wait tells which others are missing.
                 if key == "full" and generation_store.add("noticed", 1) == 1:
                     absent = ranks_text(self._absent(generation_store, "joined"))
@@ -248,7 +267,7 @@ class Attempt:
     ) -> dict[str, Any] | None:
         """Return the made outcome; None where another rank has written an outcome first."""
         is_told = generation_store.add("gave up", 1) > 1 and await_key(
-            generation_store, "state", Grace(_TELLING_S)
+            generation_store, "state", Deadline(_TELLING_S)
         )
         return None if is_told else make_outcome(generation_store)
 

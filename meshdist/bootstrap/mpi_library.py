@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -54,15 +53,7 @@ def directory_of_mpiexec(surroundings: Surroundings) -> str:
     else:
         if launcher > 1:
             remove_after(launcher, folder)  # however mpiexec ends
-    if launcher == 1:  # which does not end: mpiexec has died, or is not known
-        atexit.register(partial(_remove_empty, folder))
     return folder
-
-
-def _remove_empty(folder: str) -> None:
-    """Remove the directory if it is empty, which only the last rank to leave finds."""
-    with suppress(OSError):
-        os.rmdir(folder)
 
 
 def _launching_process() -> int:

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 from ..runtime.hosts import (
     ProcessCard,
     call_at_end,
@@ -264,11 +264,11 @@ class _Clients:
         do_not_call_at_end(self.close)  # a program that is interrupted meanwhile ends at once
         if self._process_id != os.getpid():  # a forked child's copy
             return
-        patience = Grace(_FAILING_S if is_ending_by_exception() else self._timeout)
+        patience = Deadline(_FAILING_S if is_ending_by_exception() else self._timeout)
         self.update()
         while self._connections and not patience.is_over:
-            self.update(patience.slice_s(_SLICE_S))
-        grace = Grace(_CLOSING_S)
+            self.update(min(_SLICE_S, patience.left_s))
+        grace = Deadline(_CLOSING_S)
         for connection in self._connections:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)

@@ -15,7 +15,7 @@ import torch.distributed
 
 from ..error_text import first_line
 from ..errors import RendezvousError
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 from .environments import Surroundings
 from .kept_stores import has_kept
 from .mpi_library import store_by_mpi
@@ -89,7 +89,7 @@ def place_of(address: str, port: int) -> Hashable:
 def _serve_or_find(address: str, port: int, timeout: timedelta) -> Store:
     """Return rank 0's new store, or the store that another process has left open there."""
     # Ranks may have changed, and the process that was rank 0 closes its store a moment later.
-    host, grace = numeric_loopback(address or "127.0.0.1"), Grace(_FORMER_STORE_S)
+    host, grace = numeric_loopback(address or "127.0.0.1"), Deadline(_FORMER_STORE_S)
     while True:
         try:
             listener = inherited_listener(os.environ.get("MESHDIST_LISTEN_FD"), port)

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import stat
 import sys
 import threading
 from contextlib import suppress
@@ -245,6 +246,7 @@ def connect_store(address: str, port: int, timeout: timedelta, try_number: int =
 
 def open_file(path: str, timeout: timedelta) -> FileStore:
     """Return the store in the file at ``path``, made where absent; raise for other content."""
+    # No process removes the file, since another process may just begin a world in it.
     # Torch reads a damaged file, or waits for one that is locked, for ever, with the GIL.
     try:
         found = wait_until(lambda: _find_damage(path), Deadline(timeout))
@@ -254,16 +256,21 @@ def open_file(path: str, timeout: timedelta) -> FileStore:
     except (OSError, ValueError) as error:
         reason = first_line(error)
     raise RendezvousError(
-        f"the file of the store cannot be read: {reason}",
+        f"the file of the store cannot be used: {reason}",
         where=f"{path}; host {socket.gethostname()}, process {os.getpid()}",
-        expected="a file that the ranks of this job alone write",
-        fix="remove it, and start the job again",
+        expected="a path in an existing directory on a file system that all ranks share; the file "
+        "is absent or empty, or an earlier job met in it",
+        fix="pass another path, or remove the file if no other job uses it",
     )
 
 
 def _find_damage(path: str) -> str | None:
     """Return the damage of a FileStore's file, or ``_SOUND``; None while it is locked."""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "rb") as file:
+    # What is no file, a pipe for example, must not keep this process waiting.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOCTTY | os.O_NONBLOCK
+    with os.fdopen(os.open(path, flags, 0o600), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return "it is no regular file"
         if not take_lock(file.fileno(), is_shared=True):
             return None
         data = file.read()
@@ -288,7 +295,7 @@ def _wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
     def is_listening() -> bool:
         nonlocal reason
         try:
-            limit_s = max(0.001, deadline.slice_s(_CONNECT_S))
+            limit_s = max(0.001, min(_CONNECT_S, deadline.left_s))
             socket.create_connection((host, port), timeout=limit_s).close()
         except socket.gaierror as error:
             raise unknown_address(host, error) from None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 
 _TOTAL_BYTES = 1 << 28  # of address space: memory is taken by what is written alone
 _TOTAL_WORDS = _TOTAL_BYTES // 8
@@ -234,7 +234,7 @@ class SignsOfLife:
 
     def __init__(self, mine: memoryview | None, regions: Regions, num_lower: int) -> None:
         self._mine, self._regions = mine, regions
-        self._beats = [(-1, Grace(0.0))] * num_lower
+        self._beats = [(-1, Deadline(0.0))] * num_lower
 
     def beat(self, number: int) -> None:
         """Count this process's heartbeat up, and publish ``number``, of the latest signal, too."""
@@ -247,7 +247,7 @@ class SignsOfLife:
             words = self._regions.find(member, _PAGE_WORDS)
             if words is not None and self._regions.is_alive(member):
                 if words[0] != beat:
-                    silence = Grace(_SILENT_S)
+                    silence = Deadline(_SILENT_S)
                     self._beats[member] = words[0], silence
                 if not silence.is_over:
                     return words[1]

@@ -51,9 +51,8 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
             expected="a script, or -m and a module, after the launcher's own arguments",
             fix=f"{program} {'-m package.module' if arguments.module else 'script.py'}",
         )
-    is_python = arguments.run_path or not arguments.no_python
-    is_module = arguments.module and not arguments.run_path
-    if is_module and not is_python:
+    is_python = not arguments.no_python
+    if arguments.module and not is_python:
         raise LaunchError(
             "-m and --no-python exclude each other",
             expected="a Python module (-m), or a program that is not Python (--no-python)",
@@ -62,7 +61,7 @@ def command_of(program: str, arguments: argparse.Namespace) -> tuple[list[str], 
     target, *rest = words
     if not is_python:
         start = [target]
-    elif is_module:
+    elif arguments.module:
         start = [sys.executable, "-u", "-m", target]
     else:
         # A directory or zip file with a __main__.py is a script to Python, too.
@@ -92,79 +91,13 @@ def launch(
         output: fields of ``Output``.
     """
     try:
+        settings = launch_settings(arguments, **output)
         start, rest = command_of(program, arguments)
 
         def command(local_rank: int) -> Sequence[str]:
             handed = [f"--local-rank={local_rank}"] if hands_local_rank else []
             return [*start, *handed, *rest]
 
-        return run_processes(command, **launch_settings(arguments, **output))
+        return run_processes(command, **settings)
     except LaunchError as error:
         return report_usage_error(program, str(error))
-
-
-_SERVED = {
-    "nproc_per_node": ("-np", "--np", "--nproc", "--num-processes", "--num-gpus"),
-    "nnodes": ("--num-nodes", "--num-machines"),
-    "node_rank": ("--machine-rank",),
-    "master_addr": ("--main-process-ip",),
-    "master_port": ("--main-process-port",),
-}
-"""Flags of mpiexec, DeepSpeed and accelerate, by what they set, in either spelling."""
-
-_BY_MPIEXEC = "add --launcher mpi, and hand it on: --mpi-args='{flag} ...'"
-_VARIABLES = "variables of the environment reach the ranks as they are: NAME=VALUE {run}"
-_ANSWERED: dict[str, tuple[str, str]] = {}
-for _whose, _instead, _flags in (
-    ("mpiexec's", _BY_MPIEXEC, "-H -host --host -hostfile --hostfile --machinefile"),
-    ("mpiexec's", _BY_MPIEXEC, "-mca --mca -map-by --map-by -bind-to --bind-to"),
-    ("mpiexec's", _BY_MPIEXEC, "-ppn -npernode --npernode"),
-    ("mpiexec's, and needless here", "leave it out", "-oversubscribe --oversubscribe"),
-    ("mpiexec's, and needless here", "leave it out", "--allow-run-as-root"),
-    ("mpiexec's", _VARIABLES, "-x -genv -env"),
-    ("mpiexec's", "--prefix begins each line with its rank", "-tag-output --tag-output -l"),
-    ("DeepSpeed's", "CUDA_VISIBLE_DEVICES=0,1 {run}", "--include --exclude"),
-    ("accelerate's", "say -n, --nnodes, --node-rank, --master-addr", "--config-file"),
-    ("accelerate's", "leave it out: -n says how many ranks there are", "--multi-gpu --cpu"),
-    ("not known", "init_process_group('gloo'), in the program, chooses it", "--backend"),
-):
-    _ANSWERED.update(dict.fromkeys(_flags.split(), (_whose, _instead)))
-"""By flag: whose it is, and what to type instead."""
-_RUN = "meshdist run -n 4 script.py"
-
-
-def add_habits(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of other launchers to a parser that has torchrun's; help does not list them."""
-    for target, names in _SERVED.items():
-        spellings = [*names, *(_with_underscores(name) for name in names)]
-        kind = int if target in ("node_rank", "master_port") else str
-        parser.add_argument(
-            *dict.fromkeys(spellings),
-            dest=target,
-            type=kind,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-    for name in _ANSWERED:
-        spelled = dict.fromkeys((name, _with_underscores(name)))
-        parser.add_argument(*spelled, action=_HabitHint, nargs="?", help=argparse.SUPPRESS)
-
-
-def _with_underscores(name: str) -> str:
-    dashes = len(name) - len(name.lstrip("-"))
-    return name[:dashes] + name[dashes:].replace("-", "_")
-
-
-class _HabitHint(argparse.Action):
-    """Action of a foreign flag: end the command with what to type instead."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        whose, instead = _ANSWERED[self.option_strings[0]]
-        fix = instead.format(flag=option_string, run=_RUN)
-        parser.exit(2, f"{parser.prog}: {explain(f'{option_string} is {whose}', fix=fix)}\n")

@@ -13,7 +13,6 @@ from ..launching.rank_environment import LaunchError, find_mpiexec, mpiexec_envi
 from .checkup import has_core
 from .flags import (
     Parser,
-    add_habits,
     add_launch_arguments,
     command_of,
     launch,
@@ -57,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
         help="the rank for which a terminal stays a terminal, so that progress bars live; none: "
         "for no rank (default: the first whose output is shown)",
     )
-    add_habits(parser)
     parser.add_argument(
         "--launcher",
         choices=("meshdist", "mpi"),
@@ -120,7 +118,7 @@ def _terminal(arguments: argparse.Namespace, ranks: frozenset[int] | None) -> in
     return int(arguments.terminal)
 
 
-_OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "run_path", "command", "launcher"}
+_OF_MPIEXEC_TOO = {"nproc_per_node", "module", "no_python", "command", "launcher"}
 
 
 def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
@@ -137,7 +135,7 @@ def _become_mpiexec(arguments: argparse.Namespace, given: set[str]) -> int:
     if given - _OF_MPIEXEC_TOO - {"mpi_args"}:
         raise LaunchError(
             "mpiexec places its ranks, finds their hosts and shows their output by itself",
-            expected="of this command's options -n, -m, --no-python and --run-path alone",
+            expected="of this command's options -n, -m and --no-python alone",
             fix='tell mpiexec, for example --mpi-args="--host a:4,b:4"',
         )
     mpiexec = find_mpiexec()

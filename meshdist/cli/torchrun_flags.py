@@ -1,4 +1,4 @@
-"""torchrun's flags: those that place the processes, their output, and those that its agent needs.
+"""Parse the flags of torchrun that place the processes and their output.
 
 As with torchrun, ``PET_NAME`` in the environment is the default of ``--name``.
 """
@@ -25,28 +25,12 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to a million")
 
 
-_TORCHRUN = "start it by torchrun instead: programs of meshdist run unchanged under it"
-_OF_LINES = ("", "lines are not chosen", "--log-dir keeps all of them in files, for grep")
-_ELSEWHERE = {
-    "max-restarts": (
-        "0",
-        "restarts need an elastic agent, which this launcher is not",
-        "torchrun --max-restarts, under which programs of meshdist run unchanged; or start the "
-        "command again, from the program's last checkpoint",
-    ),
-    "rdzv-conf": (
-        "",
-        "the launchers of several hosts do not meet: the ranks do",
-        "init_process_group(timeout=...) is how long ranks wait for each other",
-    ),
-    "event-log-handler": ("null", "events are those of torchrun's elastic agent", _TORCHRUN),
-    "logs-specs": ("", "it names a class of torchrun's elastic agent", _TORCHRUN),
-    "numa-binding": ("", "the ranks of this launcher are bound to no cores", _TORCHRUN),
-    "virtual-local-rank": (False, "LOCAL_RANK is the rank's number on its host", _TORCHRUN),
-    "duplicate-stdout-filters": _OF_LINES,
-    "duplicate-stderr-filters": _OF_LINES,
-}
-"""By name of a flag: the one value that is served, why no other is, and what to use instead."""
+_UNSERVED = (
+    *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-addr", "max-restarts"),
+    *("monitor-interval", "start-method", "run-path", "event-log-handler", "logs-specs"),
+    *("numa-binding", "virtual-local-rank", "duplicate-stdout-filters", "duplicate-stderr-filters"),
+)
+"""torchrun's flags that this launcher raises an error for: most are of its elastic agent."""
 
 
 def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
@@ -57,25 +41,21 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
         "there are), auto (accelerators, else cores); default: 1"
     )
     add("nproc-per-node N", text, *(["-n"] if short else []), default="1")
-    add("nnodes M", "hosts in the job, each with its own launcher (default: 1)", default="1")
+    text = "hosts in the job, each with its own launcher (default: 1)"
+    add("nnodes M", text, type=int, default=1)
     add("node-rank K", "number of this host, from 0 (default: 0)", type=int, default=0)
     text = "name or address of host 0, where rank 0 serves the store; needed with several hosts"
     add("master-addr ADDRESS", text)
     text = "port of that store (default: a free one on a single host, else 29500)"
     add("master-port PORT", text, type=int)
-    add("local-addr ADDRESS", "of host 0: the same as --master-addr")
-    add("rdzv-endpoint HOST:PORT", "--master-addr and --master-port in one", default="")
     add("role NAME", "the ranks' ROLE_NAME (default: default)", default="default")
     text = "the signals that end the job, with commas between (default: SIGINT,SIGTERM,SIGHUP)"
     add("signals-to-handle NAMES", text)
     text = "seconds between asking ranks to end and killing them (default: 2 to 3.5)"
     add("shutdown-timeout S", text, type=_seconds)
     add("standalone", "one host, at a free port whatever else is given", **_SWITCH)
-    text = "static, or on one host c10d, which is the same there (default: static)"
-    add("rdzv-backend static|c10d", text, default="static")
     add("module", "start a module, found as `python -m` finds it, not a script", "-m", **_SWITCH)
     add("no-python", "start a program that is not Python", **_SWITCH)
-    add("run-path", "start a script, whatever --module and --no-python say", **_SWITCH)
     add("log-dir DIR", "keep the ranks' output in files of a new folder in DIR, and show it")
     add(
         "redirects STREAMS",
@@ -84,12 +64,8 @@ def add_torchrun_flags(parser: argparse.ArgumentParser, *, short: bool) -> None:
     )
     add("tee STREAMS", "output to files and to the console: as for --redirects", "-t")
     add("local-ranks-filter RANKS", "show the output of these local ranks alone, as in 0,2")
-    add("rdzv-id NAME", "how the name of the folder in --log-dir begins (default: none)")
-    text = "has no effect: the ranks are new interpreters, and watched without polling"
-    add("start-method", text, choices=("spawn", "fork", "forkserver"))
-    add("monitor-interval", text, type=float)
-    for name, (served, _, _) in _ELSEWHERE.items():
-        add(name, argparse.SUPPRESS, default=served, **(_SWITCH if served is False else {}))
+    for name in _UNSERVED:
+        add(name, argparse.SUPPRESS, nargs="?", const="")
 
 
 _SWITCH: dict[str, Any] = {"action": "store_true"}
@@ -112,22 +88,28 @@ def _add(
 # -- what they mean -----------------------------------------------------------------------------
 
 
-def _refuse_what_is_served_elsewhere(arguments: argparse.Namespace) -> None:
-    for name, (served, why, fix) in _ELSEWHERE.items():
-        given = getattr(arguments, name.replace("-", "_"))
-        if given != served:
-            raise LaunchError(
-                f"--{name}{'' if given is True else f'={given}'} is not served: {why}",
-                expected=f"--{name}={served}, or nothing" if served else f"no --{name}",
-                fix=fix,
-            )
+def _raise_for_unserved(arguments: argparse.Namespace) -> None:
+    given = [name for name in _UNSERVED if getattr(arguments, name.replace("-", "_")) is not None]
+    if given:
+        raise LaunchError(
+            f"this launcher does not support torchrun's {' and '.join(f'--{it}' for it in given)}",
+            expected="-n, and with several hosts --nnodes, --node-rank, --master-addr, "
+            "--master-port; see --help",
+            fix="leave it out, or start the program with torchrun: it runs there unchanged",
+        )
 
 
 def launch_settings(arguments: argparse.Namespace, **output: Any) -> dict[str, Any]:
     """Return the keyword arguments of ``run_processes``; ``output`` are more fields of Output."""
-    _refuse_what_is_served_elsewhere(arguments)
-    nnodes = _number_of_hosts(arguments.nnodes)
-    address, port = _place_of_the_store(arguments, nnodes)
+    _raise_for_unserved(arguments)
+    nnodes, address, port = arguments.nnodes, arguments.master_addr, arguments.master_port
+    if arguments.standalone:
+        if nnodes != 1:
+            raise LaunchError(
+                f"--standalone is for one host, and --nnodes is {nnodes}",
+                fix="leave one of them out",
+            )
+        address = port = None
     names = arguments.signals_to_handle
     return {
         "nprocs": number_of_processes(arguments.nproc_per_node),
@@ -168,58 +150,6 @@ def number_of_processes(text: str) -> int:
     return found
 
 
-def _number_of_hosts(text: str) -> int:
-    least, _, most = text.partition(":")
-    if not re.fullmatch(r"-?\d+(:-?\d+)?", text, re.ASCII):
-        raise LaunchError(
-            f"{text!r} is no number of hosts",
-            where="--nnodes",
-            expected="a number, as in --nnodes=2 or --nnodes=2:2",
-            fix="leave it out where the job runs on one host",
-        )
-    if most and int(least) != int(most):
-        raise LaunchError(
-            f"--nnodes={text} is not served: hosts that come and go need an elastic agent, which "
-            "this launcher is not",
-            expected="a number, as in --nnodes=2 or --nnodes=2:2",
-            fix=_TORCHRUN,
-        )
-    return int(least)
-
-
-def _place_of_the_store(
-    arguments: argparse.Namespace, nnodes: int
-) -> tuple[str | None, int | None]:
-    local_addr = arguments.local_addr if arguments.node_rank == 0 else None
-    if arguments.standalone:
-        if nnodes != 1:
-            raise LaunchError(
-                f"--standalone is for one host, and --nnodes says {nnodes}",
-                fix="leave one of them out",
-            )
-        return local_addr, None
-    backend = arguments.rdzv_backend
-    if backend != "static" and (backend != "c10d" or nnodes != 1):
-        raise LaunchError(
-            f"--rdzv-backend={backend} on {nnodes} host(s) is not served: hosts that number "
-            "themselves need an elastic agent, which this launcher is not",
-            expected="static, where each host is given its number; on one host also c10d",
-            fix="--rdzv-backend=static, with --node-rank=K and --master-addr=HOST0; or "
-            f"{_TORCHRUN}",
-        )
-    if not arguments.rdzv_endpoint:
-        return arguments.master_addr or local_addr, arguments.master_port
-    parts = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+)(?::(\d+))?", arguments.rdzv_endpoint, re.ASCII)
-    if parts is None:
-        raise LaunchError(
-            f"{arguments.rdzv_endpoint!r} is no endpoint",
-            where="--rdzv-endpoint",
-            expected="HOST or HOST:PORT, with brackets around an address of IPv6",
-        )
-    host, port = parts.groups()
-    return host.strip("[]"), arguments.master_port if port is None else int(port)
-
-
 def _output(arguments: argparse.Namespace, more: dict[str, Any]) -> Output:
     redirects, tee, ranks = arguments.redirects, arguments.tee, arguments.local_ranks_filter
     if arguments.log_dir and redirects is None and tee is None:
@@ -236,7 +166,6 @@ def _output(arguments: argparse.Namespace, more: dict[str, Any]) -> Output:
         redirects=_streams("--redirects", redirects or "0"),
         tee=_streams("--tee", tee or "0"),
         log_dir=arguments.log_dir,
-        job=arguments.rdzv_id or "none",
     )
 
 

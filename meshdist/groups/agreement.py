@@ -3,11 +3,11 @@
 Every member counts itself in the store, under a digest of its definition, and waits for one key,
 the outcome, which the last member writes. Where digests differ, that member reads the definitions,
 and every member raises the same error, which shows both. While members wait, the first to come look
-for those that are missing, more and more seldom: a member that has ended, or that waits for this
-rank in another agreement, can never come, and the outcome says so. A member makes equally many
-requests whatever the number of members, but for the few that look, and the last, which reads what
-differs.
-Three agreements whose members wait for each other in a cycle end by their timeouts.
+for those that are missing, more and more seldom: a member that has ended can never come, and the
+outcome says so. A member makes equally many requests whatever the number of members, but for the
+few that look, and the last, which reads what differs.
+Members that wait for each other in different agreements wait until their timeouts: each error shows
+what its rank makes, and at which line of the program the missing ranks are.
 
 Drawn case: ranks 0 and 2 make a mesh of size 3, rank 1 by mistake one of size 4. Their definitions
 have the digests A and B. Keys stand below the agreement's name; time goes down:
@@ -40,8 +40,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,8 +59,7 @@ from ..errors import (
     MeshdistError,
     StoreError,
 )
-from ..runtime.deadlines import Deadline, Grace, Looks, first_look_s
-from ..runtime.whole_numbers import from_runs, to_runs
+from ..runtime.deadlines import Deadline, Looks
 from ..wires.registry import lack_error
 from ..wires.simulated.store import SimulatedStore
 from .signals import Endings, ask, last_call_text
@@ -77,9 +74,6 @@ _MOST_MISSING = 8
 _TELLING_S = 5.0
 """How long the first member that gives up may take to tell the others what is missing."""
 _MOST_ENDS = 8
-_WAITING = "agree/waiting"
-_SURE_S = 1.5
-_SURE_AMONG_THREADS_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -151,8 +145,7 @@ class Agreements:
             lack: why this process cannot open what is made, or ""; then no member opens anything.
 
         Raises:
-            AgreementError: the definitions differ, or members wait for each other in different
-                agreements.
+            AgreementError: the definitions differ.
             BackendError: a member that did not come has ended, or a member has a lack.
             CollectiveTimeoutError: a member did not come; the text names it.
             JoinError: a member has no data left in a join context; nothing is left of the call.
@@ -212,15 +205,13 @@ class _PendingAgreement:
         self.deadline = Deadline(self.timeout)
         self._text = str(self.definition["text"])
         self._whom = f"{self._text}, for {ranks_text(self.members)}"
-        self._about = json.dumps([self.definition, to_runs(self.members)])
+        self._about = json.dumps(self.definition)
         self._digest = digest_of(self._about)
         self._all = head_count_of(self.members, self.world.hosts)
         self._block = self._all.block_of(self._rank)
         self._counted: list[tuple[str, int]] = []
         self._is_last = False
         self._looks: dict[HeadCount, Looks] = {}
-        self._notice_due: Grace | None = Grace(first_look_s(len(self.members)))
-        self._suspicion, self._suspects_since = "", 0.0
 
     def come(self, offer_keys: Iterable[str], lack: str) -> None:
         """Store any ``lack``, count ``offer_keys`` and this rank; the last writes the outcome."""
@@ -261,9 +252,9 @@ class _PendingAgreement:
     def _conclude(self) -> None:
         """Write the outcome once all came: they agree, differ, or some cannot open what is made."""
         name, found = self.name, dict[int, dict[str, Any]]()
-        digests = self._digests(name, self._digest)
+        digests = self._digests()
         for digest in digests if len(digests) > 1 else ():
-            definition, _ = self._read_about(name, digest)
+            definition = self._read_about(digest)
             absent = self._all.find_absent(self._read, [f"{name}/{digest}"])
             found |= dict.fromkeys(set(self.members).difference(absent), definition)
         if len({json.dumps(definition) for definition in found.values()}) > 1:
@@ -274,10 +265,10 @@ class _PendingAgreement:
         lacks = [(rank, lack.decode(errors="replace")) for rank, lack in values.items() if lack]
         self._decide("lack" if lacks else "agreed", found=grouped_text(lacks))
 
-    def _decide(self, how: str, *, name: str = "", **more: Any) -> None:
-        """Write ``how`` and ``more`` as outcome of agreement ``name`` ("": this) if it has none."""
+    def _decide(self, how: str, **more: Any) -> None:
+        """Write ``how`` and ``more`` as this agreement's outcome, if it has none."""
         text = json.dumps({"how": how, "by": self._rank, **more})
-        self._store.compare_set(f"{name or self.name}/outcome", "", text)
+        self._store.compare_set(f"{self.name}/outcome", "", text)
 
     def await_outcome(self) -> None:
         """Wait until an outcome is written; write it if members are missing at the deadline.
@@ -296,7 +287,7 @@ class _PendingAgreement:
             return
         # In few words first: a member that comes now must not go on alone.
         is_mine = self._is_first_to(f"give up by {self._rank}")
-        if not is_mine and await_key(store, key, Grace(_TELLING_S)):
+        if not is_mine and await_key(store, key, Deadline(_TELLING_S)):
             return
         if not (missing := self._find_missing(self._all)):
             self._conclude()
@@ -310,21 +301,16 @@ class _PendingAgreement:
         """Write the outcome that ``error`` ended this rank's wait, unless the store is lost."""
         if isinstance(self._store, SimulatedStore):  # its ranks end together
             return
+        if isinstance(error, StoreError):
+            return
         with suppress(RuntimeError):  # the store may be lost
-            if not isinstance(error, StoreError):
-                why = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
-                why = f"rank {self._rank} was interrupted by {why}"
-                self._decide("left", missing=[self._rank], found=why)
-            if self._notice_due is None:  # others would take this rank for one that waits
-                self._store.delete_key(f"{_WAITING}/{self._rank}")
+            why = f"{type(error).__name__}{f': {error}' if str(error) else ''}"
+            why = f"rank {self._rank} was interrupted by {why}"
+            self._decide("left", missing=[self._rank], found=why)
 
     def _look(self) -> None:
-        """Raise if a missing member has no data left; when due, post this wait or seek members."""
+        """Raise if a missing member has no data left; seek missing members when it is time."""
         self._refuse_joined()
-        if self._notice_due is not None and self._notice_due.is_over:
-            self._notice_due = None
-            notice = [self.name, self._digest, _has_other_threads()]
-            self._store.set(f"{_WAITING}/{self._rank}", json.dumps(notice))
         for counted, looks in self._looks.items():
             looks.take(partial(self._look_at, counted))
 
@@ -340,48 +326,13 @@ class _PendingAgreement:
             if lost := self._find_missing(counted, ended):
                 found = "\n".join(f"rank {rank} {ended[rank]}" for rank in lost)
                 self._decide("ended", missing=lost, found=found)
-        if counted is self._all:
-            self._end_if_crossing(missing)
 
     def _find_missing(
         self, counted: HeadCount, among: Collection[int] | None = None, most: float = math.inf
     ) -> list[int]:
         """Return ``counted.find_absent`` by this agreement's keys: the ranks that have not come."""
-        keys = [f"{self.name}/{digest}" for digest in self._digests(self.name, self._digest)]
+        keys = [f"{self.name}/{digest}" for digest in self._digests()]
         return counted.find_absent(self._read, keys, among, most)
-
-    def _end_if_crossing(self, missing: list[int]) -> None:
-        """Write "crossed" to this agreement and another whose ranks surely wait for each other."""
-        found = self._find_crossing(missing)
-        name, text, has_threads = found or ("", "", False)
-        now, patience_s = time.monotonic(), _SURE_AMONG_THREADS_S if has_threads else _SURE_S
-        if text != self._suspicion:
-            self._suspicion, self._suspects_since = text, now
-        if found and now - self._suspects_since >= patience_s:
-            self._decide("crossed", found=text)
-            self._decide("crossed", name=name, found=f"rank {self._rank}: {self._whom}")
-
-    def _find_crossing(self, missing: list[int]) -> tuple[str, str, bool] | None:
-        """Return (name, text, has_threads) of an agreement where ``missing`` await us, or None."""
-        # The text names the rank, too. By other threads either rank may yet come.
-        others = set(self.members).difference(missing)
-        for rank in missing[:_MOST_MISSING]:
-            key = f"{_WAITING}/{rank}"
-            if (value := self._peek(key)) is None:
-                continue
-            notice = parse_value(key, value, lambda it: (str(it[0]), str(it[1]), bool(it[2])))
-            name, digest, has_threads = notice
-            is_over = name == self.name or self._store.check([f"{name}/outcome"])
-            if is_over or self._peek(f"{name}/{digest}/about") is None:  # its writer was cut off
-                continue
-            definition, ranks = self._read_about(name, digest)
-            keys = [f"{name}/{each}" for each in self._digests(name, digest)]
-            counted = head_count_of(ranks, self.world.hosts)
-            absent = counted.find_absent(self._read, keys, others, _MOST_MISSING)
-            if set(absent).difference(self._find_missing(self._all, absent)):
-                text = f"rank {rank}: {definition['text']}, for {ranks_text(ranks)}"
-                return name, text, has_threads or _has_other_threads()
-        return None
 
     def _find_joined_before(self) -> list[int]:
         """Return the members that ran out of data before they came to this agreement."""
@@ -410,14 +361,12 @@ class _PendingAgreement:
             return
         where, same = f"rank {rank}, {self._whom}", f"the same call on {ranks_text(self.members)}"
         seconds = f"{self.timeout.total_seconds():g} s"
-        if how in ("differ", "crossed"):
-            crossed = how == "crossed"
-            why = ": they wait for each other" if crossed else ""
+        if how == "differ":
             raise AgreementError(
-                f"the ranks do not define the same {kind}{why}",
+                f"the ranks do not define the same {kind}",
                 where=f"rank {rank}, among {ranks_text(self.members)}",
                 expected=f"one and the same {kind} on every rank",
-                found=f"rank {rank}: {self._whom}\n{found}" if crossed else found,
+                found=found,
                 fix=f"make the {kind} from equal arguments on all of its ranks, in the same order",
             )
         if how == "lack":
@@ -448,26 +397,17 @@ class _PendingAgreement:
     def _read(self, key: str) -> int:
         return parse_value(key, self._peek(key) or b"0", int)
 
-    def _digests(self, name: str, digest: str) -> list[str]:
-        """Return the digests stored for agreement ``name`` if several, else ``[digest]``."""
-        keys = [f"{name}/digest/{k + 1}" for k in range(self._read(f"{name}/digests"))]
+    def _digests(self) -> list[str]:
+        """Return the digests of the definitions stored so far: this rank's, and any others."""
+        keys = [f"{self.name}/digest/{k + 1}" for k in range(self._read(f"{self.name}/digests"))]
         if len(keys) < 2:
-            return [digest]
+            return [self._digest]
         return [value.decode() for key in keys if (value := self._peek(key)) is not None]
 
-    def _read_about(self, name: str, digest: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return the definition with ``digest``, read from the store, and its ranks; or raise."""
-
-        def parse(value: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
-            definition, runs = value
-            size = self.world.size
-            ranks = tuple(rank for rank in from_runs(runs, size) if 0 <= rank < size)
-            if not ranks:
-                raise ValueError("no ranks")
-            return {**definition, "text": str(definition["text"])}, ranks
-
-        key = f"{name}/{digest}/about"
-        return parse_value(key, self._peek(key) or b"", parse)
+    def _read_about(self, digest: str) -> dict[str, Any]:
+        """Return the definition with ``digest``, read from the store; or raise."""
+        key = f"{self.name}/{digest}/about"
+        return parse_value(key, self._peek(key) or b"", lambda it: {**it, "text": str(it["text"])})
 
 
 def _parse_outcome(value: dict[str, Any]) -> dict[str, Any]:
@@ -489,11 +429,3 @@ def _grouped(members: tuple[int, ...], definitions: list[dict[str, Any]]) -> str
         details = ", ".join(f"{key} {definition.get(key)}" for key in differing)
         lines.append((rank, f"{definition['text']} ({details})" if details else definition["text"]))
     return grouped_text(lines)
-
-
-def _has_other_threads() -> bool:
-    """Return whether threads run beside the current thread and "meshdist-..." threads."""
-    return any(
-        thread is not threading.current_thread() and not thread.name.startswith("meshdist-")
-        for thread in threading.enumerate()
-    )

@@ -32,7 +32,7 @@ from ..checking.program import find_place, stack_text
 from ..checking.recorder import Recorder
 from ..errors import StoreError
 from ..launching.questions import Answerer
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import (
     DESTROYED,
     call_at_end,
@@ -91,7 +91,7 @@ class OpenCommunicator:
 
     def groups(self) -> list[Any]:
         """Return the groups that use this communicator, also those that the program has dropped."""
-        grace = Grace(_COLLECTED_S)
+        grace = Deadline(_COLLECTED_S)
         while None in (found := [refer() for refer in list(self.users.values())]):
             time.sleep(0)  # another thread collects it, and calls `drop` next
             if grace.is_over:  # that was interrupted
@@ -306,7 +306,7 @@ class Registry:
         finally:
             self._abort_here(message)
         if number and world.server == world.rank:  # it may end right after this call
-            received, limit = receipts_key(number), Grace(_RECEIPTS_S)
+            received, limit = receipts_key(number), Deadline(_RECEIPTS_S)
             with suppress(StoreError):
                 wait_until(lambda: read_number(world.store, received) >= world.size, limit)
 
@@ -343,7 +343,7 @@ class Registry:
         ]
         text = None
         if about and asked is not None:  # a message may be on its way and not noted yet
-            text = wait_until(partial(asked.recorder.text_about, about), Grace(_NOTING_S))
+            text = wait_until(partial(asked.recorder.text_about, about), Deadline(_NOTING_S))
         now = find_place(self.world.thread_id, calls[-1]["text"] if calls else "")
         return {"calls": calls, "about": text, "now": now}
 

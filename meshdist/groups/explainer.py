@@ -17,7 +17,7 @@ from ..errors import (
     CollectiveTimeoutError,
     MeshdistError,
 )
-from ..runtime.deadlines import Grace, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER
 from ..wires.operations import (
     Interrupted,
@@ -155,7 +155,7 @@ class Explainer:
         # signal's handler has raised is told to the others, and raised here as it is.
         if isinstance(failure, Interrupted):
             self._others.give_up(f"gave up in {self._find_call(note).heading}: {failure}")
-            wait_until(failure.is_over, Grace(_REASON_S))
+            wait_until(failure.is_over, Deadline(_REASON_S))
             raise failure.error from None
         if not isinstance(failure, MembersDisagree):
             try:
@@ -177,7 +177,7 @@ class Explainer:
             return self._different_messages(call.call.kind, different, call, text)
         abort = self._others.find_abort()
         if abort is None and isinstance(failure, MemberGaveUp):  # it says why in a moment
-            abort = wait_until(self._others.find_abort, Grace(_REASON_S))
+            abort = wait_until(self._others.find_abort, Deadline(_REASON_S))
         if abort is not None or isinstance(failure, WireAborted):
             return self._aborted(call, text, abort)
         if self._others.is_closed:

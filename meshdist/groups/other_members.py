@@ -25,7 +25,7 @@ from ..checking.calls import GroupFacts, Note
 from ..checking.recorder import FORGOTTEN
 from ..error_text import grouped_text, ranks_by_text, ranks_text
 from ..errors import ArgumentError, StoreError
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.untraced import untraced
 from ..runtime.whole_numbers import from_runs, to_runs
 from .communicators import OpenCommunicator, get_registry
@@ -123,7 +123,7 @@ class MembersOfWorld(OtherMembers):
         # The others read it: n members that ask all others would get n * n answers.
         store, key, mine = self._world.store, f"{self._opened.label}/{name}", str(self._world.rank)
         is_first = store.compare_set(f"{key}/by", "", mine) == mine.encode()
-        if is_first or not await_key(store, key, Grace(_FIRST_ANSWER_S)):
+        if is_first or not await_key(store, key, Deadline(_FIRST_ANSWER_S)):
             text = json.dumps(make_answer())
             is_first = store.compare_set(key, "", text) == text.encode()
         return read_json(store, key, parse_answer), is_first
@@ -233,7 +233,7 @@ def silent_ranks(
         answers = ask(world, others, patience_s=_LIFE_SIGN_S)
         silent = [rank for rank in others if rank not in answers]
         if not silent:
-            grace = Grace(_LEAVING_S)
+            grace = Deadline(_LEAVING_S)
             wait_until(lambda: left() or is_explained(), grace, longest_pause_s=_LEAVING_S / 5)
             return left()
     except StoreError as lost:

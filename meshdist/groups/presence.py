@@ -35,7 +35,7 @@ from ..bootstrap.head_counts import head_count_of
 from ..bootstrap.world import World
 from ..error_text import ranks_text
 from ..errors import StoreError
-from ..runtime.deadlines import Grace, Looks
+from ..runtime.deadlines import Deadline, Looks
 from ..runtime.hosts import IN_GOOD_ORDER
 from .agreement import Agreement
 from .host_comparison import key_of_all
@@ -81,7 +81,7 @@ class Presence:
 
         # Where only the rank that serves the store waits, no other looks before it.
         looks = Looks(len(members), 1 if self.patience_of_server() else num_come)
-        limit = Grace(min(patience, self.world.timeout or patience))
+        limit = Deadline(min(patience, self.world.timeout or patience))
         return await_key(store, all_key, limit, lambda: looks.take(look))
 
     def finish(self, call: str, members: Collection[int]) -> None:

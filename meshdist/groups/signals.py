@@ -2,12 +2,11 @@
 
 Each process has one signal thread. On each host that of the lowest rank that is alive learns of a
 signal by an alarm of the store's server, or looks eight times a second where there is none; the
-others look as often at its shared words. A signal is of one of three kinds:
+others look as often at its shared words. A signal is of one of two kinds:
 
 * ``abort`` frees the ranks that wait in the named groups;
 * ``ask`` asks what each rank called last; the thread answers even while its rank is stuck
-  elsewhere. So a timeout can name the ranks that are missing, and where they are;
-* ``clock`` pauses or resumes the clocks of all ranks, since a rank is being debugged.
+  elsewhere. So a timeout can name the ranks that are missing, and where they are.
 
 A rank that leaves in good order, or by an exception, writes so to the store. A rank that is killed
 cannot, but processes of one host see that its process has ended.
@@ -20,9 +19,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, TypedDict, TypeVar
 from uuid import uuid4
 
@@ -33,7 +31,7 @@ from ..bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from ..bootstrap.world import World
 from ..checking.shared_words import SignsOfLife
 from ..errors import StoreError
-from ..runtime.deadlines import Deadline, Grace, clock, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..runtime.hosts import IN_GOOD_ORDER, ProcessCard, is_alive, is_stopped, my_card
 
 _log = logging.getLogger("meshdist.signals")
@@ -43,7 +41,6 @@ _PERIOD_S = 0.125
 _SURE_S = 30.0  # after which the store is asked though no alarm rings: its connection may be lost
 _LENT_S = 0.5  # between looks while a wait of this process has the alarm
 _SETTLE_S = 1.0  # before the process that looks makes an alarm: a lower rank may be about to start
-_SILENCE_S = 10.0
 _ANSWER_S = 2.0
 _MOST_NAMED = 64  # ranks that a question names; where it is for more, it names none, and all answer
 _END_S = 20.0  # a request to the store ends in a few seconds
@@ -94,15 +91,14 @@ class SignalThread:
         self._signs = signs
         self._alarm: KeyAlarm | None = None  # while this process looks for others
         self._awaited, self._is_proven = "", False
-        self._next_alarm, self._next_look = Grace(_SETTLE_S), Grace(0.0)
+        self._next_alarm, self._next_look = Deadline(_SETTLE_S), Deadline(0.0)
         self._look = look
-        self._store = store = world.store
-        self._rank = rank = world.rank
+        self._store = world.store
+        self._rank = world.rank
         self._answer = answer
         self._abort = abort
         self._handle = handle
         self._seen = 0
-        self._paused_clocks = PausedClocks(store, rank)
         self._woken, self._wake = os.pipe()
         self._process_id = os.getpid()
         self._is_stopped = False
@@ -142,7 +138,6 @@ class SignalThread:
         else:
             self._handle.let_server_end()
         self._drop_alarm(_SETTLE_S)
-        self._paused_clocks.release()
 
     def _act_on_all(self, told: int | None) -> None:
         """Act on new signals up to the number ``told`` by another process; None: read the store."""
@@ -158,8 +153,6 @@ class SignalThread:
                     read_json(self._store, _signal_key(self._seen), self._act)
                 except StoreError as junk:
                     _log.warning("rank %d ignores signal %d: %s", self._rank, self._seen, junk)
-            for name in self._paused_clocks.check(looks=told is None):
-                post(self._world, {"kind": "clock", "name": name, "pause": None})
         except (RuntimeError, OSError):  # the store may answer later, or its end ends this thread
             self._drop_alarm(_SURE_S)
 
@@ -168,22 +161,22 @@ class SignalThread:
         latest, alarm = self._seen, self._alarm
         has_rung = False if alarm is None else alarm.poll(self._awaited)
         if has_rung is None and self._next_look.left_s > _LENT_S:
-            self._next_look = Grace(_LENT_S)
+            self._next_look = Deadline(_LENT_S)
         if not (has_rung or self._next_look.is_over):
             return latest
         while self._store.check([_signal_key(latest + 1)]):
             latest += 1
         if has_rung:
             self._awaited, self._is_proven = _alarm_key(self._store, latest + 1), True
-            self._next_look = Grace(_SURE_S)
+            self._next_look = Deadline(_SURE_S)
         elif has_rung is None:
-            self._next_look = Grace(_LENT_S)
+            self._next_look = Deadline(_LENT_S)
         elif latest > self._seen:  # an alarm that has not rung is worth nothing
             self._drop_alarm(_SETTLE_S)
         elif self._is_proven:
-            self._next_look = Grace(_SURE_S)
+            self._next_look = Deadline(_SURE_S)
         elif alarm is None and self._next_alarm.is_over:
-            self._next_alarm = Grace(_SURE_S)
+            self._next_alarm = Deadline(_SURE_S)
             self._awaited = _alarm_key(self._store, 0)
             self._handle.set_bare(self._awaited)
             self._alarm = self._handle.alarm  # rings at once if the server knows it
@@ -191,7 +184,7 @@ class SignalThread:
 
     def _drop_alarm(self, pause_s: float) -> None:
         """Give up the alarm: ask the store at each look, and make a new alarm after ``pause_s``."""
-        self._next_alarm, self._next_look = Grace(pause_s), Grace(0.0)
+        self._next_alarm, self._next_look = Deadline(pause_s), Deadline(0.0)
         if self._alarm is not None:
             with suppress(AlarmLost):
                 self._alarm.poll("")
@@ -207,64 +200,6 @@ class SignalThread:
         elif kind == "abort":
             self._abort({**message, "number": number})
             self._store.add(receipts_key(number), 1)
-        elif kind == "clock":
-            pause = message["pause"]
-            limit = None if pause is None else (int(pause[0]), float(pause[1]))
-            self._paused_clocks.change(str(message["name"]), limit)
-
-
-@dataclass
-class _Pause:
-    """A pause of the clocks by another rank, with its limit and that rank's last heartbeat."""
-
-    rank: int
-    limit: Grace
-    num_beats: int = -1
-    silence: Grace = field(default_factory=lambda: Grace(_SILENCE_S))
-
-
-class PausedClocks:
-    """The pauses of this process's clock, each with a name; for one thread."""
-
-    # A pause ends when its rank, which counts signs of life in the store, says so, at its limit, or
-    # after ten seconds without such a sign: a rank that was killed stops no clock for good.
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._pauses: dict[str, _Pause] = {}
-
-    def change(self, name: str, pause: tuple[int, float] | None) -> None:
-        """Begin the pause ``name``, of ``(rank, most seconds)``; None ends that pause."""
-        if pause is not None:
-            self._pauses[name] = _Pause(pause[0], Grace(pause[1]))
-            clock.pause(name)
-        elif self._pauses.pop(name, None) is not None:
-            clock.resume(name)
-
-    def check(self, *, looks: bool = True) -> list[str]:
-        """End pauses past their limit or of silent ranks; return the names of the latter.
-
-        Args:
-            looks: whether this process looks for ended ranks, and tells the others of its host.
-        """
-        ended = []
-        for name, pause in tuple(self._pauses.items()):
-            key = f"clock/{name}/beat"
-            if pause.rank == self._rank:
-                self._store.add(key, 1)
-            elif looks and (beats := read_number(self._store, key)) != pause.num_beats:
-                pause.num_beats, pause.silence = beats, Grace(_SILENCE_S)
-            elif looks and pause.silence.is_over:
-                ended.append(name)
-            if name in ended or pause.limit.is_over:
-                self.change(name, None)
-        return ended
-
-    def release(self) -> None:
-        """End all pauses of this process's clock."""
-        for name in tuple(self._pauses):
-            self.change(name, None)
 
 
 def receipts_key(number: int) -> str:
@@ -294,30 +229,6 @@ def post(world: World, message: dict[str, Any]) -> int:
     return number
 
 
-@contextmanager
-def clocks_paused(world: World, limit_s: float) -> Iterator[None]:
-    """Pause the timeouts of all verbs on all ranks, for ``limit_s`` at most."""
-    # The clocks of the others are paused and resumed up to an eighth of a second later. Where the
-    # store is lost this rank's clock is paused alone. Simulated ranks have no timeouts.
-    if world.is_simulated or world.is_closed:
-        yield
-        return
-    here, name = object(), uuid4().hex
-
-    def change(pause: tuple[int, float] | None) -> None:
-        with suppress(RuntimeError):
-            post(world, {"kind": "clock", "name": name, "pause": pause})
-
-    clock.pause(here)
-    try:
-        change((world.rank, limit_s))
-        yield
-    finally:
-        clock.resume(here)
-        clock.resume(name)  # the signal thread would, too, a little later
-        change(None)
-
-
 def ask(
     world: World,
     ranks: tuple[int, ...],
@@ -335,7 +246,7 @@ def ask(
     named = {"ranks": ranks} if len(ranks) <= _MOST_NAMED else {}
     number = post(world, {"kind": "ask", "about": about or {}, **named})
     keys = {rank: f"{_signal_key(number)}/answer/{rank}" for rank in ranks}
-    grace, received = Grace(patience_s), receipts_key(number)
+    grace, received = Deadline(patience_s), receipts_key(number)
     wait_until(lambda: read_number(world.store, received) >= len(ranks), grace)
     return collect(world.store, keys, grace, parse_answer)
 

@@ -12,7 +12,7 @@ from ..bootstrap.world import World
 from ..checking.program import call_site, set_aside
 from ..errors import JoinError
 from ..groups.communicators import get_registry
-from ..runtime.deadlines import Deadline, Grace, wait_until
+from ..runtime.deadlines import Deadline, wait_until
 from ..wires.operations import MemberLost
 from ..wires.simulated.scheduler import find_rank_here
 from ..wires.simulated.store import CallWait
@@ -94,7 +94,7 @@ class Waits:
             if now >= next_look:
                 next_look = now + _LOOK_S
                 # A member that left after its part in the call: the call is done here soon.
-                if has_left() and not wait_until(is_ready, Grace(_LEAVING_S)):
+                if has_left() and not wait_until(is_ready, Deadline(_LEAVING_S)):
                     self.refuse_left(communicators)
             if now >= next_look_at_lives:
                 next_look_at_lives = now + _LOOK_AT_LIVES_S

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 from . import guard
 from .guard import MARK, REMOVE_AFTER, Family
 from .questions import FOLDER, ask_where, read_answers
@@ -170,7 +170,7 @@ class Launch:
     def _await_dying(self) -> None:
         """Wait briefly for children about to end, and note their exits before all others."""
         dying = [rank for rank, child in self.running.items() if _is_dying(child.pid)]
-        grace = Grace(_ANSWER_S)
+        grace = Deadline(_ANSWER_S)
         for rank in dying:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._note_exit(rank, self.running[rank].wait(grace.left_s))
@@ -190,7 +190,7 @@ class Launch:
 
     def ask_where(self) -> dict[int, bytes]:
         """Return, by rank, where in the program running ranks are; "" for a rank without answer."""
-        running, grace = {*self.running}, Grace(_ANSWER_S)
+        running, grace = {*self.running}, Deadline(_ANSWER_S)
         ask_where(self.directory)
         while True:
             answers = read_answers(self.directory)
@@ -207,12 +207,12 @@ class Launch:
         self._is_stopped = True
         for number, patience_s in signals:
             self._send(number)
-            grace = Grace(patience_s)
+            grace = Deadline(patience_s)
             while self.running and not self.hurried and not grace.is_over:
                 self.step(grace.left_s)
         self.killed = sorted(self.running)
         self._send(signal.SIGKILL)
-        grace = Grace(1.0)
+        grace = Deadline(1.0)
         while self.running and not grace.is_over:
             self.step(grace.left_s)
         self._family.kill()

@@ -30,7 +30,6 @@ _OF_ANOTHER = re.compile(
     AbortedError:                                   # by another rank, as a rule
     | \bfailed\ first,\ in\                         # a timeout or failure that quotes the first
     | \bwas\ interrupted\ by\b
-    | \bcould\ not\ open\ a\ debugger\b
     | :\ gives\ no\ answer:\ it\ has\ ended | give\ no\ answer:\ they\ have\ ended
     | \bfound:\ +rank\ \d+\ (has\ ended|ended\ by)\b
     | StoreError: | \bstore\ (is|was)\ lost\b | \bprocess\ that\ serves\ the\ store\ has\ ended\b

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..error_text import ranks_text
-from ..runtime.deadlines import Grace
+from ..runtime.deadlines import Deadline
 from ..runtime.hosts import MORE_DESCRIPTORS, make_descriptor_room
 from .child_processes import GRACE_S, Launch, ProcessExit
 from .failed_ranks import Failure, Report, find_cause, grouped, places_text, summary_of, text_of
@@ -285,7 +285,7 @@ class _LocalRanks:
             self._step()
         received = signals.received
         if launch.failed is not None:
-            grace = Grace(_ENDING_S)
+            grace = Deadline(_ENDING_S)
             while launch.running and signals.received is None and not grace.is_over:
                 self._step(grace.left_s)
             ended, stopped = tuple(launch.endings), len(launch.running)
@@ -351,7 +351,7 @@ class _LocalRanks:
 
     def _drain(self) -> None:
         # A process that left the family may hold a pipe open: do not wait for it.
-        grace = Grace(_DRAIN_S)
+        grace = Deadline(_DRAIN_S)
         while not grace.is_over and not all(stream.has_ended for stream in self._streams):
             self._launch.step(grace.left_s)
 

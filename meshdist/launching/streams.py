@@ -86,7 +86,6 @@ class Output:
         tee: the streams that go into files and to the console, likewise.
         log_dir: where a new folder for the files of this launch is made; None for the system's
             place for temporary files.
-        job: how that folder's name begins.
     """
 
     prefix: bool = False
@@ -96,7 +95,6 @@ class Output:
     redirects: int | Mapping[int, int] = 0
     tee: int | Mapping[int, int] = 0
     log_dir: str | None = None
-    job: str = "none"
 
     def check_ranks(self, world_size: int) -> None:
         """Raise LaunchError if options name a rank that a job of ``world_size`` does not have."""
@@ -134,7 +132,7 @@ class Output:
     def _folder(self) -> str:
         if self.log_dir is not None:
             os.makedirs(self.log_dir, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=f"{self.job}_", dir=self.log_dir)
+        made = tempfile.mkdtemp(prefix="none_", dir=self.log_dir)  # as torchrun's without a name
         folder = os.path.join(made, "attempt_0")  # as torchrun's first, where there may be more
         print(f"meshdist: the ranks' output goes to {folder}", file=sys.stderr, flush=True)
         return folder

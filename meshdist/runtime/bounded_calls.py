@@ -64,7 +64,7 @@ class BoundedCall:
             check: called now and then; it may raise to end the wait.
         """
         deadline = Deadline(timeout)
-        while not self._has_ended.wait(deadline.slice_s(_SLICE_S)):
+        while not self._has_ended.wait(min(_SLICE_S, deadline.left_s)):
             if check is not None:
                 check()
             if deadline.is_over:

@@ -1,17 +1,11 @@
-"""Deadlines, the one way to wait for something, and the clock that both use.
-
-The process has one clock, which is paused while a debugger stops a rank of the job: then no
-deadline comes nearer on any rank. A grace, for others that may have ended, counts real time. In a
-forked child the clock runs.
-"""
+"""Deadlines, timers, and the one way to wait for something."""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import TypeVar
@@ -30,114 +24,30 @@ _REST_PER_WAIT = 0.5
 _PAUSE_PER_WAIT = 1 / 16  # of the time waited so far: a wait ends at most so much too late
 
 
-class Clock:
-    """Monotonic seconds, without those during which it was paused."""
-
-    def __init__(self) -> None:
-        self._changing = threading.Lock()
-        self._holders: set[Hashable] = set()
-        # Since when it is paused, if it is, and how long it had been before; replaced as one.
-        self._state: tuple[float | None, float] = (None, 0.0)
-        self._followers: list[Callable[[bool], None]] = []
-
-    def now(self) -> float:
-        """Return the time, in seconds since some moment."""
-        paused_since, paused = self._state
-        return (time.monotonic() if paused_since is None else paused_since) - paused
-
-    def is_paused(self) -> bool:
-        """Return whether any holder has paused the clock."""
-        return self._state[0] is not None
-
-    def pause(self, holder: Hashable) -> None:
-        """Pause the clock until each holder has resumed; a holder's second call does nothing."""
-        with self._changing:
-            self._holders.add(holder)
-            paused_since, paused = self._state
-            if paused_since is None:
-                self._state = (time.monotonic(), paused)
-                self._call_followers()
-
-    def resume(self, holder: Hashable) -> None:
-        """End the pause of ``holder``, if any; the clock runs on once no holder's pause is left."""
-        with self._changing:
-            self._holders.discard(holder)
-            paused_since, paused = self._state
-            if paused_since is not None and not self._holders:
-                self._state = (None, paused + time.monotonic() - paused_since)
-                self._call_followers()
-
-    def follow(self, follower: Callable[[bool], None]) -> None:
-        """Call ``follower`` now, and at every change, with whether the clock is paused."""
-        with self._changing:
-            self._followers.append(follower)
-            follower(self.is_paused())
-
-    def resume_in_child(self) -> None:
-        """Forget all holders in a forked child, where no holder would resume it."""
-        self._changing = threading.Lock()  # a thread of the parent may hold the other
-        for holder in tuple(self._holders):
-            self.resume(holder)
-
-    def _call_followers(self) -> None:
-        for follower in self._followers:
-            follower(self.is_paused())
-
-
-clock = Clock()
-"""The clock of this process."""
-
-os.register_at_fork(after_in_child=clock.resume_in_child)
-
-
 class Deadline:
-    """A moment on the process's clock; numbers are seconds from now, and None is for ever."""
+    """A point of monotonic time; numbers are seconds from now, and None is for ever."""
 
     __slots__ = ("_end",)
 
     def __init__(self, timeout: timedelta | float | None) -> None:
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
-        self._end = float("inf") if timeout is None else self._now() + timeout
+        self._end = float("inf") if timeout is None else time.monotonic() + timeout
 
     @property
     def left_s(self) -> float:
         """The seconds that are left, 0 at least."""
-        return max(0.0, self._end - self._now())
+        return max(0.0, self._end - time.monotonic())
 
     @property
     def left(self) -> timedelta:
         """The time that is left, 0 at least."""
-        return timedelta(seconds=max(0.0, self._end - self._now()))
+        return timedelta(seconds=max(0.0, self._end - time.monotonic()))
 
     @property
     def is_over(self) -> bool:
         """Return whether no time is left."""
-        return self._now() >= self._end
-
-    def slice_s(self, longest_s: float) -> float:
-        """Return the seconds to block now: ``longest_s``, or less if the deadline is sooner."""
-        return longest_s if clock.is_paused() else min(longest_s, self.left_s)
-
-    @staticmethod
-    def _now() -> float:
-        return clock.now()
-
-
-class Grace(Deadline):
-    """A deadline in real time: it comes while the clock is paused, too."""
-
-    # For waits for ranks that may have ended, or that the debugger itself keeps.
-    __slots__ = ()
-
-    @staticmethod
-    def _now() -> float:
-        return time.monotonic()
-
-
-def first_look_s(num_members: int) -> float:
-    """Return after how many seconds the first of ``num_members`` looks for missing members."""
-    return max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members)
+        return time.monotonic() >= self._end
 
 
 class Looks:
@@ -148,8 +58,8 @@ class Looks:
     """
 
     def __init__(self, num_members: int, place: int) -> None:
-        first_s = first_look_s(num_members) * 4 ** min(place - 1, _MOST_FOLDS)
-        self._begin, self._due = time.monotonic(), Grace(first_s)
+        first_s = max(_LOOK_S, _LOOK_S_PER_MEMBER * num_members) * 4 ** min(place - 1, _MOST_FOLDS)
+        self._begin, self._due = time.monotonic(), Deadline(first_s)
 
     def take(self, look: Callable[[], T]) -> T | None:
         """Return what ``look`` returns, if its time has come, and schedule the next look."""
@@ -159,7 +69,7 @@ class Looks:
         found = look()
         end = time.monotonic()
         rests = _REST_PER_WAIT * (end - self._begin), _REST_PER_LOOK * (end - begin)
-        self._due = Grace(max(rests))
+        self._due = Deadline(max(rests))
         return found
 
 
@@ -185,7 +95,8 @@ def wait_until(
             check()
         # Pauses grow with the time waited: short waits end soon, and long waits cost little.
         pause_s = _PAUSE_PER_WAIT * (time.monotonic() - begin)
-        time.sleep(deadline.slice_s(max(_SHORTEST_PAUSE_S, min(pause_s, longest_pause_s))))
+        pause_s = max(_SHORTEST_PAUSE_S, min(pause_s, longest_pause_s))
+        time.sleep(min(pause_s, deadline.left_s))
         if found := condition():
             return found
     return None
@@ -258,12 +169,12 @@ class _TimerThread(threading.Thread):
 
     def _fire_while_used(self) -> None:
         """Make the calls of timers that are over, until no timer was set for a second."""
-        linger = Grace(_LINGER_S)
+        linger = Deadline(_LINGER_S)
         while not linger.is_over:
             time.sleep(_PERIOD_S)
             timers = self._timers.copy()
             if timers:
-                linger = Grace(_LINGER_S)
+                linger = Deadline(_LINGER_S)
             for timer in timers:
                 if timer.deadline.is_over:
                     self._fire(timer)

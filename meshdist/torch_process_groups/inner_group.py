@@ -34,7 +34,7 @@ from ..groups.explainer import OtherMembers, explained_opening
 from ..groups.host_comparison import HeaderTables
 from ..groups.process_group import ProcessGroup
 from ..groups.signals import Endings, collect
-from ..runtime.deadlines import Deadline, Grace
+from ..runtime.deadlines import Deadline
 from ..runtime.hosts import forks
 from ..wires.operations import MembersDisagree
 from ..wires.prepared import Layout, PreparedCall
@@ -236,7 +236,7 @@ class MembersOfTorchGroup(OtherMembers):
         keys = {member: f"disagreement/{sequence}/{member}" for member in places}
         with suppress(RuntimeError):  # the store is lost: then each knows of its own call alone
             self.store.set(keys[self.group.rank], json.dumps(text))
-            texts |= collect(self.store, keys, Grace(_ANSWERS_S), str)
+            texts |= collect(self.store, keys, Deadline(_ANSWERS_S), str)
         return grouped_text(
             (rank, texts.get(member, "has not reported"))
             for member, rank in enumerate(self.group.ranks)

@@ -320,9 +320,6 @@ def stream_scaled(to: int, source: int, count: int, factor: float, /) -> None:
     """Copy float32 numbers times ``factor``, as ``stream`` does."""
 
 def can_reduce(dtype: int, op: int, /) -> bool: ...
-def let_timeouts_stand(stand: bool) -> None:
-    """Pause the clock of timeouts, or resume it, in this process."""
-
 def create_segment(size: int, slot_bytes: int, ring_bytes: int, is_crowded: bool) -> int:
     """A sealed memfd for ``size`` members, its first parts reserved; OSError without memory.
 

@@ -280,7 +280,6 @@ def followed(started: Operation, then: Callable[[], None] | None) -> Operation:
 
 
 _GRACE_S = 1.0
-_SLICE_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -293,11 +292,8 @@ class QueuedOperation(Operation):
     _failure: BaseException | None = None
 
     def finish(self, timeout: timedelta) -> None:
-        if self._is_over is not None:
-            deadline = Deadline(timeout)
-            while not self._is_over.wait(min(deadline.left_s, _SLICE_S)):  # debuggers may pause it
-                if deadline.is_over:
-                    raise WireTimeout.after(timeout)
+        if self._is_over is not None and not self._is_over.wait(timeout.total_seconds()):
+            raise WireTimeout.after(timeout)
         if self._failure is not None:
             raise self._failure
 

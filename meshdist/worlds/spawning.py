@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,7 +41,7 @@ from ..launching.child_processes import Launch, ProcessExit, open_closed_streams
 from ..launching.failed_ranks import places_text
 from ..launching.rank_environment import JobPlace, rank_environment, reserve_port
 from ..launching.streams import show
-from ..runtime.deadlines import Deadline, Grace
+from ..runtime.deadlines import Deadline
 from .spawned import is_loading_main
 
 __all__ = ["spawn"]
@@ -265,7 +264,6 @@ class _Team:
                 environment,
                 listener=listener,
                 inherited=(call, writer),
-                stdin=subprocess.DEVNULL,
             )
         finally:
             os.close(writer)
@@ -313,7 +311,7 @@ class _Team:
 
     def _collect_followers(self) -> None:
         """Read answers that are on their way, for seconds, and note other ranks that end."""
-        grace = Grace(_FOLLOWERS_S)
+        grace = Deadline(_FOLLOWERS_S)
         while not grace.is_over:
             are_whole = all(answer.is_whole for answer in self._answers.values())
             if not self._launch.running and are_whole:

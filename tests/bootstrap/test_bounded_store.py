@@ -28,7 +28,7 @@ from meshdist.bootstrap.bounded_store import (
 )
 from meshdist.bootstrap.server_watch import AlarmLost, KeyAlarm, find_readable
 from meshdist.bootstrap.stores import connect_store
-from tests.inner import Deadline, Grace, my_card, process_start
+from tests.inner import Deadline, my_card, process_start
 from tests.load import is_within
 from tests.pool import Pool, RunningProgram
 from tests.stopping import resume_other, stop_other
@@ -227,7 +227,7 @@ def test_a_wait_asks_now_and_then_whether_the_server_still_answers(
             return check(keys)
 
         monkeypatch.setattr(client, "check", counted)
-        assert await_key(client, "late", Grace(60.0))
+        assert await_key(client, "late", Deadline(60.0))
         assert asked == [["late"]] * 3
 
 

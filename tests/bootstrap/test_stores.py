@@ -533,7 +533,7 @@ def test_a_count_too_large_for_torch_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "store"
     texts = (b"refcount/", b"9" * 30)
     path.write_bytes(b"".join(struct.pack("=I", len(text)) + text for text in texts))
-    with pytest.raises(md.RendezvousError, match="cannot be read: it is damaged"):
+    with pytest.raises(md.RendezvousError, match="cannot be used: it is damaged"):
         open_file(str(path), SHORT)
 
 

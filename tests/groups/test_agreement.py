@@ -16,11 +16,10 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 import meshdist as md
-from meshdist.groups import agreement
 from meshdist.groups.agreement import Agreements
 from meshdist.groups.signals import Endings
 from tests.few_files import room_for
-from tests.inner import BoundedStore, World, deadlines, digest_of_ranks
+from tests.inner import BoundedStore, World, digest_of_ranks
 from tests.pool import Pool
 
 LONG = timedelta(seconds=30)
@@ -104,22 +103,6 @@ def test_a_rank_that_is_late_is_waited_for_though_it_makes_another_mesh_first() 
         return "agreed"
 
     assert together(3, body) == ["agreed"] * 3
-
-
-def test_a_member_that_was_cut_off_as_it_came_elsewhere_makes_no_junk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another waits there, though the first has not written what for: the server was stopped."""
-    monkeypatch.setattr(deadlines, "_LOOK_S", 0.0)
-    monkeypatch.setattr(agreement, "ask", lambda *_: {})
-
-    def body(world: World) -> None:
-        world.store.set("agree/waiting/1", '["agree/group/abc/1", "def", false]')
-        agreements(world).agree((0, 1), "mesh", {"text": "a mesh"}, timedelta(seconds=0.5))
-
-    (error,) = together(1, body)
-    assert isinstance(error, md.CollectiveTimeoutError), error
-    assert "rank 1 did not come within 0.5 s to make a mesh" in str(error)
 
 
 def test_whoever_comes_after_the_others_gave_up_is_told_at_once() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,16 +107,43 @@ def test_abort_frees_every_rank_and_tells_the_reason(pool: Pool) -> None:
         assert total == 4.0
 
 
-def test_a_mesh_that_differs_in_size_between_ranks_raises_on_every_rank(pool: Pool) -> None:
-    def program() -> str:
-        text = error_of(lambda: md.init_device_mesh("cpu", (3,) if md.get_rank() else (2,)))
-        time.sleep(2)  # what this rank waited for stays to be seen by the others
-        return text
+def test_ranks_that_wait_in_different_agreements_are_shown_at_the_timeout(pool: Pool) -> None:
+    def program() -> tuple[str, str]:
+        limit, rank = timedelta(seconds=3), md.get_rank()
 
-    for text in pool.run(program, 3):
-        assert "the ranks do not define the same mesh: they wait for each other" in text
-        assert "DeviceMesh(3), for ranks 0-2" in text
-        assert "DeviceMesh(2), for ranks 0-1" in text
+        def make_a_group() -> None:
+            try:
+                md.new_group([0, 1], timeout=limit)
+            finally:
+                time.sleep(2)  # the others may ask a little later where this rank is
+
+        def make_a_mesh(size: int) -> None:
+            try:
+                md.init_device_mesh("cpu", (size,), timeout=limit)
+            finally:
+                time.sleep(2)
+
+        md.barrier()
+        crossed = error_of(make_a_group if rank else partial(make_a_mesh, 2)) if rank < 2 else ""
+        md.barrier()
+        return crossed, error_of(partial(make_a_mesh, 3 if rank else 2))
+
+    def is_late(text: str, summary: str, where: str, place: str) -> bool:
+        start = f"CollectiveTimeoutError: {summary}"
+        return text.startswith(start) and where in text and re.search(place, text) is not None
+
+    found = pool.run(program, 3)
+    for rank, (here, there) in enumerate((("mesh", "group"), ("group", "mesh"))):
+        other, (text, _) = 1 - rank, found[rank]
+        summary = f"rank {other} did not come within 3 s to make a {here}"
+        place = rf"rank {other}: .*; now at .*test_failures.py:\d+ in .*make_a_{there}"
+        assert is_late(text, summary, "for ranks 0-1", place), text
+    for rank, (_, text) in enumerate(found):
+        size, others = ("3", "rank 0") if rank else ("2", "rank 1")
+        summary = f"{others} did not come within 3 s to make a mesh"
+        place = f"{others}: .*; now at .*in .*make_a_mesh"
+        where = f"rank {rank}, DeviceMesh({size}), for ranks 0-{int(size) - 1}"
+        assert is_late(text, summary, where, place), text
 
 
 BY_WAY_OF_A_THIRD = """

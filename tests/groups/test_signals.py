@@ -18,11 +18,10 @@ from meshdist.groups.signals import (
     Endings,
     SignalThread,
     ask,
-    clocks_paused,
     post,
     receipts_key,
 )
-from tests.inner import BoundedStore, Regions, SignsOfLife, World, clock
+from tests.inner import BoundedStore, Regions, SignsOfLife, World
 from tests.load import is_within
 
 LONG = timedelta(seconds=30)
@@ -37,10 +36,6 @@ def thread_of(store, rank, answer, abort, look=lambda: None) -> SignalThread:
     """A signal thread of ``rank``."""
     world, handle = World(rank, 2, store, {}), BoundedStore(store, LONG)
     return SignalThread(world, handle, answer, abort, look, alone())
-
-
-def pause_of(store, name: str, pause: tuple[int, float] | None) -> None:
-    post(World(1, 2, store, {}), {"kind": "clock", "name": name, "pause": pause})
 
 
 def call_of(rank: int) -> dict[str, object]:
@@ -101,7 +96,6 @@ def test_signals_of_before_are_acted_on() -> None:
 @pytest.mark.parametrize(
     "junk",
     [b"\xff", b"{}", b"[]", b"7", b'{"kind": "abort"}', b'{"kind": "ask"}', b"{" * 9999]
-    + [b'{"kind": "clock", "name": "a", "pause": %b}' % pause for pause in (b"7", b"[]", b"[1]")]
     + [b'{"kind": "ask", "about": {}, "ranks": 7}'],
 )
 def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
@@ -116,54 +110,6 @@ def test_a_signal_that_no_rank_has_posted_is_told_and_passed_over(
         assert "rank 0 ignores signal 1" in caplog.text
     finally:
         thread.stop()
-
-
-def test_clocks_are_paused_and_resumed_by_messages() -> None:
-    store = HashStore()
-    thread = thread_of(store, 1, list, lambda message: None)
-    try:
-        pause_of(store, "one", (0, 60.0))
-        assert until(clock.is_paused)
-        time.sleep(0.6)
-        assert clock.is_paused()
-        pause_of(store, "one", None)
-        assert until(lambda: not clock.is_paused())
-        pause_of(store, "two", (0, 60.0))
-        late = thread_of(store, 2, list, lambda message: None)
-        assert until(clock.is_paused)
-        late.stop()
-        assert not clock.is_paused()
-    finally:
-        thread.stop()
-
-
-def test_the_clocks_of_a_world_are_paused_within_a_context() -> None:
-    store = HashStore()
-    world = World(0, 2, store, {})
-    thread = thread_of(store, 1, list, lambda message: None)
-    here = clock.now()
-    try:
-        with clocks_paused(world, 60.0):
-            assert clock.now() - here < 0.5
-            assert clock.is_paused()
-            said = json.loads(store.get("signal/1"))
-            assert (said["kind"], said["pause"]) == ("clock", [0, 60.0])
-        said["by"] = json.loads(store.get("signal/2"))["by"]
-        assert json.loads(store.get("signal/2")) == {**said, "pause": None}
-        assert until(lambda: not clock.is_paused())
-    finally:
-        thread.stop()
-    world.origin = "simulated"
-    with clocks_paused(world, 60.0):
-        assert not clock.is_paused()
-
-
-def test_where_the_store_is_lost_the_clock_of_this_process_is_paused_alone() -> None:
-    store = BoundedStore(HashStore(), LONG)
-    store.close()
-    with clocks_paused(World(0, 2, store, {}), 60.0):
-        assert clock.is_paused()
-    assert not clock.is_paused()
 
 
 def test_a_message_of_no_known_kind_is_left_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from meshdist.launching.streams import Output
 from tests.few_files import room_for
 from tests.inner import MORE_DESCRIPTORS
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-S", "-c"]
 NODE_RANK = "--node-rank"
 SLEEP = [*PYTHON, "import time; time.sleep(60)"]
@@ -477,3 +479,46 @@ def test_a_hidden_ranks_report_is_shown_only_where_it_is_the_cause(
         True,
         False,
     )
+
+
+ENDING = """
+import os, signal, sys, time
+import meshdist as md
+md.init_process_group("gloo")
+md.barrier()
+how = sys.argv[1]
+if md.get_rank() == 1 and how == "raise":
+    raise ValueError("no data")
+if md.get_rank() == 1 and how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how.startswith("SIG"):
+    print("waits", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "raise", "killed", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_the_directory_in_which_the_ranks_met_is_removed(tmp_path: Path, how: str) -> None:
+    script, folder = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text(ENDING)
+    folder.mkdir()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "meshdist", "run", "-n", "2", str(script), how],
+        env=dict(os.environ, PYTHONPATH=str(ROOT), TMPDIR=str(folder)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        if how.startswith("SIG"):
+            assert job.stdout is not None
+            assert job.stdout.readline() == b"waits\n"
+            assert any(path.name.startswith("store at") for path in folder.glob("*/*"))
+            job.send_signal(signal.Signals[how])
+        job.wait(60)
+        end = time.monotonic() + 30
+        while any(folder.iterdir()) and time.monotonic() < end:  # its guard outlives a killed job
+            time.sleep(0.05)
+        assert list(folder.iterdir()) == []
+    finally:
+        job.kill()
+        job.communicate()

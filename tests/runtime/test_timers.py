@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 
-from meshdist.runtime.deadlines import Timer, clock
+from meshdist.runtime.deadlines import Timer
 from tests.load import is_within
 
 
@@ -47,17 +47,6 @@ def test_cancelling_waits_for_the_end_of_a_call() -> None:
     assert begun.wait(5.0)
     assert not timer.cancel()
     assert ended.is_set()
-
-
-def test_it_waits_while_the_clock_is_paused() -> None:
-    called = threading.Event()
-    clock.pause("test")
-    try:
-        Timer(0.1, called.set)
-        assert not called.wait(0.4)
-    finally:
-        clock.resume("test")
-    assert called.wait(5.0)
 
 
 def test_one_that_fails_hinders_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from meshdist.wires.communicator import Communicator
 from meshdist.wires.operations import Chain, Operation, WireFailure
 from meshdist.wires.prepared import PreparedCall
 from meshdist.wires.registry import Opening, get_wire
-from tests.inner import deadlines, get_world
+from tests.inner import get_world
 from tests.wires.direct import Direct
 from tests.wires.samples import DTYPES, bits, draw, legal_ops, reduced_in_numpy
 
@@ -301,8 +301,7 @@ def waiting_times(
     Args:
         wrap: called with each verb's own communicator of two members.
         verbs: of WAITING.
-        ends: "abort" after 0.3 s from another thread, "timeout" after 0.6 s, or "stopped clock":
-            that timeout, with a clock that stands for 1.5 s meanwhile.
+        ends: "abort" after 0.3 s from another thread, or "timeout" after 0.6 s.
         wire_name: of the communicators.
         hosts: of the members.
     """
@@ -337,10 +336,6 @@ def waiting_times(
             time.sleep(0.3)
             for member in members:
                 member.abort()
-        if ends == "stopped clock":
-            deadlines.clock.pause("test")
-            time.sleep(1.5)
-            deadlines.clock.resume("test")
         answers = list(waiting)
     world.store.set("over", "")
     return answers

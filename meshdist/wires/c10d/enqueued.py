@@ -101,7 +101,7 @@ class DeviceResult:
             if result == WorkResult.SUCCESS:
                 self.is_good = True
                 return None
-            if result != WorkResult.TIMEOUT:  # which c10d finds while the clock is paused, too
+            if result != WorkResult.TIMEOUT:
                 return WireFailure("c10d reports that communication failed")
         if self.deadline is None:
             self.deadline = Deadline(self.limit + _NOTICED_LATER)

@@ -5,8 +5,8 @@ collectives are waited for in short slices that notice an abort and Ctrl-C. A wa
 receive that expires closes all connections of its communicator at once, which frees everything
 that waits there: ``abort`` uses just that, since Gloo's own abort frees no thread.
 
-Gloo counts time on a clock that cannot be paused. So it is asked to wait almost for ever, and how
-long a verb may take is counted here: by slices, and for a send or receive by a timer.
+How long a verb may take is counted here, by slices, and for a send or receive by a timer: Gloo is
+asked to wait almost for ever, so that its errors are failures and never timeouts.
 
 Narrow floats are not reduced by Gloo, which rounds them at every step: members exchange parts, each
 reduces its own in float32 in group order, and all share the results (``_reduce_shared``). That
@@ -35,7 +35,7 @@ from ...checking.program import is_of_handler
 from ...dtypes import DTYPES
 from ...reduce_ops import ReduceKind
 from ...runtime.bounded_calls import await_calls_elsewhere, begin_elsewhere, keep_thread
-from ...runtime.deadlines import Deadline, Timer, clock, start_timers
+from ...runtime.deadlines import Deadline, Timer, start_timers
 from ..built_verbs import all_reduce_by_gathering, reduce_scatter_by_exchange
 from ..messages import TagNumbers
 from ..operations import (
@@ -342,8 +342,7 @@ class GlooCommunicator(C10dCommunicator):
 
     def finish_slowly(self, work: Any, timeout: timedelta) -> None:
         """Wait for ``work`` in slices, up to ``timeout``; raise WireFailure, also if aborted."""
-        # The first slice is over already, unless the clock was paused.
-        deadline = Deadline(timeout if clock.is_paused() else timeout - _SLICE)
+        deadline = Deadline(timeout - _SLICE)  # the first slice is over already
         while True:
             try:
                 work.wait(_SLICE)

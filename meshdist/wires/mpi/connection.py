@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ...error_text import first_line
-from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.deadlines import Deadline, wait_until
 from ...runtime.hosts import ProcessCard, is_alive, num_cores
 from ..operations import (
     MemberLost,
@@ -256,7 +256,7 @@ class MpiConnection:
         if not lost and queries:
             lost, text = self._find_left(), "has closed this group, or ends"
         # What it sent before may be on its way still.
-        if lost and not wait_until(is_done, Grace(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
+        if lost and not wait_until(is_done, Deadline(_LOOK_S), longest_pause_s=_LATE_PAUSE_S):
             raise MemberLost(text, lost[0])
 
     def _find_left(self) -> list[int]:

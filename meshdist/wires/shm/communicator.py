@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...reduce_ops import PLAIN_OPS, ReduceKind, ReduceOp
-from ...runtime.deadlines import clock
 from ...runtime.hosts import free_bytes, num_cores
 from ...verb_table import REDUCING_VERBS, WIRE_VERBS, Form
 from ..built_verbs import BUILT, all_reduce_by_gathering
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from ..native import FastPath
 
 if _core is not None:
-    clock.follow(_core.let_timeouts_stand)
     Operation.register(_core.Started)
 
 _SUM = ReduceOp.SUM

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.deadlines import Deadline, wait_until
 
 _MOST_FILES = 250  # in one message
 _FILE_BYTES = array.array("i").itemsize
@@ -185,10 +185,10 @@ class Door:
             raise
         if _peer_user(connection) != os.getuid():
             with connection, suppress(OSError):
-                send(connection, OF_ANOTHER_USER, [], Grace(0.0))
+                send(connection, OF_ANOTHER_USER, [], Deadline(0.0))
             return
         connection.setblocking(False)
-        self._silent[connection] = Grace(_SILENT_S)
+        self._silent[connection] = Deadline(_SILENT_S)
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._silent))

@@ -21,7 +21,7 @@ from typing import cast
 from torch.distributed import Store
 
 from ...error_text import ranks_text
-from ...runtime.deadlines import Deadline, Grace, wait_until
+from ...runtime.deadlines import Deadline, wait_until
 from ..operations import WireFailure, WireRefused, WireTimeout
 from .door import OF_ANOTHER_USER, Door, close_all, enter, limit, receive, send
 
@@ -71,7 +71,7 @@ def share(
     try:
         with ExitStack() as stack:  # what is still open is closed when the reason is known to all
             try:
-                deadline = Grace(timeout_s + (_GRACE_S if rank else 0.0))
+                deadline = Deadline(timeout_s + (_GRACE_S if rank else 0.0))
                 of_group = store, rank, ranks, make_memory, attach, find_lost
                 member = _Member(*of_group, deadline, stack)
                 if rank == 0:
@@ -97,7 +97,7 @@ class _Member:
     find_lost: Callable[[], str]
     deadline: Deadline
     stack: ExitStack
-    next_look: Deadline = field(default_factory=lambda: Grace(_SLICE_S))  # into the store
+    next_look: Deadline = field(default_factory=lambda: Deadline(_SLICE_S))  # into the store
 
     def lead(self) -> None:
         """Make the memory, as the first member, and give it to the others."""
@@ -188,7 +188,7 @@ class _Member:
             ready = [cast(socket.socket, key.fileobj) for key, _ in selector.select(_SLICE_S)]
         self._look()
         if self.next_look.is_over:  # another member may have written its trouble to the store
-            self.next_look = Grace(_SLICE_S)
+            self.next_look = Deadline(_SLICE_S)
             if self.store.check([_TROUBLE]):
                 raise _Trouble(*_read_trouble(self.store.get(_TROUBLE)))
         if self.deadline.is_over:

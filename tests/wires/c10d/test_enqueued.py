@@ -31,7 +31,6 @@ from tests.inner import (
     WireTimeout,
     bound,
     bounded_calls,
-    clock,
     find_wire,
     work as work_module,
 )
@@ -352,22 +351,6 @@ def test_a_work_that_is_bounded_later_is_watched_by_that(device: Device) -> None
     bound(work_of(Chain([all_reduce(communicator)])), SHORT)
     wait_for(lambda: told)
     assert str(told[0][0]) == "not finished after 0.3 s"
-
-
-def test_what_c10d_calls_late_is_not_while_the_clock_stands(device: Device) -> None:
-    device.holds = True
-    communicator = opened(SHORT)
-    communicator._tells_errors = False
-    told = watched(communicator)
-    clock.pause("a debugger")
-    try:
-        operation = all_reduce(communicator)
-        wait_for(lambda: operation.work.future_result.done())  # c10d has given it up
-        time.sleep(0.3)
-        assert not told
-    finally:
-        clock.resume("a debugger")
-    wait_for(lambda: told)
 
 
 def test_the_watchdog_outlives_whatever_it_watches(

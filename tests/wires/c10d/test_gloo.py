@@ -137,14 +137,6 @@ def test_a_member_that_does_not_come_is_a_timeout(pool: Pool) -> None:
         assert is_within(seconds, 1.9), (verb, seconds)
 
 
-def test_no_timeout_runs_down_while_the_clock_stands(pool: Pool) -> None:
-    answers = pool.run(lambda: waiting_times(lambda wire: wire, WAITING, "stopped clock"), 2)[0]
-    assert [(verb, how) for verb, how, _ in answers] == [(verb, "WireTimeout") for verb in WAITING]
-    for verb, _, seconds in answers:
-        assert seconds > 1.9, (verb, seconds)
-        assert is_within(seconds, 4.0), (verb, seconds)
-
-
 def test_a_closed_group_waits_for_what_is_in_flight_but_not_for_ever(pool: Pool) -> None:
     def program() -> float:
         world = md.group.WORLD.world

@@ -246,7 +246,6 @@ def waiting_callers(ends: str) -> list[tuple[str, str, float]]:
     [
         ("abort", "WireAborted", 0.2, 1.9),
         ("timeout", "WireTimeout", 0.5, 1.9),
-        ("stopped clock", "WireTimeout", 1.9, 4.0),
     ],
 )
 def test_every_wait_ends(pool: Pool, ends: str, how: str, least: float, most: float) -> None:

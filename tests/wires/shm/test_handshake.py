@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 import meshdist as md
 from meshdist.wires.shm import door
 from meshdist.wires.shm.handshake import Shared, share
-from tests.inner import Grace, WireFailure, WireRefused, WireTimeout, get_world
+from tests.inner import Deadline, WireFailure, WireRefused, WireTimeout, get_world
 from tests.load import is_within
 from tests.pool import Failure, Pool
 
@@ -189,7 +189,7 @@ def test_a_member_that_stops_in_the_middle_is_a_timeout_for_all() -> None:
 
         def stop() -> None:
             handle = os.pidfd_open(os.getpid())
-            assert door.enter(held, circle.address(), 1, handle, Grace(5.0))
+            assert door.enter(held, circle.address(), 1, handle, Deadline(5.0))
             os.close(handle)
 
         found = circle.run(members=[0, 2], timeout_s=0.4, meanwhile=stop)
@@ -202,7 +202,7 @@ def test_a_member_that_leaves_before_all_have_come() -> None:
     def leave() -> None:
         handle = os.pidfd_open(os.getpid())
         with socket.socket(socket.AF_UNIX) as held:
-            assert door.enter(held, circle.address(), 1, handle, Grace(5.0))
+            assert door.enter(held, circle.address(), 1, handle, Deadline(5.0))
         os.close(handle)
 
     found = circle.run(members=[0], meanwhile=leave)

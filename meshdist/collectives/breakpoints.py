@@ -1,0 +1,121 @@
+"""Stop one rank in the debugger while the other ranks wait in a barrier."""
+
+from __future__ import annotations
+
+import os
+import pdb  # noqa: T100 - this is the debugger that users ask for
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from ..arguments import check_timeout, get_number, get_whole_number
+from ..bootstrap.world import get_usable_world
+from ..checking.program import call_site
+from ..errors import WorldError
+from .verbs import barrier
+
+__all__: list[str] = []  # the name breakpoint would shadow the builtin
+
+_STDIN = 0
+
+
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    """Stop one rank in the debugger (pdb) at the caller's line; the other ranks wait in a barrier.
+
+    Call it on every rank of the world. All ranks go on after the first command that lets the
+    program run: ``continue``, or a step. After ``quit`` the rank raises ``bdb.BdbQuit``, and the
+    other ranks raise ``BackendError`` when its process ends.
+
+    The timeouts of other calls run on while the debugger asks for commands. If ranks may wait
+    elsewhere meanwhile, pass a longer ``timeout=`` to ``init_process_group`` and ``new_group``.
+
+    Args:
+        rank: the global rank to stop.
+        skip: how many times this line passes before it stops.
+        timeout_s: how long the other ranks wait, in seconds; None uses the world's timeout.
+
+    The debugger reads the process's standard input. Simulated ranks have no timeouts.
+
+    Raises:
+        KindError, ArgumentError: a wrong ``rank``, ``skip`` or ``timeout_s``.
+        CollectiveTimeoutError: another rank did not make this call, or did not leave the debugger,
+            within ``timeout_s``.
+        BackendError: another rank's process ended.
+        WorldError: ``rank`` has no standard input.
+    """
+    world = get_usable_world()
+    rank = get_whole_number(rank, "breakpoint: rank", 0, world.size - 1)
+    skip = get_whole_number(skip, "breakpoint: skip", 0)
+    meet = partial(barrier, timeout=_limit(timeout_s))
+    if world.next_number(("breakpoint", call_site())) <= skip:
+        return
+    if world.rank != rank:
+        meet()
+        return
+    debugger = _Debugger(rank, meet)
+    debugger.message(f"rank {rank} of {world.size} is here; type continue to let go\n")
+    debugger.set_trace(sys._getframe(1))  # stops as soon as this function has returned
+
+
+def _limit(timeout_s: object) -> timedelta | None:
+    if timeout_s is None:
+        return None
+    seconds = get_number(timeout_s, "breakpoint: timeout_s", expected="seconds")
+    try:
+        limit = timedelta(seconds=seconds)
+    except (OverflowError, ValueError):
+        limit = timedelta.max
+    check_timeout(limit)
+    return limit
+
+
+class _Debugger(pdb.Pdb):
+    """pdb that meets the other ranks once its first commands let the program go on."""
+
+    def __init__(self, rank: int, meet: Callable[[], object]) -> None:
+        if _is_terminal(sys.stdin) and _is_terminal(sys.stdout):
+            super().__init__(nosigint=True)
+        else:
+            stdin: Any = _StandardInput(rank)
+            super().__init__(stdin=stdin, stdout=sys.stdout, nosigint=True)
+        self.prompt = f"(Pdb, rank {rank}) "
+        self._meet: Callable[[], object] | None = meet
+
+    def interaction(self, *where: Any) -> None:
+        """Ask for commands; let the other ranks go on unless the first commands quit."""
+        super().interaction(*where)
+        meet, self._meet = self._meet, None
+        if meet is not None and not self.quitting:
+            meet()
+
+
+def _is_terminal(stream: Any) -> bool:
+    with suppress(AttributeError, ValueError):  # none, or closed
+        return bool(stream.isatty())
+    return False
+
+
+class _StandardInput:
+    """The process's standard input, which several ranks may share; read without a buffer."""
+
+    def __init__(self, rank: int) -> None:
+        try:
+            is_input = not os.path.samestat(os.fstat(_STDIN), os.stat(os.devnull))
+        except OSError:  # closed
+            is_input = False
+        if not is_input:
+            raise WorldError(
+                f"breakpoint() cannot stop rank {rank}: this process has no standard input",
+                where=f"rank {rank}, process {os.getpid()}",
+                expected="a terminal, or a file or pipe with the debugger's commands",
+                fix="start the program from a terminal (under mpiexec only rank 0 has an input), "
+                "or pass commands: meshdist run -n 4 script.py < commands",
+            )
+        self._raw = open(_STDIN, "rb", buffering=0, closefd=False)  # noqa: SIM115
+
+    def readline(self) -> str:
+        """Return the next line with its end, and no byte after it; "" at the end of the input."""
+        return self._raw.readline().decode(errors="replace")
