@@ -297,14 +297,22 @@ class ProcessGroup(VerbMethods):
         self.check_open()
 
     def close(self) -> None:
-        """End communication on this group; a communicator shared with others stays open."""
+        """End communication on this group; a communicator shared with others stays open.
+
+        Raises:
+            AgreementError: calls of members on different hosts differed; it is closed.
+        """
         if self._closed:
             return
+        last_used = [each for each in self.channels if len(each.opened.users) == 1]
+        error = get_registry(self.world).compare_last(last_used) if last_used else None
         self._closed = True
         opened = dict.fromkeys(channel.opened for channel in self._channels.values())
         self.forget_channels()
         for each in opened:
             get_registry(self.world).release(each, self)
+        if error is not None:
+            raise error
 
     def forget_channels(self) -> None:
         """Drop the references to all communicators; called when the world closes."""
