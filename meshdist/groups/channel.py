@@ -452,7 +452,8 @@ class Channel:
     def _device_of(self, tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | str:
         """Return where the numbers of a call on ``tensor`` travel that members compare."""
         first = tensor[0] if isinstance(tensor, list) else tensor
-        return self.device_type if first is None else first.device
+        has_one = first is not None and first.device.type == self.device_type  # and not "meta"
+        return first.device if has_one else self.device_type
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""
