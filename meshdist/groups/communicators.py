@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 from ..bootstrap.bounded_store import find_value, read_json, read_number, within
@@ -56,9 +56,6 @@ from .host_comparison import (
 )
 from .presence import Presence, key_of_opened
 from .signals import Endings, SignalReply, SignalThread, post, receipts_key
-
-if TYPE_CHECKING:
-    from .channel import Channel
 
 _log = logging.getLogger("meshdist.groups")
 _making = ModuleLock()
@@ -368,7 +365,7 @@ class Registry:
             self.look()
         self._answerer.look()
 
-    def compare_last(self, channels: Iterable[Channel]) -> MeshdistError | None:
+    def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
         """Compare with other hosts the last calls on ``channels``, which close; return an error.
 
         It waits two seconds at most for the other members. Without them nothing is compared.
