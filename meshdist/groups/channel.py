@@ -198,7 +198,7 @@ class Channel:
         self._await_rooted(prepared)
 
     def _await_rooted(self, prepared: PreparedCall) -> None:
-        """Wait for all members of a rooted call, where one may return before others come."""
+        """Wait for all members of a rooted call, if a member may return before others come."""
         table, leaves_early = self.header_table, self.communicator.leaves_early
         is_rooted = prepared.waits and prepared.root is not None
         if leaves_early and is_rooted and table is not None and table.sees_all():
@@ -452,8 +452,9 @@ class Channel:
     def _device_of(self, tensor: torch.Tensor | list[torch.Tensor] | None) -> torch.device | str:
         """Return where the numbers of a call on ``tensor`` travel that members compare."""
         first = tensor[0] if isinstance(tensor, list) else tensor
-        has_one = first is not None and first.device.type == self.device_type  # and not "meta"
-        return first.device if has_one else self.device_type
+        if first is None or first.device.type != self.device_type:  # a barrier; a "meta" tensor
+            return self.device_type
+        return first.device
 
     def _wait_for_all(self) -> None:
         """Wait for all members to make the call noted last; raise if late, or if calls differ."""

@@ -366,10 +366,8 @@ class Registry:
         self._answerer.look()
 
     def compare_last(self, channels: Iterable[Any]) -> MeshdistError | None:
-        """Compare with other hosts the last calls on ``channels``, which close; return an error.
-
-        It waits two seconds at most for the other members. Without them nothing is compared.
-        """
+        """Compare with other hosts the last calls on ``channels``, which close; return an error."""
+        # It waits two seconds at most for the other members. Without them nothing is compared.
         world, error, limit = self.world, None, Grace(_LAST_S)
         if find_failure(world.handled_before) is not None or world.process_id != os.getpid():
             return None

@@ -13,8 +13,8 @@ Drawn case: member 2 passes MAX to call 6, the others SUM. The round before call
     member 2    a    d    a    c      all members raise for call 6
 
 A call that waits for the others finishes its round before its own data move. A call that is started
-may be meant to return before the others make it. So its round is only started, and it is finished
-by the next one, if it has ended by then, or by the next that waits.
+may be meant to return before the others make it. So its round is only started. A later round
+finishes it, if it has ended by then or if the later call waits.
 
     >>> from types import SimpleNamespace as Stand
     >>> from meshdist.wires.operations import DONE
