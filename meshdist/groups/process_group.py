@@ -88,7 +88,7 @@ class ProcessGroup(VerbMethods):
         self.named_for = named_for
         if self._chooses_wires and world.spans_hosts(ranks):
             wires = {kind: find_wire(name) for kind, name in self.backends.items()}
-            across = {kind: wire.across_hosts for kind, wire in wires.items() if wire}
+            across = {kind: wire.replacement for kind, wire in wires.items() if wire}
             self.backends = {kind: across.get(kind) or name for kind, name in self.backends.items()}
         self.options = options
         self.device = device or world.device
