@@ -62,7 +62,11 @@ def next_round(number: int) -> int:
 
 
 def differ_at(
-    numbers: list[int], pair: tuple[str, str], host: str, usual: str = "sum"
+    numbers: list[int],
+    pair: tuple[str, str],
+    host: str,
+    usual: str = "sum",
+    timeout: timedelta = LONG,
 ) -> list[tuple[int, str, str]]:
     """For each number, on a new group: the call that raised, and what it raised.
 
@@ -73,7 +77,7 @@ def differ_at(
     """
     found = []
     for number in numbers:
-        group = md.new_group(timeout=timedelta(seconds=4))
+        group = md.new_group(timeout=timeout)
         try:
             for made in range(1, 1025):
                 name = pair[host[md.get_rank()] == "B"] if made == number else usual
@@ -159,7 +163,8 @@ def test_what_hangs_is_named_before_a_round(pool: Pool, pair: tuple[str, str]) -
 def test_what_hangs_between_rounds_is_named_at_the_timeout(
     pool: Pool, hosts: str, pair: tuple[str, str]
 ) -> None:
-    found = pool.run(differ_at, len(hosts), [3], pair, hosts, backend="gloo", hosts=hosts)
+    more = [3], pair, hosts, "sum", timedelta(seconds=4)
+    found = pool.run(differ_at, len(hosts), *more, backend="gloo", hosts=hosts)
     errors = [text for [(_, _, text)] in found]
     late = [text for text in errors if "was not finished within 4 s" in text]
     assert late, errors
