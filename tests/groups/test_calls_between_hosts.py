@@ -168,9 +168,11 @@ def test_what_hangs_between_rounds_is_named_at_the_timeout(
     errors = [text for [(_, _, text)] in found]
     late = [text for text in errors if "was not finished within 4 s" in text]
     assert late, errors
-    for name in pair:  # a rank that waits raises, and names what the others called
+    for text in late:  # each that gives up names what others called, or who gave up first
+        assert "arrived; last call" in text or "failed first, in call" in text, text
+    for name in pair:
         called = f"call 3 on group of ranks 0-{len(hosts) - 1}: {CALLS[name][0]}"
-        assert all(called in text for text in late), late
+        assert any(called in text for text in errors), errors
 
 
 def one_call_short(timeout_s: float) -> tuple[str, float]:
